@@ -10,19 +10,20 @@ BrokerError                     exit code
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   ├── FencedError                 another daemon has taken over; this one must stop
 │   └── DamagedRowError             one row of the state file is unreadable; the others are fine
-├── JobEndedError               1   a job ended in another status than the one waited for
+├── JobEndedError               1   a job ended with a status other than the one waited for
 ├── WaitTimeoutError            1   a job did not reach the status in time
-├── SourceError                 1   a price source did not answer, or its answer is implausible
+├── SourceError                 1   a price source did not respond, or its response is implausible
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
 └── CloudError                  5   cloud provider error
     ├── CapacityError               try elsewhere; outside `scope`
     ├── QuotaError                  do not retry there
-    ├── AuthError                   stop; the hint says how to log in
-    │   ├── AccountError                logged in to another account than the one that holds the nodes
+    ├── LimitError                  over a limit that an administrator of the server set; nothing was started
+    ├── AuthError                   stop; the hint shows how to log in
+    │   ├── AccountError                logged in to an account other than the one with the nodes
     │   └── DeniedError                 forbidden by a policy or a missing permission, within `scope`
     ├── ThrottledError              back off, then retry
-    ├── InvalidRequestError         stop: a retry gives the same answer
-    │   └── MissingPackageError         an optional package is not installed; the hint says how to install it
+    ├── InvalidRequestError         stop: a retry would give the same answer
+    │   └── MissingPackageError         an optional package is not installed; the hint shows how to install it
     ├── TransientError              retry
     │   └── UnreachedError          a node that has never responded: it may still be booting
     └── UnknownOutcomeError         the call may have succeeded: check before retrying
@@ -93,7 +94,7 @@ class NoOfferError(BrokerError):
 
 
 class NotImportedError(NoOfferError):
-    """Raised before any offer is considered: it is unknown whether any fits, so a plan reports it without failing."""
+    """The catalog has no offers of a cloud, so it is unknown whether any fits; a plan reports this without failing."""
 
 
 class UnknownNameError(NoOfferError):
@@ -111,7 +112,7 @@ class FencedError(StateError):
 
 
 class DamagedRowError(StateError):
-    """`table` and `key` name the row."""
+    """A row of the state file is unreadable; `table` and `key` identify it."""
 
     def __init__(self, table: str, key: str, why: str) -> None:
         super().__init__(
@@ -126,11 +127,11 @@ class DamagedRowError(StateError):
 
 
 class JobEndedError(BrokerError):
-    """A job that was awaited ended with a status other than the requested one."""
+    """A job ended with a status other than the one waited for."""
 
 
 class WaitTimeoutError(BrokerError):
-    """The time limit of a wait passed."""
+    """A wait has reached its time limit."""
 
 
 class SourceError(BrokerError):
@@ -186,7 +187,8 @@ class DeniedError(AuthError):
 
 
 class LimitError(CloudError):
-    """More than the limit of a user or a project, as an administrator of the server set it; nothing was started."""
+    """A launch would exceed the limit of a user or project, set by an administrator of the server; nothing was
+    started."""
 
 
 class ThrottledError(CloudError):
@@ -206,7 +208,7 @@ class TransientError(CloudError):
 
 
 class UnreachedError(TransientError):
-    """`node_id` names the node."""
+    """The node `node_id` has never responded; it may still be booting."""
 
     def __init__(self, message: str, *, node_id: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Bucket access for nodes: which buckets a task uses, which granters serve them, and the files that nodes get.
+"""Bucket access for nodes: the buckets of a task, the granters that serve them, and the files that nodes receive.
 
 See docs/BUCKET_ACCESS.md.
 """

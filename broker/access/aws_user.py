@@ -1,7 +1,7 @@
-"""An IAM user for a task's keys, for logins that are a role: sessions made by a role end within the hour.
+"""An IAM user for a task's keys, for logins that are a role: sessions created by a role end within an hour.
 
-The user may do what its one policy allows, until the time in the policy. Each renewal moves that time; when broker is
-away, access expires.
+The user has the permissions of its single policy, until the time in the policy. Each renewal moves that time; without
+renewals by broker, access expires.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIFE_S = 129_600.0  # the same as a federation session
 
 
 def ensure_user(iam: Any, name: str, *, owner: str, policy: str, end_s: float) -> None:
-    """Create the user. Idempotent: an existing user gets the policy with the new end."""
+    """Create the user. Idempotent: an existing user gets the policy with the new expiry."""
     from botocore.exceptions import ClientError
 
     try:
@@ -29,7 +29,7 @@ def ensure_user(iam: Any, name: str, *, owner: str, policy: str, end_s: float) -
 
 
 def limit_policy(policy: str, *, end_s: float) -> str:
-    """Add a statement that denies everything from `end_s` on (IAM User Guide, "Access based on date and time")."""
+    """Add a statement that denies everything from `end_s` (IAM User Guide, "Access based on date and time")."""
     end = datetime.fromtimestamp(end_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     condition = {"DateGreaterThan": {"aws:CurrentTime": end}}
     refusal = {"Effect": "Deny", "Action": "*", "Resource": "*", "Condition": condition}
@@ -41,8 +41,8 @@ def limit_policy(policy: str, *, end_s: float) -> str:
 
 
 def make_key(iam: Any, name: str) -> dict[str, str]:
-    """Create a key. Older keys of this user, whose secrets were lost with the state folder, are deleted: a user has at
-    most two."""
+    """Create a key. Older keys of this user, whose secrets were lost with the state folder, are deleted, because a user
+    can have at most two."""
     for key in iam.list_access_keys(UserName=name)["AccessKeyMetadata"]:
         iam.delete_access_key(UserName=name, AccessKeyId=key["AccessKeyId"])
     made = iam.create_access_key(UserName=name)["AccessKey"]
@@ -50,7 +50,7 @@ def make_key(iam: Any, name: str) -> dict[str, str]:
 
 
 def delete_user(iam: Any, name: str) -> None:
-    """Delete the user; already gone is success."""
+    """Delete the user; no effect if it does not exist."""
     from botocore.exceptions import ClientError
 
     try:

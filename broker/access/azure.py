@@ -1,4 +1,4 @@
-"""Access to Azure Blob Storage: a shared access signature for one container, made with the account's key."""
+"""Access to Azure Blob Storage: a shared access signature for one container, created with the account's key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from broker.config import Config, read_azure_environment
 from broker.errors import AuthError, InvalidRequestError, TransientError
 from broker.types import Secret, Task
 
-LIFE_S = 8 * 86400.0  # as for Google: the variable that holds it is read once, when a program starts
+LIFE_S = 8 * 86400.0  # as for Google: the variable is only read once, when a program starts
 BACKDATED_S = 900.0  # Azure Storage documentation, "Best practices when using SAS": clocks differ
 VERSION = "2021-08-06"  # of the service; it determines the string to sign
 PERMISSIONS_WRITE, PERMISSIONS_READ = "racwdl", "rl"  # in the order that Azure requires
@@ -52,7 +52,7 @@ class AzureGranter:
         return "the machine's managed identity" if cloud == "azure" else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a signature for the whole container: Azure limits one to a folder only with hierarchical namespaces."""
+        """Issue a signature for the whole container: limiting it to a folder requires hierarchical namespaces."""
         variables = read_azure_environment()
         account, key = _find(ACCOUNTS, variables), _find(KEYS, variables)
         if not account or not key:
@@ -80,7 +80,7 @@ class AzureGranter:
         )
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """Prove access by writing and deleting an empty blob, or by listing one."""
+        """Prove access by writing and deleting an empty blob, or by listing one blob."""
         account = grant.envs["AZURE_STORAGE_ACCOUNT_NAME"]
         base = grant.envs.get("AZURE_STORAGE_ENDPOINT", "").rstrip("/") or f"https://{account}.blob.core.windows.net"
         token = grant.secrets["AZURE_STORAGE_SAS_TOKEN"].value
@@ -94,7 +94,7 @@ class AzureGranter:
 
 
 def make_signature(account: str, key: str, container: str, *, permissions: str, start_s: float, end_s: float) -> str:
-    """Make a query string (Azure Storage documentation, "Create a service SAS", of version 2020-12-06 and later)."""
+    """Make a query string (Azure Storage documentation, "Create a service SAS", version 2020-12-06 and later)."""
     start, end = (datetime.fromtimestamp(each, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for each in (start_s, end_s))
     # Identifier, address, protocol; snapshot, encryption scope and five response headers are empty.
     lines = [permissions, start, end, f"/blob/{account}/{container}", "", "", "", VERSION, "c", *[""] * 7]

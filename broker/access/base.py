@@ -11,17 +11,17 @@ from broker.config import Config
 from broker.frozen import frozen
 from broker.types import Secret, Task
 
-FOLDER = "{access}"  # in `Grant.envs`: stands for the folder on the node that holds the files
+FOLDER = "{access}"  # placeholder in `Grant.envs` for the folder on the node that contains the files
 
 
 @frozen
 class Need:
     """Keys of one bucket that a task uses.
 
-    `path` "" is the whole bucket, "data" the object `data` and all below `data/`; with `is_open`, all keys that begin
-    with `path`. `is_written`: the program must be able to write, which is tried before anything paid starts.
-    `is_optional`: granted where possible, and no reason to refuse a launch. `is_made_later`: the launch makes the
-    bucket.
+    `path` "" is the whole bucket; "data" is the object `data` and everything below `data/`, or with `is_open`, all keys
+    that begin with `path`. `is_written`: the program must be able to write, which is tested before anything is paid
+    for. `is_optional`: granted if possible, but not a reason to refuse a launch. `is_made_later`: the launch creates
+    the bucket.
     """
 
     scheme: str
@@ -40,13 +40,13 @@ class Need:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
 
     def list_patterns(self) -> tuple[str, ...]:
-        """Keys, with `*` for any text: `("data", "data/*")`."""
+        """Return the keys, with `*` for any text: `("data", "data/*")`."""
         if not self.path:
             return ("*",)
         return (f"{self.path}*",) if self.is_open else (self.path, f"{self.path}/*")
 
     def find_probe(self) -> str:
-        """Return the key that is written and deleted to prove the access."""
+        """Return the key that is written and deleted to prove access."""
         name = "broker-access-check"
         return f"{self.path}{name}" if self.is_open else f"{self.path}/{name}".lstrip("/")
 
@@ -55,31 +55,31 @@ class Need:
 class Grant:
     """Credentials for nodes: files by name, and variables that point programs to them.
 
-    It ends at `expires_s`, unless a newer one has replaced the files by then; `renew_s` is when to make that one.
+    A grant ends at `expires_s`, unless a newer grant has replaced the files by then; `renew_s` is the time to make it.
     """
 
     files: Mapping[str, Secret] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, Secret] = field(default_factory=dict)  # variables that are secrets themselves
+    secrets: Mapping[str, Secret] = field(default_factory=dict)  # variables with secret values
     issued_s: float = 0.0
     expires_s: float = float("inf")
     renew_s: float = float("inf")
     by: str = ""  # the granting principal, for the user: "your IAM user"
-    scope: str = ""  # equal for equal keys: a newer grant replaces older ones of its scope
+    scope: str = ""  # equal for equal keys: a newer grant replaces older ones with the same scope
 
 
 class Granter(Protocol):
     """Grants access to buckets of one scheme with this machine's login. All verbs block and are idempotent."""
 
     def find_own(self, task: Task, cloud: str) -> str:
-        """Describe how nodes of `cloud` that run `task` have access without a grant; "" if they have none."""
+        """Describe the access that nodes of `cloud` running `task` have without a grant; "" if they have none."""
         ...
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
         """Make a grant for exactly these keys; `endpoint`: of the service, if the task overrides the default.
 
-        Raises AuthError if this login cannot grant, with alternatives as hints; InvalidRequestError for a need that no
-        grant can express; TransientError if the service does not respond.
+        Raises AuthError, with alternatives as hints, if this login cannot grant access; InvalidRequestError for a need
+        that a grant cannot express; TransientError if the service does not respond.
         """
         ...
 
@@ -90,12 +90,12 @@ class Granter(Protocol):
 
 @runtime_checkable
 class CanSweepGrants(Protocol):
-    """A granter that creates resources in the account which outlive a grant."""
+    """A granter that creates resources in the account that outlive a grant."""
 
     def sweep(self) -> int:
         """Delete all resources created for this installation; return their number. Raises CloudError.
 
-        Call this only when no node that uses them is left.
+        Call this only when no remaining node uses them.
         """
         ...
 
@@ -104,4 +104,4 @@ class MakeGranter(Protocol):
     """The type of the makers in `GRANTERS`. Makes no network calls."""
 
     def __call__(self, config: Config, *, clock: Clock) -> Granter:
-        """Return a granter; no cloud is contacted before its first use."""
+        """Return a granter, which contacts the cloud on first use."""

@@ -1,6 +1,6 @@
-"""Access to Google's buckets: a service account limited to a task's keys, and a key of it that expires.
+"""Access to Google's buckets: a service account limited to a task's keys, with an expiring key.
 
-Google's own tokens expire after an hour, which would end a job whose broker is away overnight.
+Google's own tokens expire after an hour, which would end a job whose broker is unavailable overnight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
 from broker.types import Secret, Task
 
-# Longer than Google runs a GPU machine (7 days, docs/GCP.md): libraries read a key file once, when they start.
+# Longer than Google runs a GPU machine (7 days, docs/GCP.md): libraries only read a key file once, when they start.
 LIFE_S = 8 * 86400.0
 PROPAGATION_S = 420.0  # Google IAM, "Access change propagation": typically 2 minutes, up to 7 or more
 PAUSE_S = 5.0
@@ -51,7 +51,7 @@ class GcsGranter:
         self._settings = load_settings(config.home)
         self._kept, self._owner, self._clock = KeptKeys(config.home, "gs"), config.owner, clock
         self._open_iam = open_iam or _open_iam
-        self._is_fresh = False  # whether a key or permission is new, which Google takes time to apply
+        self._is_fresh = False  # whether a key or permission is new, because Google takes time to apply it
 
     def find_own(self, task: Task, cloud: str) -> str:
         """Return the task's own credentials, or the service account of a Google node; "" without either."""
@@ -65,7 +65,7 @@ class GcsGranter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a grant. Data that is only named (`is_optional`) is left out because its bucket may belong to another
+        """Issue a grant. Data that is only named (`is_optional`) is omitted, because its bucket may belong to another
         account."""
         required = [need for need in needs if not need.is_optional]
         if not required:
@@ -88,7 +88,7 @@ class GcsGranter:
             files={"google.json": Secret(value=json.dumps(kept["key"]))},
             envs={
                 "GOOGLE_APPLICATION_CREDENTIALS": f"{FOLDER}/google.json",
-                # gcloud and gsutil read no other variable
+                # the only variable that gcloud and gsutil read
                 "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": f"{FOLDER}/google.json",
             },
             issued_s=kept["issued_s"],
@@ -98,8 +98,7 @@ class GcsGranter:
         )
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """Prove access as a node would: exchange the key for a token, then write and delete an object, or list
-        names."""
+        """Prove access like a node: exchange the key for a token, then write and delete an object, or list names."""
         key = json.loads(grant.files["google.json"].value)
         give_up_s = self._clock.now_s() + (PROPAGATION_S if self._is_fresh else 0.0)
         while True:
@@ -133,7 +132,7 @@ class GcsGranter:
             ) from error
 
     def _try_make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
-        """Create account, permissions and key, retrying while Google does not know the previous one yet."""
+        """Create the account, permissions and key, retrying while Google has not propagated the previous step."""
         iam = self._open_iam(login)
         urls = ", ".join(need.url for need in needs)
         email = iam.ensure_account(account_id, description=f"broker {self._owner}: {urls}")

@@ -1,4 +1,4 @@
-"""Google's IAM and Cloud Storage over REST: an account for a task's keys, its permissions, and a key that expires.
+"""Google's IAM and Cloud Storage over REST: an account for a task's keys, its permissions, and an expiring key.
 
 All verbs are idempotent. IAM API v1, projects.serviceAccounts; Cloud Storage JSON API, buckets.getIamPolicy, "IAM
 Conditions".
@@ -18,25 +18,25 @@ from broker.errors import AuthError, CloudError, InvalidRequestError, TransientE
 TIMEOUT_S = 30.0
 IAM, STORAGE, TOKEN = "https://iam.googleapis.com", "https://storage.googleapis.com", "https://oauth2.googleapis.com"
 POLICY_VERSION = 3  # the first version with conditions
-POLICY_TRIES = 4  # of read, change and write, as other writers may interfere
+POLICY_TRIES = 4  # of read, change and write, because other writers may interfere
 LOOK, READ, WRITE = "roles/storage.legacyBucketReader", "roles/storage.objectViewer", "roles/storage.objectUser"
 BACKDATED = timedelta(hours=1)  # Google's clocks and ours may differ
 KEY_BITS = 2048
 
 
 class NotYetError(TransientError):
-    """A new resource is not known everywhere yet: Google's IAM takes up to minutes ("Access change propagation")."""
+    """A new resource is not known everywhere yet: Google's IAM may take minutes ("Access change propagation")."""
 
 
 class GoogleIam:
-    """`session`: of requests, logged in. `endpoint`: of a server other than Google; "" is Google."""
+    """A client of Google's API. `session`: a logged-in `requests` session. `endpoint`: a server instead of Google's."""
 
     def __init__(self, session: Any, project: str, *, endpoint: str = "") -> None:
         self._session, self._project, self._endpoint = session, project, endpoint
 
     @property
     def storage_url(self) -> str:
-        """URL of Cloud Storage, or of the fake that the tests name."""
+        """URL of Cloud Storage, or of the fake given by tests."""
         return self._endpoint or STORAGE
 
     @property
@@ -45,7 +45,7 @@ class GoogleIam:
         return f"{self._endpoint or TOKEN}/token"
 
     def ensure_account(self, account_id: str, *, description: str) -> str:
-        """Return the email of the service account, creating it if needed."""
+        """Return the email of the service account; create it if necessary."""
         body = {"accountId": account_id, "serviceAccount": {"displayName": "broker", "description": description[:256]}}
         status, answer = self._ask("POST", f"{self._iam}/serviceAccounts", body, fine=(409,))
         email = f"{account_id}@{self._project}.iam.gserviceaccount.com"
@@ -62,9 +62,9 @@ class GoogleIam:
             if not missing:
                 return
             body = {**policy, "version": POLICY_VERSION, "bindings": [*bindings, *missing]}
-            if self._ask("PUT", url, body, fine=(412,))[0] != 412:  # its etag is outdated
+            if self._ask("PUT", url, body, fine=(412,))[0] != 412:  # 412: the etag is outdated
                 return
-        # Conditions are also refused like this if the objects of a bucket may have permissions of their own.
+        # Conditions are also refused with 412 if the objects of a bucket may have their own permissions.
         raise InvalidRequestError(
             f"cannot change the permissions of `gs://{bucket}`: HTTP 412",
             hints=(f"`gcloud storage buckets update gs://{bucket} --uniform-bucket-level-access`",),
@@ -73,8 +73,8 @@ class GoogleIam:
     def upload_key(self, email: str, *, now_s: float, life_s: float) -> dict[str, Any]:
         """Return a new key in the format of Google's key files.
 
-        The private half is created and kept here; Google receives the public one as a certificate, and refuses the key
-        once the certificate has expired ("Upload service account keys").
+        The private half is created and stored here; Google receives the public half as a certificate, and refuses the
+        key once the certificate has expired ("Upload service account keys").
         """
         private, certificate = make_key(now_s=now_s, life_s=life_s)
         body = {"publicKeyData": base64.b64encode(certificate).decode("ascii")}
@@ -91,7 +91,7 @@ class GoogleIam:
         }
 
     def delete_account(self, email: str) -> None:
-        """Delete the account with its keys and permissions; already gone is success."""
+        """Delete the account with its keys and permissions; no effect if it does not exist."""
         self._ask("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
 
     def delete_ended_keys(self, email: str, *, now_s: float) -> None:
@@ -142,7 +142,7 @@ def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> 
         return AuthError(message)
     if status == 404 and "/serviceAccounts/" in url:
         return NotYetError(message)  # new, and not known everywhere yet
-    if status == 400 and url.endswith("/iam") and "does not exist" in message:  # Google gives no code for this
+    if status == 400 and url.endswith("/iam") and "does not exist" in message:  # Google has no error code for this
         return NotYetError(message)
     bucket = url.partition("/b/")[2].partition("/")[0]
     hints = (f"create it with `gcloud storage buckets create gs://{bucket}`",) if status == 404 and bucket else ()
@@ -150,8 +150,8 @@ def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> 
 
 
 def make_bindings(bucket: str, member: str, needs: Sequence[Need]) -> list[dict[str, Any]]:
-    """Make the bindings. Pure. Listing is allowed for the whole bucket: without it, a missing object is "403" instead
-    of "404"."""
+    """Make the bindings. Pure. Listing is allowed for the whole bucket; without it, a missing object would be "403"
+    instead of "404"."""
     bindings: list[dict[str, Any]] = [{"role": LOOK, "members": [member]}]
     for need in needs:
         binding: dict[str, Any] = {"role": READ if need.is_read_only else WRITE, "members": [member]}
@@ -170,14 +170,14 @@ def write_condition(bucket: str, need: Need) -> str:
 
 
 def is_bound(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    """Return whether a policy binding found at Google includes the wanted one."""
+    """Return whether an existing policy binding includes the wanted one."""
     (member,) = wanted["members"]
     expressions = [each.get("condition", {}).get("expression") for each in (wanted, found)]
     return wanted["role"] == found.get("role") and expressions[0] == expressions[1] and member in found["members"]
 
 
 def make_key(*, now_s: float, life_s: float) -> tuple[bytes, bytes]:
-    """Make a private RSA key (PKCS #8) and a certificate of its public half that expires with the key; both PEM."""
+    """Make a private RSA key (PKCS #8) and a certificate of its public half that expires with it; both are PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import rsa

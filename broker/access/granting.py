@@ -1,4 +1,4 @@
-"""The grants of a task's nodes: checked before money is spent, delivered at the start, renewed with the lease."""
+"""Grants for a task's nodes: checked before money is spent, delivered at the start, renewed with the lease."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from broker.config import Config, has_own_bucket_access
 from broker.errors import CloudError
 from broker.types import Cluster, Event, EventKind, Plan, Task, make_event
 
-HERE = "local"  # its nodes are processes of this machine: nothing is paid, so nothing is refused
-USABLE_S_MIN = 900.0  # minimum validity of an older grant that replaces one that cannot be made now
+HERE = "local"  # its nodes are processes on this machine: nothing is paid for, so nothing is refused
+USABLE_S_MIN = 900.0  # minimum remaining validity of an older grant that is used if a new one cannot be made
 OPT_OUT = 'if nodes have access by other means (their cloud identity): `bucket_access = "own"` in `config.toml`'
 ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
 Deliver = Callable[[Mapping[str, Any]], Awaitable[object]]
 
 
 class Grants:
-    """`find_task`: the task of a managed job's cluster, with its mounts; None for other clusters. `tell` records an
-    event."""
+    """Make, deliver and renew grants. `find_task` returns the task of a managed job's cluster, with its mounts, or None
+    for other clusters. `tell` records an event."""
 
     def __init__(
         self,
@@ -40,16 +40,15 @@ class Grants:
         self._config, self._clock, self._find_task, self._tell = config, clock, find_task, tell
         self._granters: dict[str, Granter] = dict(granters or {})
         self._known: dict[tuple[tuple[Need, ...], str], Grant] = {}
-        self._renew_s: dict[str, float] = {}  # cluster -> when its nodes' files are due for replacement
+        self._renew_s: dict[str, float] = {}  # cluster -> time when its nodes' files are due for replacement
         self._told: dict[str, str] = {}
-        self._lock = threading.Lock()  # one thread makes grants: jobs with the same needs share them
+        self._lock = threading.Lock()  # one thread at a time makes grants, so that jobs with the same needs share them
 
     def check(self, plans: Sequence[Plan], *, allowances_s: Sequence[float] | None = None) -> Sequence[str]:
-        """Describe to the user the access that nodes get. `allowances_s`: how long each plan's nodes may run
-        unattended.
+        """Describe, for the user, the access that nodes get. Makes the grants and uses them once.
 
-        Makes the grants and uses them once. Raises AuthError or InvalidRequestError if nodes would have no access,
-        TransientError if that cannot be determined.
+        `allowances_s`: how long each plan's nodes may run unattended. Raises AuthError or InvalidRequestError if nodes
+        would have no access, and TransientError if that cannot be determined.
         """
         found: dict[str, None] = {}
         if has_own_bucket_access(self._config):
@@ -91,8 +90,8 @@ class Grants:
         self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
 
     def sweep(self) -> int:
-        """Delete the accounts and users behind the grants; only if no node of ours is left. Return their number. Raises
-        CloudError."""
+        """Delete the accounts and users behind the grants; return their number. Call this only if none of our nodes
+        remain. Raises CloudError."""
         granters = (self._get_granter(scheme) for scheme in GRANTERS)
         return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))
 
@@ -114,7 +113,7 @@ class Grants:
         return replace(join_grants(found), scope=name_needs(self._config.owner, "", all_needs)) if found else None
 
     def _make(self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task) -> Grant:
-        """Return a cached grant if it is fresh enough, else a new one, else an older one with enough time left."""
+        """Return a cached grant if it is fresh enough, else a new one, else an older one with enough remaining time."""
         endpoint = _find_endpoint(scheme, task)
         with self._lock:
             known = self._known.get((needs, endpoint))
@@ -181,14 +180,14 @@ def join_grants(grants: Sequence[Grant]) -> Grant:
 
 
 def _make_request(grant: Grant) -> Mapping[str, Any]:
-    """Make the request. Only here are secrets unwrapped, on the way to the agent's stdin."""
+    """Make the request. Secrets are only unwrapped here, on the way to the agent's stdin."""
     files = {name: secret.value for name, secret in grant.files.items()}
     envs = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
     return {"files": files, "envs": envs, "scope": grant.scope}
 
 
 def _find_endpoint(scheme: str, task: Task) -> str:
-    """Return the endpoint of the service, if the task's program is configured to use another one."""
+    """Return the endpoint of the service, if the task's program is configured to use a different one; otherwise ""."""
     return next((task.envs[name] for name in ENDPOINTS.get(scheme, ()) if task.envs.get(name)), "")
 
 

@@ -1,4 +1,4 @@
-"""Keys that the granters created, stored here: one file each, of mode 0600, shared by all jobs of the same paths."""
+"""Keys created by the granters, stored here: one file each, with mode 0600, shared by all jobs with the same paths."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class KeptKeys:
         self._folder, self._scheme = home / "access", scheme
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Lock: of two concurrent commands with the same need, one creates the key and the other finds it."""
+        """Lock, so that of two concurrent commands with the same need, one creates the key and the other finds it."""
         return hold_lock(self._folder / f"{self._scheme}.lock")
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Read a key; None if it is missing or damaged: another key will be created."""
+        """Read a key; None if it is missing or damaged, so that another key is created."""
         try:
             kept = json.loads(self._find(name).read_text(encoding="utf-8"))
             return kept if isinstance(kept["issued_s"], float) and isinstance(kept["key"], dict) else None
@@ -42,12 +42,12 @@ class KeptKeys:
         aside.replace(path)
 
     def list_names(self) -> Sequence[str]:
-        """List the names of the accounts whose keys are kept, sorted."""
+        """List the names of the accounts with stored keys, sorted."""
         prefix = f"{self._scheme}-"
         return sorted(path.stem.removeprefix(prefix) for path in self._folder.glob(f"{prefix}*.json"))
 
     def forget(self, name: str) -> None:
-        """Delete a kept key; already deleted is success."""
+        """Delete a stored key; no effect if already deleted."""
         self._find(name).unlink(missing_ok=True)
 
     def _find(self, name: str) -> Path:
@@ -55,6 +55,6 @@ class KeptKeys:
 
 
 def name_needs(owner: str, place: str, needs: Sequence[Need]) -> str:
-    """Return twenty digits, equal for equal installation, account and keys."""
+    """Return twenty hexadecimal digits, equal for the same installation, account and keys."""
     patterns = sorted(f"{need.bucket}/{each} {need.is_read_only}" for need in needs for each in need.list_patterns())
     return hashlib.sha256("\n".join([owner, place, *patterns]).encode()).hexdigest()[:20]

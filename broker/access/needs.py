@@ -12,9 +12,9 @@ SCHEMES = ("s3", "gs", "az", "r2")
 
 
 def list_needs(task: Task, owner: str) -> tuple[Need, ...]:
-    """List each bucket path once: checkpoints (with outcome and logs), mounts, and the data that the task names.
+    """List each bucket path once: checkpoints (with outcome and logs), mounts, and the data named by the task.
 
-    Checkpoints of this installation are in folders that begin with its owner id (`jobs/checkpoints.py`), so its nodes
+    Checkpoints of this installation are in folders that begin with its owner ID (`jobs/checkpoints.py`), so its nodes
     cannot access those of another installation in the same bucket.
     """
     found: dict[tuple[str, str, str, bool], Need] = {}
@@ -47,7 +47,7 @@ def _list_all(task: Task, owner: str) -> Iterator[Need]:
 
 
 def _parse(url: str | None) -> tuple[str, str, str] | None:
-    """Return scheme, bucket and path; None for anything but a bucket."""
+    """Return the scheme, bucket and path of a bucket URL; None for anything else."""
     scheme, separator, rest = (url or "").partition("://")
     bucket, _, path = rest.partition("/")
     return (scheme, bucket, path.strip("/")) if separator and scheme in SCHEMES and bucket else None

@@ -1,4 +1,4 @@
-"""Access to Cloudflare's R2: broker cannot create keys for it, so a task must include its own."""
+"""Access to Cloudflare's R2: broker cannot create keys for it, so a task must provide its own."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class R2Granter:
     """Implement `Granter` for Cloudflare R2, which cannot issue grants."""
 
     def find_own(self, task: Task, cloud: str) -> str:
-        """Return the task's own R2 credentials; "" without any."""
+        """Return the task's own R2 credentials; "" if there are none."""
         if "R2_ACCESS_KEY_ID" in task.secrets or "R2_ACCESS_KEY_ID" in task.envs:
             return "the task's own `R2_ACCESS_KEY_ID`"
         return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in mount for mount in task.file_mounts) else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Raise AuthError: R2 has no short-lived keys that broker could make."""
-        raise AuthError("broker cannot make short-lived keys for R2", hints=(KEYS,))
+        """Raise AuthError: R2 has no short-lived keys that broker could create."""
+        raise AuthError("broker cannot create short-lived keys for R2", hints=(KEYS,))
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """Raise AssertionError: no grant exists that could be proven."""
+        """Raise AssertionError, because there is no grant to prove."""
         raise AssertionError("R2 has no grants")

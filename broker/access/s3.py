@@ -23,9 +23,9 @@ from broker.types import Secret, Task
 # STS API reference: GetFederationToken at most 36 h; AssumeRole at most 12 h if the role allows it, and 1 h if the
 # caller is itself a role ("role chaining").
 FEDERATION_S, ROLE_S, CHAINED_S = 129_600, 43_200, 3_600
-RENEW_S = 3600.0  # renewed hourly, a 36 h session has at least 35 h left when this machine goes away
+RENEW_S = 3600.0  # renewed hourly, a 36 h session has at least 35 h remaining when this machine becomes unavailable
 PROPAGATION_S, PAUSE_S = 90.0, 3.0  # IAM User Guide: changes are "eventually consistent"; usually seconds
-NEW_KEY = "InvalidAccessKeyId"  # S3's error for a key that it does not know yet
+NEW_KEY = "InvalidAccessKeyId"  # S3's error for a key that is not known yet
 NAME_LENGTH_MAX = 32  # of a federated user
 OWN_VARIABLES = (
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SHARED_CREDENTIALS_FILE"),
@@ -53,7 +53,7 @@ class S3Granter:
         self._settings, self._clock, self._owner = settings, clock, config.owner
         self._name = f"broker-{config.owner}"[:NAME_LENGTH_MAX]
         self._kept = KeptKeys(config.home, "s3")
-        self._is_fresh = False  # whether a user is new, which IAM takes seconds to propagate
+        self._is_fresh = False  # whether a user is new, because IAM takes seconds to propagate it
         self._open_session = open_session or _open_session
         self._regions: dict[str, str] = {}
 
@@ -70,7 +70,7 @@ class S3Granter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a session or user limited to the task's paths. Raises AuthError with the alternatives."""
+        """Issue a session or user limited to the task's paths. Raises AuthError, with alternatives as hints."""
         variables = read_aws_environment()
         own_endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or ""
         has_sts = bool(variables.get("AWS_ENDPOINT_URL_STS") or variables.get("AWS_ENDPOINT_URL"))
@@ -92,7 +92,7 @@ class S3Granter:
                 "aws.json": Secret(value=json.dumps(login)),
                 "aws_config": Secret(value=_write_config(region)),
             },
-            envs={**envs, "AWS_SDK_LOAD_CONFIG": "1"},  # Go's older SDK reads no config file without it
+            envs={**envs, "AWS_SDK_LOAD_CONFIG": "1"},  # Go's older SDK does not read the config file without it
             issued_s=issued_s,
             expires_s=expires_s,
             renew_s=issued_s + min(RENEW_S, (expires_s - issued_s) / 4),
@@ -131,7 +131,7 @@ class S3Granter:
             client.list_objects_v2(Bucket=need.bucket, MaxKeys=1, **prefix)
 
     def _ask(self, needs: Sequence[Need]) -> tuple[dict[str, Any], float, str]:
-        """Return the login in the format of `credential_process`, its expiry, and the granting principal."""
+        """Return the login in the format of `credential_process`, its expiry time, and the granting principal."""
         session = self._open_session()
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -153,7 +153,7 @@ class S3Granter:
                     refusal = error
                     if not _is_forbidden(error):
                         raise
-            if caller in ("user", "role"):  # a user's session with MFA cannot federate either
+            if caller in ("user", "role"):  # a user's MFA session cannot federate either
                 return self._ask_user(session.client("iam", region_name=region), policy, arn.split(":")[4], needs)
         except (ClientError, BotoCoreError) as error:
             what = "AWS does not grant nodes access to the task's buckets"
@@ -162,7 +162,7 @@ class S3Granter:
         raise AuthError(f"{WHY_NOT[caller]} (`{arn}`)", hints=(ROLE, PROFILE, KEYS))
 
     def _assume(self, sts: Any, policy: str, caller: Caller) -> Any:
-        """Assume the role for as long as it allows; an hour is always allowed."""
+        """Assume the role for the longest time that it allows; an hour is always allowed."""
         from botocore.exceptions import ClientError
 
         request = {"RoleArn": self._settings.bucket_role, "RoleSessionName": self._name, "Policy": policy}
@@ -177,7 +177,7 @@ class S3Granter:
     def _ask_user(
         self, iam: Any, policy: str, account: str, needs: Sequence[Need]
     ) -> tuple[dict[str, Any], float, str]:
-        """Use a user created by broker: its key stays the same, and its policy is rewritten with a later end."""
+        """Use a user created by broker: its key is kept, and its policy is rewritten with a later expiry."""
         name = name_needs(self._owner, account, needs)
         user = f"broker-{name}"
         now_s = self._clock.now_s()
@@ -243,7 +243,7 @@ def _read_session(answer: Any) -> tuple[dict[str, Any], float]:
 
 
 def _write_config(region: str) -> str:
-    """Write a config whose process libraries run again before the session ends, so that they read a renewed file."""
+    """Return a config with a credential process, which libraries rerun before expiry to read the renewed file."""
     lines = ("[default]", f'credential_process = cat "{FOLDER}/aws.json"', f"region = {region}")
     return "\n".join(lines) + "\n"
 
@@ -276,7 +276,7 @@ def _find_hints(error: Exception, need: Need) -> tuple[str, ...]:
 
 
 def _refuse(error: Exception, what: str, hints: tuple[str, ...]) -> NoReturn:
-    """Make one of our errors from AWS's code."""
+    """Raise one of our errors, chosen by AWS's code."""
     code = _find_code(error)
     kind = "invalid" if code == "NoSuchBucket" else find_kind(code)
     classes: dict[str, type[CloudError]] = {"login": AuthError, "forbidden": AuthError, "invalid": InvalidRequestError}

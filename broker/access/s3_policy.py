@@ -1,6 +1,6 @@
-"""The session policy that limits a grant to the keys a task uses. Pure.
+"""The session policy that limits a grant to a task's keys. Pure.
 
-IAM User Guide, "Session policies": the session may do what both this policy and the login's own policies allow.
+IAM User Guide, "Session policies": a session only has permissions that both this policy and the login's policies allow.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from broker.access.base import Need
 from broker.errors import InvalidRequestError
 
-POLICY_CHARACTERS_MAX = 2048  # of a session policy (STS API reference), and of a user's policies (IAM quotas)
+POLICY_CHARACTERS_MAX = 2048  # maximum of a session policy (STS API reference) and of a user's policies (IAM quotas)
 READ = ("s3:GetObject",)
 WRITE = ("s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipartUploadParts", "s3:PutObject")
 LOOK = ("s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
 
 
 def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
-    """Make minimal JSON. Raises InvalidRequestError if it is too long for AWS."""
+    """Make the policy as minimal JSON. Raises InvalidRequestError if it is too long for AWS."""
     read = [need for need in needs if need.is_read_only]
     written = [need for need in needs if not need.is_read_only]
     statements = []
@@ -34,11 +34,11 @@ def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
         statements.append(_allow(["s3:ListBucket"], [f"arn:{partition}:s3:::{bucket}" for bucket in whole]))
     if parts := sorted(set(buckets) - set(whole)):
         # IfExists: S3 checks ListBucket, without a prefix, to decide whether a missing object is "404" or "403", and
-        # programs depend on the 404. The cost: names (not contents) of other keys can be listed without a prefix.
+        # programs depend on the 404. The drawback: names (not contents) of other keys can be listed without a prefix.
         patterns = sorted({pattern for need in needs if need.bucket in parts for pattern in need.list_patterns()})
         condition = {"StringLikeIfExists": {"s3:prefix": patterns}}
         statements.append(_allow(["s3:ListBucket"], [f"arn:{partition}:s3:::{bucket}" for bucket in parts], condition))
-    # For buckets encrypted with a KMS key: objects of that bucket only (S3 User Guide, "SSE-KMS").
+    # For buckets encrypted with a KMS key: only objects of that bucket (S3 User Guide, "SSE-KMS").
     contexts = [f"arn:{partition}:s3:::{bucket}*" for bucket in buckets]
     condition = {"StringLike": {"kms:EncryptionContext:aws:s3:arn": contexts}}
     statements.append(_allow(["kms:Decrypt", "kms:GenerateDataKey"], ["*"], condition))

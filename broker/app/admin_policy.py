@@ -1,6 +1,6 @@
-"""The administrator's policy: a function that sees each task before it is planned, and may change or refuse it.
+"""The administrator's policy: a function that receives each task before it is planned, and may change or refuse it.
 
-`admin_policy` in `config.toml` names it, on a server for all users: `package.module:function`, or a file,
+`admin_policy` in `config.toml` names it (on a server, for all users): `package.module:function`, or a file,
 `/etc/broker/policy.py:function`. It receives a `PolicyRequest` and returns the task; it raises `PolicyError` to refuse
 it. A policy must accept its own result unchanged, because a task may be planned more than once.
 """
@@ -32,7 +32,7 @@ YAML_NAMES = {"recovery": "job_recovery", "unattended_s": "unattended", "max_dur
 
 @frozen
 class PolicyRequest:
-    """A task that is about to be planned. `user` and `project` are those of a server's token; else they are empty."""
+    """A task that is about to be planned. `user` and `project` come from a server's token, or are empty."""
 
     task: Task
     user: str = ""
@@ -43,10 +43,10 @@ AdminPolicy = Callable[[PolicyRequest], Task]
 
 
 def govern(home: Path, task: Task, payee: Payee, *, note: Callable[[str], None]) -> Task:
-    """Return the task as the policy of this state folder leaves it, and note the fields that it changed.
+    """Apply the policy of this state folder; return the resulting task, and note the fields that changed.
 
-    Raises PolicyError for a task that the policy refuses, StateError for a policy that cannot be loaded or fails: then
-    nothing starts, because an unchecked task might be forbidden.
+    Raises PolicyError for a task that the policy refuses, and StateError for a policy that cannot be loaded or fails.
+    Nothing starts in that case, because an unchecked task might be forbidden.
     """
     entry = find_admin_policy(home)
     if entry is None:
@@ -68,7 +68,7 @@ def govern(home: Path, task: Task, payee: Payee, *, note: Callable[[str], None])
 
 
 def check(task: Task, entry: str) -> Task:
-    """Return the task if all its values are allowed. Raises StateError."""
+    """Return the task if all its values are valid. Raises StateError."""
     from broker.task.checking import check_task
 
     try:
@@ -108,6 +108,6 @@ def _load_file(path: Path) -> object:
     assert spec is not None, "the name ends with .py"
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # as dataclasses of the file need it
+    sys.modules[spec.name] = module  # dataclasses in the file require it
     spec.loader.exec_module(module)
     return module

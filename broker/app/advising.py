@@ -30,7 +30,7 @@ class AdviceRequest:
     active_params: str | None = None
     tokens: str = ""
     sequence: int = 4096
-    batch: str | None = None  # tokens; None chooses by the model's size
+    batch: str | None = None  # tokens; None: by the model's size
     deadline: str | None = None
     budget_usd: float | None = None
     dtype: Precision = "bf16"
@@ -133,7 +133,7 @@ def read_shape(
 ) -> ModelShape:
     """Read the shape from `--layers` and `--hidden`, else derive it from `--params`.
 
-    With `active`, the shape has the active parameters and experts hold the others. Raises UsageError.
+    With `active`, the shape has the active parameters, and experts hold the remaining ones. Raises UsageError.
     """
     if active is not None:
         if params is None:
@@ -175,8 +175,8 @@ def read_shape(
 
 
 def choose_batch(parameters: float) -> float:
-    """Choose the batch size in tokens, about as GPT-3 (Brown 2020, table 2.1), Llama 2 from 20 billion parameters, and
-    Llama 3 405B from 150 billion (Dubey 2024, table 4)."""
+    """Choose the batch size in tokens, roughly that of GPT-3 (Brown 2020, table 2.1), of Llama 2 from 20 billion
+    parameters, and of Llama 3 405B from 150 billion (Dubey 2024, table 4)."""
     for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21), (150e9, 22)):
         if parameters <= limit:
             return 2.0**power

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from broker.serve.placement import ReplicaPlacement, SpotPlace
     from broker.types import Offer
 
-PLACED_MAX = 12  # kinds of node whose replicas are placed: the cheapest by list price
+PLACED_MAX = 12  # node types considered for placement: the cheapest by list price
 REPLICAS_MAX = 64
 
 
@@ -46,7 +46,7 @@ class ServingRequest:
 
 @frozen
 class ServingOption:
-    """A layout with its replicas, the cheapest set of places for them, and what a million tokens cost."""
+    """A layout with its replicas, the cheapest set of places for them, and the cost per million tokens."""
 
     layout: ServingLayout
     replicas: int
@@ -122,14 +122,14 @@ def _group_offers(context: Context, request: ServingRequest) -> dict[Hardware, l
     from broker.app.advising import find_offers
 
     names = tuple(context.book.resolve_accelerator(each.strip()) for each in (request.gpus or "").split(",") if each)
-    # Any model: only the precision and the GPUs of the request matter here.
+    # The model is arbitrary: only the precision and the requested GPUs matter here.
     training = Training(shape=make_goal(request).shape, tokens=1.0, sequence=1024, batch=1, dtype="bf16")
     wish = Wish(training=training, gpus=names, spot=request.spot)
     return group_offers(wish, find_offers(context, wish, request.infra), context.book.read_figures())
 
 
 def _list_layouts(goal: ServingGoal, kinds: dict[Hardware, list[Offer]]) -> list[tuple[ServingLayout, list[Offer]]]:
-    """Return one layout for each card and number of cards: the network between nodes does not matter to a replica."""
+    """Return one layout for each GPU type and count: a replica does not depend on the network between nodes."""
     from broker.advisor.serving import find_serving_layout
 
     merged: dict[tuple[str, int], tuple[Hardware, list[Offer]]] = {}
@@ -140,7 +140,7 @@ def _list_layouts(goal: ServingGoal, kinds: dict[Hardware, list[Offer]]) -> list
 
 
 def _can_split(hardware: Hardware) -> bool:
-    """Return whether engines split the heads of common models over the cards of this node."""
+    """Return whether engines can split the heads of common models over this node's GPUs."""
     return hardware.accelerators in (1, 2, 4, 8)
 
 
@@ -171,7 +171,7 @@ def _place(request: ServingRequest, goal: ServingGoal, layout: ServingLayout, so
 
 
 def _list_spot_places(layout: ServingLayout, sold: Sequence[Offer]) -> list[SpotPlace]:
-    """List the zones that sell spot of these GPUs at their prices and hazards, own history excluded."""
+    """List the zones that sell spot of these GPUs, with prices and hazards; own history is excluded."""
     from broker.optimizer.planner import make_plan
     from broker.serve.placement import SpotPlace
     from broker.serve.reconciling import Slot

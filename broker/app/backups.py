@@ -1,11 +1,12 @@
 """Backups of a server's state in a bucket or folder, and the fence that keeps a replaced server from writing.
 
-    URL/epochs/000002     written once, by the restore that took this number; the highest one may write
+    URL/epochs/000002     written once, by the restore that took this number; the highest number may write
     URL/states/000002     the newest copy of that epoch: an archive, encrypted with the key in `secret.key`
     URL/files/DIGEST      files that were uploaded for live work, see `backup_files.py`
 
-A process may write for `LEASE_S` seconds after it last saw that no higher epoch exists (decision 0381). A restored
-server starts nothing before it has listed every cloud twice, at least a minute apart, so the two never act at once.
+A process may write for `LEASE_S` seconds after it last confirmed that no higher epoch exists (decision 0381). A
+restored server starts nothing before it has listed every cloud twice, at least a minute apart, so the two never act at
+once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ EPOCH = "server/epoch.json"
 
 @frozen
 class Epoch:
-    """The number under which this state folder may write to its backup, and a random word that proves the claim."""
+    """The number under which this state folder may write to its backup, and a random word that proves ownership."""
 
     number: int
     word: str
@@ -74,7 +75,7 @@ class Backups:
         self._bucket = bucket or open_bucket(url)
         self._digest = ""
         self._confirmed_s = float("-inf")
-        self._own: Epoch | None = None  # once it is known to be ours
+        self._own: Epoch | None = None  # set once it is known to be ours
         self._files = BackupFiles(home, self._bucket, clock=clock, load_key=lambda: load_key(home))
 
     @property
@@ -82,7 +83,7 @@ class Backups:
         return self._home / EPOCH
 
     def ensure_epoch(self) -> Epoch:
-        """Return our epoch; the first call takes number 1. Raises UsageError if it holds other backups."""
+        """Return our epoch; the first call takes number 1. Raises UsageError if the location holds other backups."""
         if self._own is not None:
             return self._own
         known = _read_epoch(self._epoch_path)
@@ -101,7 +102,7 @@ class Backups:
         return known
 
     def confirm(self) -> None:
-        """Raise FencedError if another server has continued from our backups, StateError if that cannot be known."""
+        """Raise FencedError if another server has continued from our backups, StateError if that is unknown."""
         now_s = self._clock.now_s()
         if not 0.0 <= now_s - self._confirmed_s < CONFIRM_S:
             self._confirmed_s = max(self._confirmed_s, self._read_confirmed_s())
@@ -110,7 +111,7 @@ class Backups:
         self.refresh()
 
     def refresh(self) -> None:
-        """Like `confirm`, but ask the bucket now; if it does not answer, rely on the lease while that is valid."""
+        """Like `confirm`, but query the bucket now; if it does not respond, rely on the lease while it is valid."""
         begin_s = self._clock.now_s()
         try:
             own = self.ensure_epoch()
@@ -132,7 +133,7 @@ class Backups:
         _write_private(self._home / "server" / "confirmed", repr(begin_s))
 
     def write_if_changed(self) -> bool:
-        """Write a copy unless the state is the same as at the last one; return whether it was written."""
+        """Write a copy unless the state is unchanged since the last one; return whether it was written."""
         own = self.ensure_epoch()
         uploads: frozenset[str] = frozenset()
 
@@ -154,7 +155,7 @@ class Backups:
         _write_private(self._epoch_path, json.dumps({"number": epoch.number, "word": epoch.word}))
 
     def _read_confirmed_s(self) -> float:
-        """Return when another process of this server last confirmed; never in the future."""
+        """Return the time of the last confirmation by another process of this server; never in the future."""
         try:
             found_s = float((self._home / "server" / "confirmed").read_text())
         except (OSError, ValueError):
@@ -164,7 +165,8 @@ class Backups:
     def restore(self) -> Restored:
         """Fill an empty state folder from the newest backup, under a new epoch, which fences every earlier server.
 
-        Repeatable until it returns: an interrupted call left no database. Raises StateError.
+        May be repeated until it returns: an interrupted call leaves no database. Raises StateError, or UsageError if there
+        is no backup.
         """
         if (self._home / DATABASE).exists():
             raise StateError(
@@ -173,11 +175,11 @@ class Backups:
         numbers = _list_numbers(self._bucket, EPOCHS)
         if not numbers:
             raise UsageError(f"no backup found in {self.url}")
-        self._read_newest(below=max(numbers) + 1)  # before the claim, which stops the old server
+        self._read_newest(below=max(numbers) + 1)  # before claiming an epoch, which stops the old server
         known = _read_epoch(self._epoch_path)
         own = Epoch(number=max(numbers) + 1, word=secrets.token_hex(16))
         if known is not None and self._bucket.read(_name(EPOCHS, known.number)) == known.word.encode():
-            own = known  # this call was interrupted before
+            own = known  # an earlier call was interrupted
         self._write_epoch(own)
         self.refresh()
         archive = self._read_newest(below=own.number)
@@ -197,7 +199,7 @@ class Backups:
         return _decrypt(load_key(self._home), content, self.url)
 
     def _put_in_place(self, folder: Path) -> None:
-        """Move the files, and the database last: with it, the state folder is complete."""
+        """Move the files into place, the database last: its presence makes the state folder complete."""
         for path in sorted(folder.rglob("*")):
             target = self._home / path.relative_to(folder)
             if path.is_dir():
@@ -212,7 +214,7 @@ class Backups:
 def read_epoch_number(home: Path) -> int:
     """Return the epoch that each request to a node carries; 0 for a state folder that never had backups.
 
-    It stays when backups are turned off: nodes refuse a lower one than they have seen. Raises StateError.
+    It is kept when backups are turned off: nodes refuse an epoch lower than one they have seen. Raises StateError.
     """
     known = _read_epoch(home / EPOCH)
     return known.number if known else 0
@@ -229,7 +231,7 @@ def _read_epoch(path: Path) -> Epoch | None:
 
 
 def make_confirm(home: Path, *, clock: Clock) -> Callable[[], None] | None:
-    """Return the check before each write of a state folder with backups; None for one without."""
+    """Return the check to run before each write of a state folder with backups; None without backups."""
     url = find_backup_url(home)
     if url is None:
         return None
@@ -243,14 +245,14 @@ def pack_state(
     files: Sequence[str] = FILES,
     folders: Sequence[str] = FOLDERS,
 ) -> bytes:
-    """Pack the database, changed by `edit`, and the files beside it; equal states give equal bytes."""
+    """Pack the database, changed by `edit`, and the files next to it; equal states give equal bytes."""
     out = io.BytesIO()
     with tempfile.TemporaryDirectory(dir=home) as folder, tarfile.open(fileobj=out, mode="w") as archive:
         copy = Path(folder) / DATABASE
         with closing(sqlite3.connect(home / DATABASE, isolation_level=None)) as connection:
             connection.execute("VACUUM INTO ?", (str(copy),))
         with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            connection.execute("UPDATE leader SET beat_s = 0, stats = ''")  # a heartbeat is no change
+            connection.execute("UPDATE leader SET beat_s = 0, stats = ''")  # a heartbeat does not count as a change
             edit(connection)
         _add(archive, DATABASE, copy.read_bytes())
         for path in _list_files(home, files, folders):
@@ -272,7 +274,7 @@ def _list_files(home: Path, files: Sequence[str], folders: Sequence[str]) -> lis
 
 
 def keep_record(home: Path, url: str, *, now_s: float, error: BrokerError | None) -> None:
-    """Record when the backup was last known to be up to date, and the newest error, for `broker server status`."""
+    """Record the time of the last confirmed backup, and the newest error, for `broker server status`."""
     path = home / "server" / "backup.json"
     try:
         known = json.loads(path.read_bytes())

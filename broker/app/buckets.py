@@ -49,7 +49,7 @@ def _fill(context: Context, task: Task, track: TrackUpload) -> Task:
 
 
 def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
-    """Map keys to files as SkyPilot does: a single folder's content at the top, several paths each under its name."""
+    """Map keys to files as SkyPilot does: a single folder's content at the top, several paths under their names."""
     found: dict[str, Path] = {}
     for source in sources:
         path = Path(source).expanduser()

@@ -23,7 +23,7 @@ def read_share(text: str) -> float:
 
 
 def add_canary_version(context: Context, service: Service, task: Task, share: float) -> int:
-    """Add the version of a canary, while the service keeps its own; return its number. Call within a transaction."""
+    """Add a canary's version while the service keeps its own version; return its number. Call within a transaction."""
     services = context.store.services
     version = services.add_version(service.name, task, mode=service.mode)
     services.set_version(service.name, service.version)
@@ -32,7 +32,7 @@ def add_canary_version(context: Context, service: Service, task: Task, share: fl
 
 
 def start_canary(context: Context, service: Service, version: int, share: float) -> None:
-    """Route this share of requests to a version that was added. Call after the version is committed."""
+    """Route this share of requests to an added version. Call after the version is committed."""
     write_canary(find_folder(context.config, service), Canary(version=version, share=share))
 
 
@@ -52,12 +52,13 @@ def promote_canary(context: Context, service: Service) -> int:
         services.mark_ready(service.name, canary.version)
         services.set_version(service.name, canary.version)
         services.add_event(service.name, ServiceEventKind.UPDATED, detail=str(canary.version))
-    remove_canary(folder)  # last: a kill before leaves a canary of the wanted version, which the controller ignores
+    # last: if killed earlier, a canary of the wanted version remains, which the controller ignores
+    remove_canary(folder)
     return canary.version
 
 
 def roll_back_canary(context: Context, service: Service) -> int:
-    """Drain the canary's replicas; return the version that stays. Raises UsageError without a canary."""
+    """Drain the canary's replicas; return the version that remains. Raises UsageError without a canary."""
     _must_read(context, service)
     remove_canary(find_folder(context.config, service))
     context.store.services.add_event(service.name, ServiceEventKind.CANARY_ENDED, detail=str(service.version))

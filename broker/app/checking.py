@@ -18,7 +18,7 @@ from broker.task.reading import suggest
 if TYPE_CHECKING:
     from broker.clouds.findings import CheckResult, Inspector
 
-EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
+EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> library that its adapter imports
 LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
 
 
@@ -32,7 +32,7 @@ class CloudSummary:
 
 
 async def check_clouds(context: Context) -> Sequence[CloudSummary]:
-    """Check every cloud that has prices, and those behind SkyPilot that can launch; the local cloud is first."""
+    """Check every cloud that has prices, and clouds behind SkyPilot that can launch; the local cloud is first."""
     listed = list(context.book.count_offers())
     checked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
     unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]
@@ -62,7 +62,7 @@ def find_inspector(name: str) -> Inspector:
 
 
 async def _check_all(names: Sequence[str], context: Context) -> Mapping[str, CloudSummary]:
-    """Check clouds concurrently, but those behind SkyPilot in sequence: the first answer serves all of them."""
+    """Check clouds concurrently, but clouds behind SkyPilot in sequence: the first answer applies to all of them."""
     behind = [name for name in names if _can_glance(name)]
 
     async def check_behind() -> list[CloudSummary]:

@@ -1,4 +1,4 @@
-"""The last results of `broker check`, kept in the state folder so that they can be shown without asking a cloud."""
+"""The last results of `broker check`, kept in the state folder so that they can be shown without querying a cloud."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckedItem:
 
 @frozen
 class CloudCheck:
-    """The recorded check of one cloud; `findings` are those of a detailed check, empty before one."""
+    """The recorded check of one cloud; `findings` come from a detailed check, and are empty before the first one."""
 
     can_launch: bool
     note: str
@@ -50,7 +50,7 @@ def find_checks(config: Config) -> Path:
 
 
 def read_checks(config: Config) -> Checks:
-    """Return the results; none if no check has run, or if the file is damaged: the next check rewrites it."""
+    """Return the results; empty if no check has run, or if the file is damaged (the next check rewrites it)."""
     try:
         return msgspec.json.decode(find_checks(config).read_bytes(), type=Checks)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -58,7 +58,7 @@ def read_checks(config: Config) -> Checks:
 
 
 def record_overview(config: Config, rows: Sequence[tuple[str, bool, str]], *, now_s: float) -> None:
-    """Record (cloud, can launch, note) of `broker check`; detailed findings stay."""
+    """Record (cloud, can launch, note) of `broker check`; detailed findings are kept."""
     known = read_checks(config).clouds
     made = {}
     for name, can_launch, note in rows:

@@ -73,7 +73,7 @@ async def read_status(context: Context, *, is_refreshing: bool, of_all_users: bo
 async def refresh_clusters(
     context: Context, clusters: Sequence[Cluster]
 ) -> tuple[Sequence[Cluster], Mapping[str, CloudError]]:
-    """Refresh in the same order, keeping the last known state on failure; return failures by cloud."""
+    """Refresh the clusters, in the same order; keep the last known state on failure, and return failures by cloud."""
     failures: dict[str, CloudError] = {}
 
     async def refresh(cluster: Cluster) -> Cluster:
@@ -87,7 +87,7 @@ async def refresh_clusters(
 
 
 def raise_unasked(failures: Mapping[str, CloudError]) -> None:
-    """Raise CloudError if a cloud failed; call this after the output, so that the exit code marks it as outdated."""
+    """Raise CloudError if a cloud failed. Call this after the output; the exit code marks it as outdated."""
     if failures:
         raise CloudError(
             f"could not query {' and '.join(failures)}: clusters there show their last known state",
@@ -97,7 +97,7 @@ def raise_unasked(failures: Mapping[str, CloudError]) -> None:
 
 
 def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
-    """Return the given run id, or the newest. Raises UsageError if the cluster has no runs."""
+    """Return the given run ID, or the newest. Raises UsageError if the cluster has no runs."""
     wanted = run_id or context.store.clusters.newest_run_id(cluster)
     if not wanted:
         raise UsageError(
@@ -154,7 +154,7 @@ async def follow_chunks(
 
 
 async def cancel_runs(context: Context, cluster: Cluster, run_ids: Sequence[int] | None) -> Sequence[int]:
-    """Cancel the runs, or all with None; return those that were live. Unknown runs are only noted."""
+    """Cancel the runs, or all if None; return those that were live. Unknown runs only cause a note."""
     runs = await context.gang.list_runs(cluster)
     live = [run.id for run in runs if not run.status.is_terminal]
     for run_id in set(run_ids or []) - {run.id for run in runs}:
@@ -166,7 +166,7 @@ async def cancel_runs(context: Context, cluster: Cluster, run_ids: Sequence[int]
 
 
 async def restart(context: Context, name: str) -> Cluster:
-    """Restart a stopped cluster, with the autostop rule that its agents lost when their machines stopped."""
+    """Restart a stopped cluster, and set its autostop rule again, which the agents lost when their machines stopped."""
     rule = context.find_cluster(name).autostop
     started = await context.provisioner.start(name)
     if rule:
@@ -175,7 +175,7 @@ async def restart(context: Context, name: str) -> Cluster:
 
 
 async def set_autostop(context: Context, name: str, rule: Autostop | None) -> None:
-    """Set or remove the rule, on the nodes first. Raises UsageError if autostop would delete the disks."""
+    """Set or remove the rule, first on the nodes. Raises UsageError if autostop would delete the disks."""
     cluster = find_up(context, name)
     context.check_autostop(rule, {cluster.placement.offer.cloud})
     await context.gang.set_autostop(cluster, rule)
@@ -194,7 +194,7 @@ def select_clusters(
     for pattern in patterns:
         if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
             failures.append(context.explain_missing(pattern, but=[each.name for each in matching]))
-    live_jobs = context.store.jobs.list_live_ids()  # the cluster of an ended job may be terminated like any other
+    live_jobs = context.store.jobs.list_live_ids()  # a cluster of an ended job may be terminated like any other cluster
     for each in matching:
         if each.job_id in live_jobs:
             hint = f"cancel the job, which terminates its cluster: `broker jobs cancel {each.job_id}`"
@@ -211,7 +211,7 @@ async def take_down(
 ) -> list[BrokerError]:
     """Terminate all concurrently; the failure of one cloud does not affect the clusters of others.
 
-    Each is terminated once its files for mounted buckets are uploaded, unless `is_immediate`.
+    Terminate each once its files for mounted buckets are uploaded, or at once with `is_immediate`.
     """
 
     async def terminate(cluster: Cluster) -> BrokerError | None:
@@ -230,7 +230,7 @@ async def take_down(
 
 
 def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
-    """Raise the failure itself if it is the only one and nothing else was done, else one error that lists all."""
+    """Raise the failure itself if it is the only one and nothing was terminated, else one error that lists all."""
     if not failures:
         return
     if len(failures) == 1 and not ended_count:

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     )
 
 T = TypeVar("T")
-INTERVAL_FACTOR = "interval_factor"  # in the store: widens the intervals of forecasts
+INTERVAL_FACTOR = "interval_factor"  # key in the store: factor that widens forecast intervals
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
 
 class Context:
-    """The objects of one command or one client of the Python API; `on_note` receives notes and warnings."""
+    """The objects of one command, or of one client of the Python API; `on_note` receives notes and warnings."""
 
     def __init__(self, home: Path | None = None, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._home = home
@@ -63,7 +63,7 @@ class Context:
 
     @cached_property
     def config(self) -> Config:
-        """Find or create the state folder. Raises StateError."""
+        """The settings; creates the state folder if it is missing. Raises StateError."""
         return load_config(self._home)
 
     @cached_property
@@ -73,7 +73,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """Open the store on first use. Raises StateError if it cannot be opened."""
+        """The store, opened on first use. Raises StateError if it cannot be opened."""
         from broker.state.opening import open_store
 
         store = open_store(self.config, clock=self.clock)
@@ -106,7 +106,7 @@ class Context:
 
     @cached_property
     def provisioner(self) -> Provisioner:
-        """Return the only object that creates and terminates nodes of the configured clouds."""
+        """The only object that creates and terminates nodes of the configured clouds."""
         from broker.provision.lifecycle import Provisioner
 
         return Provisioner(
@@ -123,7 +123,8 @@ class Context:
         if not isinstance(cloud, ProvidesSshHosts):
             return ""
         keys = Keys(self.config.keys)
-        # Read intents before clusters: an intent that closes in between has recorded its cluster in the same commit.
+        # Read intents before clusters: an intent that closes in the meantime has recorded its cluster in the same
+        # commit.
         live = [(intent.request.cluster, intent.request.token) for intent in self.store.intents.list_open()]
         for cluster in self.store.clusters.list():
             live += [(cluster.name, token) for token in self.store.intents.list_tokens(cluster.name)]
@@ -135,7 +136,7 @@ class Context:
 
     @cached_property
     def transport(self) -> Transport:
-        """Return the transport that routes each node's commands by its cloud."""
+        """The transport, which routes each node's commands by its cloud."""
         from broker.runtime.base import AsksForAccess
         from broker.runtime.transports import TRANSPORTS
         from broker.runtime.transports.routed import RoutedTransport
@@ -156,7 +157,7 @@ class Context:
 
     @cached_property
     def gang(self) -> Gang:
-        """Return the object that starts and observes programs on clusters."""
+        """The object that starts and observes programs on clusters."""
         from broker.app.backups import read_epoch_number
         from broker.runtime.gang import Gang
 
@@ -201,14 +202,14 @@ class Context:
 
     @cached_property
     def job_queue(self) -> JobQueue:
-        """Return the queue of this store's jobs, which its controllers share."""
+        """The queue of this store's jobs, which its controllers share."""
         from broker.jobs.slot_limits import read_slot_limits
         from broker.jobs.slots import JobQueue
 
         return JobQueue(self.store, self.clock, read_limits=partial(read_slot_limits, self.config))
 
     def make_any_controller(self, key: int | str) -> Controller:
-        """Make the controller of a job, by its id, or of a service, by its name."""
+        """Make the controller of a job, by its ID, or of a service, by its name."""
         if isinstance(key, int):
             return self.make_controller(key)
         from broker.app.services import make_service_controller
@@ -216,7 +217,7 @@ class Context:
         return make_service_controller(self, key)
 
     async def run_paid(self, work: Coroutine[object, object, T]) -> T:
-        """Await a call that starts machines; Ctrl-C cancels it, and a server cancels it on its client's request."""
+        """Await a call that starts machines. Ctrl-C cancels it; a server cancels it at its client's request."""
         return await work
 
     def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
@@ -225,16 +226,16 @@ class Context:
 
     @property
     def payee(self) -> Payee:
-        """The user and project whose limits the jobs of a new schedule count towards; empty without a server."""
+        """The user and project against whose limits the jobs of a new schedule count; empty without a server."""
         from broker.state.schedules import Payee
 
         return Payee()
 
     def own_jobs(self, jobs: Sequence[Job]) -> None:
-        """Record whose jobs these are, in the transaction that adds them; only a server does."""
+        """Record the owner of jobs, in the transaction that adds them; only a server does."""
 
     def check_notify(self, tasks: Sequence[Task]) -> None:
-        """Raise UsageError for notifications of managed jobs that the settings do not allow."""
+        """Raise UsageError if the settings do not allow these notifications of managed jobs."""
         specs = [each.notify for each in tasks if each.notify is not None]
         if specs:
             from broker.notify.settings import check_mail, read_settings
@@ -245,7 +246,7 @@ class Context:
 
     @cached_property
     def notifier(self) -> Notifier:
-        """Return the object by which the daemon delivers notifications of this store."""
+        """The object that delivers notifications of this store in the daemon."""
         from broker.notify.notifier import Notifier
         from broker.notify.sending import send
         from broker.notify.settings import read_settings
@@ -256,7 +257,7 @@ class Context:
 
     @cached_property
     def scheduler(self) -> Scheduler:
-        """Return the object by which the daemon starts the jobs of this store's schedules."""
+        """The object that starts the jobs of this store's schedules in the daemon."""
         from broker.app.schedules import RunLauncher
         from broker.jobs.scheduler import Scheduler
 
@@ -267,7 +268,7 @@ class Context:
         from broker.jobs.daemon import ensure_daemon
 
         if moving.read_moved(self.config.home) is not None:
-            return  # a server controls its jobs now
+            return  # a server controls the jobs now
         if self.store.is_read_only:
             self.note("note: the state folder is read-only, so no daemon runs its jobs from here")
             return
@@ -281,7 +282,7 @@ class Context:
             self.warn(error)
 
     def keep_jobs_going(self) -> None:
-        """Restart a dead daemon while any job, service or schedule is live; commands that show jobs call this."""
+        """Restart a dead daemon if any job, service or schedule is live. Commands that show jobs call this."""
         store = self.store
         if store.jobs.has_live() or store.services.list_names() or store.schedules.has_active():
             self.revive_daemon()
@@ -301,7 +302,7 @@ class Context:
         for cloud in (self.clouds.get(name) for name in cloud_names):
             if cloud is not None and (isinstance(cloud, ProvidesSshHosts) or not isinstance(cloud, CanStop)):
                 raise UsageError(
-                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown deletes them and their disks",
+                    f"nodes on {cloud.name} cannot stop themselves: a shutdown deletes them and their disks",
                     hints=[
                         "terminate idle clusters: pass `--down`, or write `autostop: {idle_minutes: 30, down: true}`"
                     ],
@@ -315,7 +316,7 @@ class Context:
         return cluster
 
     def explain_missing(self, name: str, *, but: Collection[str] = ()) -> UsageError:
-        """Make the error for an unknown cluster, with the known names or the closest one; `but` are not suggested."""
+        """Make the error for an unknown cluster, with the known names or the closest one, except those in `but`."""
         import difflib
 
         known = [each.name for each in self.store.clusters.list(on_damage=self.warn)]
@@ -329,7 +330,7 @@ class Context:
         return UsageError(f"unknown cluster `{name}`", hints=[hint])
 
     def resolve(self, task: Task) -> Task:
-        """Apply the administrator's policy, and name accelerators as in the price catalog. Raises PolicyError."""
+        """Apply the administrator's policy, and use the catalog's accelerator names. Raises PolicyError, StateError."""
         from broker.app.admin_policy import govern
 
         return self.market.resolve(govern(find_home(self._home), task, self.payee, note=self.note))
@@ -346,7 +347,7 @@ class Context:
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
-        """Rank placements. Raises NoOfferError with hints that were verified by planning."""
+        """Rank placements. Raises NoOfferError, with hints that were verified by planning."""
         history, is_refused = self.read_history(), self.find_refused()
         plan = partial(
             self.market.plan, usable_clouds=usable_clouds, avoid=avoid, history=history, is_refused=is_refused
@@ -355,26 +356,26 @@ class Context:
 
     @property
     def has_store(self) -> bool:
-        """Whether there is a store, which no plan creates."""
+        """Whether a store exists. Planning does not create one."""
         home = find_home(self._home)
         return (home / "state.db").exists() or find_state_url(home) is not None
 
     def read_history(self) -> History | None:
-        """Read the preemption history of our own spot nodes; None without a state folder, which no plan creates."""
+        """Read the preemption history of own spot nodes; None without a state folder. Planning creates none."""
         try:
             return self.store.history.read() if self.has_store else None
         except StateError:
             return None  # a plan does not depend on it
 
     def find_interval_factor(self) -> float:
-        """Return the factor that widens forecasts, as of the last time that own jobs were compared with theirs."""
+        """Return the factor that widens forecast intervals, from the last scoring of own jobs."""
         try:
             return float(self.store.meta.get(INTERVAL_FACTOR) or 1.0) if self.has_store else 1.0
         except (StateError, ValueError):
             return 1.0
 
     def find_refused(self) -> Callable[[Placement], bool] | None:
-        """Return whether a placement was refused recently; None without refusals or state folder."""
+        """Return a test for recently refused placements; None without refusals or a state folder."""
         try:
             found = self.store.refusals.list_active(self.clock.now_s()) if self.has_store else ()
         except StateError:
@@ -384,7 +385,7 @@ class Context:
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
     ) -> PipelinePlan:
-        """Place the tasks of a pipeline jointly, with the catalog's egress prices between them."""
+        """Place the tasks of a pipeline jointly, taking the catalog's egress prices into account."""
         from broker.pipelines.planner import plan_pipeline
 
         tasks, egress = [each.task for each in plans], self.book.read_egress()

@@ -1,7 +1,7 @@
-"""The chance of a job's deadline over time: today's forecast, applied to the work and time left at each recorded
-moment.
+"""The chance of meeting a job's deadline, over time: the current forecast, applied to the work and time remaining at
+each recorded moment.
 
-Nothing is stored for it. The attempts and the decisions of the spot policy say what work was saved at which time;
+Nothing is stored for it. The attempts and the spot policy's decisions show how much work was saved at which time;
 prices and market data are current.
 """
 
@@ -19,7 +19,7 @@ from broker.jobs.replanning import cut_to_rest
 from broker.state.jobs import StepRange
 from broker.types import Attempt, EventKind, Job, JobStatus, Progress
 
-POINTS_MAX = 60  # the first, the last and the most recent ones between
+POINTS_MAX = 60  # the first, the last and the most recent ones in between
 
 
 class Moment(StrEnum):
@@ -34,10 +34,10 @@ class Moment(StrEnum):
 
 @frozen
 class ChancePoint:
-    """The work left of a job at one moment, and the chance to meet its deadline from there.
+    """The remaining work of a job at one moment, and the chance of meeting its deadline from there.
 
-    `work_left_hours` excludes work since the newest checkpoint. `spot_chance` is that of a job that stays on spot to
-    the end; None if the plan uses no spot.
+    `work_left_hours` excludes work since the newest checkpoint. `spot_chance` is the chance if the job stays on spot
+    to the end; None if the plan does not use spot.
     """
 
     time_s: float
@@ -49,7 +49,8 @@ class ChancePoint:
 
 
 def list_chances(context: Context, told: Explanation) -> tuple[ChancePoint, ...]:
-    """List the chance of the deadline at each recorded moment, oldest first; empty without work and deadline."""
+    """List the chance of meeting the deadline at each recorded moment, oldest first; empty without a deadline or
+    work."""
     from broker.optimizer.forecast import find_deadline_chances
 
     job = told.job
@@ -87,7 +88,7 @@ def _list_moments(
     total = job.progress.total if job.progress else None
     yield job.submitted_s, Moment.SUBMITTED, replace(job, attempts=(), progress=None)
     if job.attempts and not total:
-        return  # the program does not say what it has done
+        return  # the program does not report its progress
     for attempt in job.attempts:
         yield attempt.started_s, Moment.STARTED, _look_back(job, steps, attempt.started_s)
         end_s = attempt.lost_s or attempt.ended_s
@@ -104,7 +105,7 @@ def _list_moments(
 
 
 def _look_back(job: Job, steps: Mapping[int, StepRange], time_s: float) -> Job:
-    """Return the job at an attempt's start or end, when the checkpoints of the attempts that were over are known."""
+    """Return the job as of an attempt's start or end, when the checkpoints of all ended attempts are known."""
 
     def is_over(attempt: Attempt) -> bool:
         end_s = attempt.lost_s or attempt.ended_s

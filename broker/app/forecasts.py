@@ -25,9 +25,9 @@ def submit(
     request_id: str | None,
     hedge: int,
 ) -> Sequence[Job]:
-    """Submit tasks as managed jobs, as `submit_tasks` does, and keep owner and forecast with each job.
+    """Submit tasks as managed jobs, as `submit_tasks` does, and store the owner and forecast of each job.
 
-    Earlier forecasts are scored then, so that later plans know whether their intervals were wide enough.
+    Also score earlier forecasts, so that later plans account for intervals that were too narrow.
     """
     from broker.jobs.submission import submit_tasks
     from broker.optimizer.forecast import record_forecast
@@ -43,10 +43,10 @@ def submit(
 
 
 def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast | None:
-    """Forecast the rest of a live job from its last checkpoint, as `broker plan` would.
+    """Forecast the remainder of a live job from its last checkpoint, as `broker plan` would.
 
-    None for an ended job, for a task without work, for a started job whose program reports no progress, and where no
-    placement fits any more.
+    Return None for an ended job, a task without a known amount of work, a started job whose program reports no
+    progress, and if no placement fits any more.
     """
     goal = job.task.goal
     if job.status.is_terminal or job.status is JobStatus.CANCELLING or goal is None or goal.work_hours is None:
@@ -58,9 +58,9 @@ def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast 
 
 
 def plan_goal(context: Context, job: Job, *, paid_usd: float) -> Plan | None:
-    """Plan the rest of a live job, or all of an ended one; None without work left or where nothing fits.
+    """Plan the remainder of a live job, or all of an ended one; None if no work remains or nothing fits.
 
-    No placement is rejected for its chance of meeting the deadline, because callers ask for that chance.
+    No placement is rejected for its chance of meeting the deadline, because callers compute that chance.
     """
     task = job.task
     if not job.status.is_terminal:
@@ -72,7 +72,7 @@ def plan_goal(context: Context, job: Job, *, paid_usd: float) -> Plan | None:
 
 
 def forecast_jobs(context: Context, jobs: Sequence[Job], spent_usd: Mapping[int, float]) -> Mapping[int, JobForecast]:
-    """Forecast each job, by ID; those without a forecast are left out."""
+    """Return the forecast of each job by ID; jobs without a forecast are omitted."""
     found = {job.id: forecast_job(context, job, paid_usd=spent_usd.get(job.id, 0.0)) for job in jobs}
     return {job_id: forecast for job_id, forecast in found.items() if forecast is not None}
 
@@ -93,7 +93,7 @@ def _read_plan(plan: Plan, paid_usd: float) -> JobForecast:
     from broker.optimizer.forecast import forecast_plan
 
     found = forecast_plan(plan)
-    if found is None:  # on-demand, whose course is certain
+    if found is None:  # on-demand, whose cost and time are certain
         usd, hours = paid_usd + (plan.choice.expected_usd or 0.0), plan.choice.expected_hours or 0.0
         return JobForecast(
             usd=Range(p10=usd, p50=usd, p90=usd),
@@ -111,7 +111,7 @@ def _read_plan(plan: Plan, paid_usd: float) -> JobForecast:
 
 
 def list_judged(context: Context) -> list[JudgedForecast]:
-    """List the jobs that have succeeded and whose forecast was kept, oldest first."""
+    """List the succeeded jobs that have a stored forecast, oldest first."""
     store = context.store
     forecasts = store.forecasts.list()
     spent = store.bills.list_spend_usd(now_s=context.clock.now_s()) if forecasts else {}
@@ -130,7 +130,7 @@ def list_judged(context: Context) -> list[JudgedForecast]:
 
 @frozen
 class PaidForecast:
-    """The mean cost that was forecast at a job's submission, and what was paid when it had succeeded."""
+    """The mean cost that was forecast at a job's submission, and the cost paid once it had succeeded."""
 
     job_id: int
     name: str
@@ -139,12 +139,12 @@ class PaidForecast:
 
     @property
     def ratio(self) -> float:
-        """Paid over forecast; 1 is a true forecast."""
+        """Paid over forecast cost; 1 if the forecast was exact."""
         return self.paid_usd / self.forecast_usd
 
 
 def list_paid(context: Context) -> Sequence[PaidForecast]:
-    """List the forecast and paid cost of succeeded jobs, newest first; jobs without a forecast are left out."""
+    """List the forecast and paid cost of succeeded jobs, newest first; jobs without a forecast are omitted."""
     return [
         PaidForecast(job_id=each.job_id, name=each.name, forecast_usd=each.forecast.usd_mean, paid_usd=each.usd)
         for each in reversed(list_judged(context))
@@ -153,7 +153,7 @@ def list_paid(context: Context) -> Sequence[PaidForecast]:
 
 
 def score_own_forecasts(context: Context) -> ForecastScore:
-    """Score the forecasts of own jobs, and let later plans widen their intervals by the factor that was found."""
+    """Score the forecasts of own jobs, and store the factor by which later plans widen their intervals."""
     found = score_forecasts(list_judged(context))
     known = context.store.meta.get(INTERVAL_FACTOR)
     if float(known or 1.0) != found.interval_factor:

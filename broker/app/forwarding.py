@@ -1,7 +1,7 @@
 """Forward the progress of a job to an experiment tracker, as its own program would report it.
 
-A tracker gets each newest progress line that is observed: `loss`, `tokens_per_s` and `checkpoint_step` by step. The
-run in MLflow is found again by a tag with the job's unique name, so a forwarder that was restarted continues it.
+A tracker receives each progress line that is observed: `loss`, `tokens_per_s` and `checkpoint_step` by step. The
+run in MLflow is identified by a tag with the job's unique name, so a restarted forwarder continues it.
 https://mlflow.org/docs/latest/rest-api.html
 """
 
@@ -26,7 +26,7 @@ ENDS = {JobStatus.SUCCEEDED: "FINISHED", JobStatus.CANCELLED: "KILLED"}  # in ML
 
 
 def list_metrics(progress: Progress) -> Mapping[str, float]:
-    """Return what a progress line reports, by the name that trackers get."""
+    """Return the values of a progress line by the names used in trackers."""
     values = {
         "loss": progress.loss,
         "tokens_per_s": progress.tokens_per_s,
@@ -36,10 +36,10 @@ def list_metrics(progress: Progress) -> Mapping[str, float]:
 
 
 class Tracker(Protocol):
-    """Receive the progress of one job. Both methods raise BrokerError if the tracker refuses or is silent."""
+    """Receive the progress of one job. Both methods raise BrokerError if the tracker refuses or does not respond."""
 
     def send(self, progress: Progress, *, now_s: float) -> None:
-        """Report one progress line; `now_s` is when it was observed."""
+        """Report one progress line; `now_s` is the time at which it was observed."""
         ...
 
     def end(self, job: Job, *, now_s: float) -> None:
@@ -123,7 +123,7 @@ def check_url(url: str, flag: str) -> str:
 
 
 def post(url: str, content: Mapping[str, object], headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """POST JSON, and return the answer if it is a JSON object. Raises BrokerError."""
+    """POST JSON, and return the response if it is a JSON object. Raises BrokerError."""
     given = {"Content-Type": "application/json", "User-Agent": "intercloud-broker", **(headers or {})}
     request = urllib.request.Request(url, data=json.dumps(content).encode(), headers=given)
     where = urlsplit(url)._replace(query="", fragment="").geturl()
@@ -133,11 +133,11 @@ def post(url: str, content: Mapping[str, object], headers: Mapping[str, str] | N
     except urllib.error.HTTPError as error:
         raise BrokerError(
             f"{where} refused the progress: HTTP {error.code} {error.reason}",
-            hints=["check the URL, and MLFLOW_TRACKING_TOKEN where the server requires a login"],
+            hints=["check the URL, and MLFLOW_TRACKING_TOKEN if the server requires a login"],
         ) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise BrokerError(f"cannot reach {where}: {reason}", hints=["check that the tracker runs"]) from None
+        raise BrokerError(f"cannot reach {where}: {reason}", hints=["check that the tracker is running"]) from None
     try:
         found = json.loads(text or b"{}")
     except ValueError:

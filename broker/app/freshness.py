@@ -1,7 +1,7 @@
-"""Keep the prices of the clouds in use fresh: a command that used prices starts one detached update if they are old.
+"""Keep the prices of the clouds in use fresh: a command that uses prices starts one detached update if they are old.
 
-The command itself only reads one small file. The update is a process of its own: at most one at a time, with a bound on
-time and bytes, low priority, and a log. It needs no answer: a cloud that cannot be updated keeps its prices.
+The command itself only reads one small file. The update is a separate process: at most one at a time, with limits on
+time and bytes, low priority, and a log. Nothing waits for it: a cloud that cannot be updated keeps its prices.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from broker.clock import Clock
 
 UPDATER = (sys.executable, "-m", "broker", "updater")
-URL_VARIABLE = "BROKER_PRICES_URL_"  # with the source's name in capitals: another URL, such as a mirror
-RESTART_S = 600.0  # an updater that dies before it records its attempt is not started again sooner
+URL_VARIABLE = "BROKER_PRICES_URL_"  # followed by the source's name in capitals: another URL, such as a mirror
+RESTART_S = 600.0  # minimum time before an updater is restarted that died before it recorded its attempt
 TOTAL_S_MAX = 600
 BYTES_MAX = 128 << 20  # SkyPilot's files of all clouds are about 40 MiB
 LOG_BYTES_MAX = 1 << 20
@@ -43,7 +43,7 @@ def start_update_if_due(clock: Clock, home: Path | None = None) -> bool:
             return False
         if not find_auto_update(home) or is_locked(_locate_lock(cache)):
             return False
-        # Without any attempt on record, either this is the first start or no cloud in use has a source.
+        # If no attempt is recorded, this is either the first start, or no cloud in use has a source.
         if not _claim_start(cache, now_s, every_s=RESTART_S if attempts else FRESH_S):
             return False
         import subprocess  # 8 ms, once in 7 hours
@@ -53,12 +53,12 @@ def start_update_if_due(clock: Clock, home: Path | None = None) -> bool:
                 UPDATER, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=cache
             )
     except (OSError, BrokerError):
-        return False  # a cache that cannot be written, or a broken setting, which other commands report
+        return False  # the cache is not writable, or a setting is invalid, which other commands report
     return True
 
 
 def _claim_start(cache: Path, now_s: float, *, every_s: float) -> bool:
-    """Mark the start; return False after a recent one. A mark in the future was made before the clock was set back."""
+    """Mark the start; return False after a recent one. Ignore a mark in the future: the clock was set back since."""
     mark = cache / "price-updater.started"
     with suppress(FileNotFoundError):
         if 0 <= now_s - mark.stat().st_mtime < every_s:
@@ -85,7 +85,7 @@ def _open_log(home: Path, cache: Path) -> int:
 
 
 def load_own_sources(names: Collection[str] | None = None) -> Mapping[str, PriceSource]:
-    """Load the named price sources, or all, at the addresses that the environment gives."""
+    """Load the named price sources, or all, with the URLs set in the environment."""
     from broker.catalog.refresh import load_sources
     from broker.catalog.sources import SOURCES
 
@@ -94,8 +94,8 @@ def load_own_sources(names: Collection[str] | None = None) -> Mapping[str, Price
 
 
 def list_used_clouds(context: Context) -> Sequence[str]:
-    """List the clouds whose prices are kept fresh: those set up for launches, those with prices that an update fetched,
-    or, if there are none, all that a plan compares. Imported prices are the user's own, so they stay."""
+    """List the clouds whose prices are kept fresh: those set up for launches and those with prices that an update
+    fetched or, if there are none, all that a plan compares. Imported prices are the user's own, so they are kept."""
     book = context.book
     sources = load_own_sources()
     sold = {cloud for each in sources.values() for cloud in each.clouds}
@@ -111,7 +111,8 @@ def list_used_clouds(context: Context) -> Sequence[str]:
 class UpdateStatus:
     """One cloud's prices: source, dates (ISO), and the last and next update in seconds since the epoch.
 
-    `attempted_s` None: never tried. `next_s` None: due. `is_used` False: not updated in the background.
+    `attempted_s` is None if never tried, `next_s` is None if due; without `is_used`, it is not updated in the
+    background.
     """
 
     cloud: str
@@ -150,7 +151,8 @@ def describe_updates(context: Context) -> Sequence[UpdateStatus]:
 def update_due_clouds(context: Context, *, on_result: Callable[[CloudRefresh], None]) -> None:
     """Update the clouds in use that are due, one after the other; record each attempt before and after it.
 
-    Do nothing if another updater runs. Raises StateError if the prices, OSError if the record cannot be written.
+    Do nothing if another updater is running. Raises StateError if the prices cannot be written, and OSError if the
+    record cannot.
     """
     import asyncio  # 40 ms that no command should pay
 

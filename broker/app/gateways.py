@@ -1,4 +1,4 @@
-"""The gateways of services, as commands see them: their addresses, whether a task may have them, and their status."""
+"""The gateways of services, for commands: their addresses, whether a task may have them, and their status."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ READY, SHUTTING_DOWN, FAILED, STARTING = "READY", "SHUTTING_DOWN", "FAILED", "ST
 
 @frozen
 class GatewayLine:
-    """One gateway for `status`. `endpoint` is HOST:PORT, empty while its machine does not run.
+    """One gateway for `status`. `endpoint` is HOST:PORT, and empty while its machine is not running.
 
-    `load` None: its balancer did not report within the last seconds.
+    `load` is None if its balancer has not reported within the last seconds.
     """
 
     number: int
@@ -37,7 +37,7 @@ class GatewayLine:
 
 
 def plan_gateways(context: Context, task: Task) -> Sequence[Plan]:
-    """Plan the gateways of a service, those of one location together. Raises NoOfferError where none fits."""
+    """Plan the gateways of a service, those of one location together. Raises NoOfferError if nothing fits."""
     spec = task.service.gateway if task.service is not None else None
     if spec is None:
         return ()
@@ -63,7 +63,7 @@ def choose_address(context: Context, task: Task, host: str, port: int | None) ->
     if host != LOOPBACK:
         raise UsageError(
             "`--host` is the address of a balancer on this machine, but the service has gateways",
-            hints=["omit it: gateways listen on all addresses of their machines, local ones on the loopback"],
+            hints=["omit it: gateways listen on all addresses of their machines, local ones on the loopback address"],
         )
     if all(place.cloud == LOCAL for place in find_places(task, spec)):
         return LOOPBACK, choose_port(context, LOOPBACK, port, count=GATEWAYS_MAX)
@@ -71,7 +71,7 @@ def choose_address(context: Context, task: Task, host: str, port: int | None) ->
 
 
 def choose_port(context: Context, host: str, port: int | None, *, count: int = 1) -> int:
-    """Return a port for the balancer, the first of `count` adjacent ones. Raises UsageError if one is taken."""
+    """Return a port for the balancer, the first of `count` adjacent free ones. Raises UsageError if there are none."""
     taken = set(list_ports(context))
     for first in PORTS if port is None else (port,):
         wanted = range(first, first + count)
@@ -104,7 +104,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def check_gateways_stay(context: Context, service: Service, task: Task) -> None:
-    """Raise UsageError for an update that moves, adds or removes all gateways; their number may change."""
+    """Raise UsageError for an update that moves gateways, adds the first or removes all; their number may change."""
     known = context.store.services.get_task(service.name, service.version).service
     old, new = known.gateway if known else None, task.service.gateway if task.service else None
     if old is None and new is None:
@@ -137,7 +137,7 @@ def _has_same_places(task: Task, old: GatewaySpec, new: GatewaySpec) -> bool:
 
 
 def describe_gateways(context: Context, service: Service) -> tuple[GatewayLine, ...]:
-    """Describe the gateways of a service, those that it may have but does not run excluded."""
+    """Describe the gateways of a service, except those that it may have but does not run."""
     task = context.store.services.get_task(service.name, service.version)
     spec = task.service.gateway if task.service is not None else None
     if spec is None:
@@ -169,7 +169,7 @@ def describe_gateways(context: Context, service: Service) -> tuple[GatewayLine, 
 
 
 def _name_gateway_status(gateway: GatewayTry, *, is_heard: bool) -> str:
-    """Return a gateway's status in the words for replicas; READY: its balancer reports its load."""
+    """Return a gateway's status, in the terms used for replicas; READY if its balancer reports its load."""
     status = gateway.job.status if gateway.job is not None else None
     if status is JobStatus.RUNNING:
         return READY if is_heard else STARTING

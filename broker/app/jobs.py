@@ -24,12 +24,12 @@ LOOK_S = 0.3
 
 @frozen
 class JobTarget:
-    """The launch target for managed jobs: a single one, or the tasks of a pipeline."""
+    """The launch target for managed jobs: a single job, or the tasks of a pipeline."""
 
     context: Context
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        """Fill in checkpoint folders and allowances. Raises UsageError for a task without `run`."""
+        """Fill in checkpoint folders and unattended times. Raises UsageError for a task without `run`."""
         from broker.jobs.allowance import read_unattended_s, settle_unattended
 
         if idle := next((task for task in tasks if task.run is None), None):
@@ -42,7 +42,7 @@ class JobTarget:
         return settle_unattended(tasks, read_unattended_s(self.context.config))
 
     def check(self, plans: Sequence[Plan]) -> bool:
-        """Check that checkpoints outlive the nodes, and note how long these may run unattended."""
+        """Check that checkpoints outlive the nodes, and note how long the nodes may run unattended."""
         from broker.jobs.allowance import describe_allowances
         from broker.jobs.checkpoints import check_checkpoints
         from broker.jobs.kinds import describe_ranks
@@ -63,7 +63,7 @@ class JobTarget:
 
 
 def check_names(name: str | None, request_id: str | None) -> None:
-    """Raise UsageError for a job name or a request id that is not allowed."""
+    """Raise UsageError for an invalid job name or request ID."""
     from broker.task.allowed import JOB_NAME, REQUEST_ID
     from broker.task.checking import check_flag
 
@@ -72,7 +72,7 @@ def check_names(name: str | None, request_id: str | None) -> None:
 
 
 def find_job(context: Context, wanted: str | int) -> Job:
-    """Find a job by ID, or the newest job of a name. Raises UsageError."""
+    """Find a job by ID, or the newest job with a name. Raises UsageError if there is none."""
     text = str(wanted)
     if text.isdigit() and (job := context.store.jobs.get(int(text))):
         return job
@@ -83,15 +83,15 @@ def find_job(context: Context, wanted: str | int) -> Job:
 
 
 def find_jobs(context: Context, wanted: Sequence[str | int]) -> Sequence[Job]:
-    """Find jobs by ID or name, and all jobs of pipelines. Raises UsageError for the first that is unknown."""
+    """Find jobs by ID or name, and all jobs of pipelines. Raises UsageError for the first unknown name."""
     known = context.store.jobs.list(on_damage=context.warn)
     return [job for text in wanted for job in list_members(known, str(text)) or [find_job(context, text)]]
 
 
 def list_members(known: Sequence[Job], text: str) -> Sequence[Job]:
-    """Return the jobs of a pipeline or job group: that of this name, or the newest whose header has it.
+    """Return the jobs of a pipeline or job group: the one with this name, or the newest with this name in its header.
 
-    Empty if a job has this ID or name: `broker jobs` verbs then mean that job.
+    Empty if a job has this ID or name, because the `broker jobs` commands then refer to that job.
     """
     if members := [each for each in known if each.pipeline and each.pipeline == text]:
         return members
@@ -102,7 +102,7 @@ def list_members(known: Sequence[Job], text: str) -> Sequence[Job]:
 
 
 def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id: str | None) -> Job:
-    """Submit an ended job again, which resumes from its checkpoints; check access first. Raises UsageError."""
+    """Resubmit an ended job, which resumes from its checkpoints; check access first. Raises UsageError."""
     from broker.jobs.submission import retry_job
 
     check_names(None, request_id)
@@ -118,7 +118,7 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
 def retry_group(
     context: Context, wanted: str, *, secrets: Mapping[str, str], request_id: str | None
 ) -> tuple[Job, ...]:
-    """Submit all jobs of an ended job group again, as a new group; otherwise like `retry`. Raises UsageError."""
+    """Resubmit all jobs of an ended job group as a new group; otherwise like `retry`. Raises UsageError."""
     from broker.jobs.submission import retry_group as submit
 
     check_names(None, request_id)
@@ -152,7 +152,7 @@ def _check_access(context: Context, tasks: Sequence[Task]) -> None:
     from broker.jobs.allowance import get_unattended_s
     from broker.jobs.replanning import drop_limits
 
-    plans = [plan_launch(context, drop_limits(task)) for task in tasks]  # a job that is late may be retried
+    plans = [plan_launch(context, drop_limits(task)) for task in tasks]  # a job may be retried after its deadline
     for sentence in context.grants.check(plans, allowances_s=[get_unattended_s(task) for task in tasks]):
         context.note(sentence)
     context.admit([plan.choice for plan in plans], LaunchSize())
@@ -184,7 +184,7 @@ async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_
 
 
 def explain_ended(job: Job) -> JobEndedError:
-    """Make the error for a job that ended in another status than the one waited for."""
+    """Make the error for a job that ended with a status other than the one waited for."""
     reason = f": {job.failure}" if job.failure else ""
     return JobEndedError(f"job {job.id} ended with status {job.status.value}{reason}")
 

@@ -1,4 +1,4 @@
-"""Plan with the starts that own jobs have measured, where `setup` is restored from an archive."""
+"""Plan with start times measured by own jobs, if `setup` is restored from an archive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_restart_s(context: Context, task: Task, job: Job | None = None) -> float | None:
-    """Return the seconds of a start that finds an archive of `setup`; None without one or without a state folder."""
+    """Return the seconds of a start that restores `setup` from an archive; None without archive or state folder."""
     if not task.recovery.caches_setup or not task.setup:
         return None
     from broker.jobs.setup_starts import find_restored_start
@@ -24,12 +24,12 @@ def find_restart_s(context: Context, task: Task, job: Job | None = None) -> floa
             return None
         found = find_restored_start(context.store, task, now_s=context.clock.now_s(), job=job)
     except StateError:
-        return None  # a plan does not depend on it
+        return None  # planning does not depend on it
     return found.start_s if found else None
 
 
 def plan_with_known_starts(context: Context, task: Task, plan: Callable[[Task], Plan]) -> Plan:
-    """Return the plan of a task whose starts take as long as measured; the plan names the task as it was given."""
+    """Plan a task with measured start times; the returned plan contains the task as it was given."""
     start_s = find_restart_s(context, task)
     if start_s is None:
         return plan(task)

@@ -1,4 +1,4 @@
-"""The launch sequence, which is the same for clusters, managed jobs and every other kind of launch."""
+"""The launch sequence, shared by clusters, managed jobs and every other kind of launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from broker.jobs.monitor import AttemptMonitor
 
 POLL_S = 0.3
-NOTE_EVERY_S = 15.0  # before the same failure of a start is shown again
+NOTE_EVERY_S = 15.0  # minimum time between notes about the same failure of a start
 
 
 class Target(Protocol):
@@ -33,7 +33,7 @@ class Target(Protocol):
         ...
 
     def check(self, plans: Sequence[Plan]) -> bool:
-        """Check the requirements of this target; return whether the launch starts something that costs money."""
+        """Check the requirements of this target; return whether the launch starts anything that costs money."""
         ...
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float] | None:
@@ -47,7 +47,7 @@ class Target(Protocol):
 
 @contextmanager
 def ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
-    """Accept the progress of an upload and show nothing."""
+    """Accept progress reports of an upload, and show nothing."""
     yield lambda done, total: None
 
 
@@ -86,11 +86,11 @@ def prepare(
     is_dryrun: bool = False,
     demand: LaunchSize | None = None,
 ) -> Ready:
-    """Resolve, settle, plan, check, confirm, upload and mount, in this order. No machines are started.
+    """Resolve, settle, plan, check, confirm, upload and mount, in this order, without starting machines.
 
-    `demand` is how much of the plans will start; by default one gang of each. A dry run ends after the plans are shown.
-    Raises TaskError, UsageError, NoOfferError, StateError, AuthError, InvalidRequestError, LimitError, and those of
-    `callbacks`.
+    `demand` is the number of gangs that will start; by default one per plan. A dry run ends after showing the plans.
+    Raises TaskError, UsageError, NoOfferError, StateError, AuthError, InvalidRequestError, LimitError, and the errors
+    of `callbacks`.
     """
     callbacks = callbacks or Callbacks()
     refuse_schedules(tasks)
@@ -117,7 +117,7 @@ def prepare(
 
 
 def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Clone the repositories of the tasks on this machine; tasks without one load nothing."""
+    """Clone the tasks' repositories on this machine. Without any repository, nothing is imported."""
     if all(each.repository is None for each in tasks):
         return tuple(tasks)
     from broker.app.repositories import fetch_repositories as fetch
@@ -135,7 +135,7 @@ def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
 
 
 def list_sources(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
-    """Yield the field and path of every local folder or file that the tasks send."""
+    """Yield the field and path of every local folder or file that the tasks upload."""
     for task in tasks:
         if task.workdir:
             yield "workdir", task.workdir
@@ -154,12 +154,12 @@ class ClusterTarget:
     def of(
         cls, context: Context, task: Task, *, name: str | None = None, autostop: Autostop | None = None
     ) -> ClusterTarget:
-        """Make a target; derive the name and the autostop rule from the task where they are not given."""
+        """Make a target; derive the name and the autostop rule from the task if they are not given."""
         name = name_cluster(task, context.config.owner) if name is None else name
         return cls(context=context, name=name, autostop=autostop or task.autostop)
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        """Fill in the checkpoint folders, and note limits that do not apply to clusters."""
+        """Fill in the checkpoint folders, and print a note about limits that do not apply to clusters."""
         note_job_limits(self.context, tasks)
         return settle_checkpoints(self.context, tasks)
 
@@ -201,7 +201,7 @@ def check_cluster_name(name: str) -> None:
 
 
 def note_job_limits(context: Context, tasks: Sequence[Task]) -> None:
-    """Note limits that end managed jobs only, so that a user does not rely on them for a cluster."""
+    """Note limits that apply to managed jobs only, so that users do not rely on them for a cluster."""
     remedy = (
         "submit the task with `broker jobs launch`, or terminate the cluster when it is idle with `-i MINUTES --down`"
     )
@@ -212,7 +212,7 @@ def note_job_limits(context: Context, tasks: Sequence[Task]) -> None:
 
 
 def settle_checkpoints(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Write the user's default checkpoint destination into tasks that set none."""
+    """Write the user's default checkpoint destination into tasks that do not set one."""
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import settle_tasks
 
@@ -228,7 +228,7 @@ async def start_cluster(
     retry_until_up: bool = False,
     on_stage: Callable[[str], None] = lambda text: None,
 ) -> int | None:
-    """Bring the cluster up and start the task; return the run's id, or None for a task with nothing to run.
+    """Bring the cluster up and start the task; return the run's ID, or None for a task with nothing to run.
 
     `on_stage` is called with a description of each stage.
     """
@@ -256,14 +256,15 @@ async def start_cluster(
         await wait_booted(context, cluster, task)
     else:
         run_id = await start_run(context, cluster, task)
-    if target.autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
+    # an agent that never receives a request assumes that its node is unclaimed, and terminates it
+    if target.autostop or run_id is None:
         await context.gang.set_autostop(cluster, target.autostop)
-    await context.provisioner.finish()  # wait for pending releases because no later process may
+    await context.provisioner.finish()  # wait for pending releases: no later process may do so
     return run_id
 
 
 def match_alternative(cluster: Cluster, task: Task) -> Cluster:
-    """Return the cluster with the alternative of `task` that its placement fits, as it was planned for another task."""
+    """Return the cluster with the alternative of `task` that fits its placement, which was planned for another task."""
     from broker.optimizer.filters import find_alternative
 
     alternative = find_alternative(task, cluster.placement)
@@ -271,7 +272,7 @@ def match_alternative(cluster: Cluster, task: Task) -> Cluster:
 
 
 async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
-    """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's id."""
+    """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's ID."""
     refuse_schedules([task])
     task = replace(anchor(task), setup=None)
     task = context.resolve(task)
@@ -282,13 +283,13 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
 
 
 async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
-    """Start a prepared task on the cluster; return the run's id. Raises UsageError for a task with nothing to run."""
+    """Start a prepared task on the cluster; return the run's ID. Raises UsageError for a task with nothing to run."""
     from broker.jobs.checkpoints import find_checkpoint_dir
     from broker.runtime.reserving import find_reservation
 
     if task.run is None and task.setup is None:
         raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
-    find_reservation(task, cluster)  # refuse accelerators that no node has before anything is sent
+    find_reservation(task, cluster)  # before anything is sent: refuse accelerators that no node has
     run_id = context.store.clusters.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
     if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
@@ -301,7 +302,7 @@ async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
 async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
     """Prepare the nodes, retrying while they boot: clouds report nodes as running before SSH answers.
 
-    Raises TransientError for lost nodes, and for nodes that a managed job would give up as well.
+    Raises TransientError for lost nodes, and for nodes that a managed job would also give up on.
     """
     monitor: AttemptMonitor | None = None
     noted_s: dict[str, float] = {}
@@ -346,7 +347,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
 
 
 def describe_interrupted(context: Context, name: str) -> Sequence[str]:
-    """Describe what an interrupted launch left running, its cost, and the command that terminates it."""
+    """Describe what is still running after an interrupted launch, its cost, and the command that terminates it."""
     from broker.provision.launch import describe
 
     begun = [intent.request.placement for intent in context.store.intents.list_open(name)]

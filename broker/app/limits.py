@@ -1,7 +1,7 @@
 """Limits of users and projects on a server: their usage, and whether a request may start more.
 
-Spending counts by calendar month in local time: the cost since the month began, plus the expected rest of live work.
-If no work is stated, the rest is a day at the price of the plan; for a service, it is the rest of the month.
+Spending counts by calendar month in local time: the cost since the month began, plus the expected cost of remaining
+live work. If the amount of work is unknown, that is a day at the plan's price; for a service, the rest of the month.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from broker.state.store import Bill, Store
 from broker.types import ClusterStatus, Estimate
 
 UNKNOWN_HOURS = 24.0
-PENDING_S_MAX = 86400.0  # of a request whose server was killed before it could say how it ended
+PENDING_S_MAX = 86400.0  # for a request whose server was killed before it recorded the outcome
 
 
 @frozen
 class LaunchSize:
-    """The size of a launch: `total` gangs of each placement, of which `parallel` at a time."""
+    """The size of a launch: `total` gangs of each placement, at most `parallel` of them at a time."""
 
     kind: Owned = Owned.JOB
     names: tuple[str, ...] = ()
@@ -34,14 +34,14 @@ class LaunchSize:
 
 @frozen
 class Amounts:
-    """USD in the current month, and accelerators at a time."""
+    """USD in the current month, and accelerators in use at a time."""
 
     usd: float
     gpus: float
 
 
 def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user: str, project: str) -> int:
-    """Reserve what a request may use, in one transaction; return the id of its commitment. Raises LimitError."""
+    """Reserve what a request may use, in one transaction; return the ID of its commitment. Raises LimitError."""
     usd, usd_hour, gpus = _measure(choices, demand)
     with store.transaction():
         now_s = store.clock.now_s()
@@ -61,7 +61,7 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
 
 
 def _measure(choices: Sequence[Estimate], demand: LaunchSize) -> tuple[float | None, float, float]:
-    """Return the expected USD, None without stated work, the USD/h and the accelerators of the first placements."""
+    """Return the expected USD (None without a known amount of work), the USD/h and the accelerators of the choices."""
     expected = [each.expected_usd for each in choices]
     known = [each for each in expected if each is not None]
     usd = sum(known) * demand.total if len(known) == len(expected) and demand.kind is Owned.JOB else None
@@ -71,7 +71,7 @@ def _measure(choices: Sequence[Estimate], demand: LaunchSize) -> tuple[float | N
 
 
 def _is_replaced(commitment: Commitment, demand: LaunchSize) -> bool:
-    """Return whether the demand is for the same cluster or service."""
+    """Return whether the demand is for the cluster or service of this commitment."""
     return (
         commitment.ended_s is None and not commitment.is_pending and demand.kind is not Owned.JOB
         and commitment.kind is demand.kind and commitment.names[:1] == demand.names[:1]
@@ -80,7 +80,7 @@ def _is_replaced(commitment: Commitment, demand: LaunchSize) -> bool:
 
 @frozen
 class LimitUse:
-    """A limit, and what counts towards it now."""
+    """A limit, and the usage that counts towards it now."""
 
     limit: Limit
     used: Amounts
@@ -96,7 +96,7 @@ def list_uses(store: Store) -> Sequence[LimitUse]:
 
 
 def measure_use(store: Store, limit: Limit, commitments: Sequence[Commitment], month: Period) -> Amounts:
-    """Sum what a user or a project has paid for this month and what its live work is expected to use."""
+    """Sum the cost of a user or project this month, and the expected cost of its live work."""
     now_s = store.clock.now_s()
     bills, live_jobs = BillIndex(store.bills.list()), {str(each) for each in store.jobs.list_live_ids()}
     usd = gpus = 0.0

@@ -1,6 +1,6 @@
 """Batch inference over worker jobs: begin a map, submit its workers, follow it, finish it.
 
-Every step may be repeated, so a command that was killed at any point continues when it runs again.
+Every step may be repeated, so a command that was killed at any point continues when it is run again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from broker.types import DataSet, Job, JobStatus, Plan, Task
 LOOK_S = 1.0
 GIB = 1 << 30
 RUNS_WORKER = re.compile(r"-m\s+trainers\.map_(worker|ray|dask|spark)\b")
-LEASES = "worker"  # the program whose jobs share the shards by leases; the others spread them over one job's nodes
+LEASES = (
+    "worker"  # jobs of this program share the shards by leases; the other programs spread them over one job's nodes
+)
 WORKERS = 4  # without `--workers`
-SCHEMES = ("file", "s3", "gs", "az")  # what the worker reads (trainers/map_places.py)
+SCHEMES = ("file", "s3", "gs", "az")  # supported by the worker (trainers/map_places.py)
 NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
 
 
 @frozen
 class MapRequest:
-    """A map as the user asked for it; `input` and `output` are URLs or paths on this machine.
+    """A map as requested by the user; `input` and `output` are URLs or paths on this machine.
 
     `workers` is the number of jobs, by default 4, or 1 if the task runs an engine (Ray Data, Dask, Spark), which
     spreads the shards over the nodes of one job.
@@ -74,7 +76,7 @@ class MapView:
 
 @frozen
 class MapResult:
-    """A map without work left; `failures` are the reasons for shards that were left out."""
+    """A finished map; `failures` are the reasons for failed shards."""
 
     view: MapView
     items: int
@@ -108,7 +110,7 @@ class MapTarget(JobTarget):
 
 
 class MapDriver:
-    """Drive one map. Raises UsageError for an input, output or task that cannot be used."""
+    """Drive one map. Raises UsageError for an invalid input, output or task."""
 
     def __init__(self, context: Context, request: MapRequest, *, callbacks: Callbacks | None = None) -> None:
         self._workers = request.worker_count
@@ -147,7 +149,7 @@ class MapDriver:
         return is_new
 
     def look(self) -> MapView:
-        """Read the state of the map and of its workers."""
+        """Read the state of the map and its workers."""
         store = self._context.store
         now = tally.take(self._output, self.plan)
         crew = plan_crew(
@@ -174,7 +176,7 @@ class MapDriver:
         return jobs
 
     async def follow(self) -> AsyncIterator[MapView]:
-        """Yield the state, about once a second, until no shard is left. Raises BrokerError if all workers failed."""
+        """Yield the state, about once a second, until no shard remains. Raises BrokerError if all workers failed."""
         while True:
             view = self.look()
             yield view
@@ -183,7 +185,7 @@ class MapDriver:
             if not view.crew.live and not view.crew.submissions:
                 ids = view.crew.job_ids
                 raise BrokerError(
-                    f"{view.tally.left} of {view.tally.shards} shards are left, but no worker is live",
+                    f"{view.tally.left} of {view.tally.shards} shards remain, but no worker is live",
                     details=list_problems(view.crew.newest),
                     hints=[f"see `broker jobs logs {ids[-1]}`; the same command starts the workers again"],
                 )
@@ -213,7 +215,7 @@ class MapDriver:
 
 
 def find_engine(task: Task) -> str:
-    """Return which program maps the shards, such as `worker` or `ray`. Raises UsageError if the task starts none."""
+    """Return the program that maps the shards, such as `worker` or `ray`. Raises UsageError if there is none."""
     if found := RUNS_WORKER.search(task.run or ""):
         return found[1]
     raise UsageError(
@@ -223,7 +225,7 @@ def find_engine(task: Task) -> str:
 
 
 def make_worker_task(task: Task, input_url: str, output_url: str, input_bytes: float) -> Task:
-    """Give the nodes of a task the input, the output, and access to both."""
+    """Add the input and output of a map to a task, with access to both for its nodes."""
     checkpoint = task.checkpoint
     if checkpoint.to is None and not output_url.startswith("file://"):
         checkpoint = replace(checkpoint, to=f"{output_url}/_map/jobs")
@@ -237,7 +239,7 @@ def make_worker_task(task: Task, input_url: str, output_url: str, input_bytes: f
 
 
 def to_url(place: str) -> str:
-    """Return the URL of a place that may be a local path. Raises UsageError for storage that workers do not read."""
+    """Return the URL of a place that may be a local path. Raises UsageError for storage that workers do not support."""
     if "://" not in place:
         return f"file://{Path(place).expanduser().absolute()}"
     if urlsplit(place).scheme not in SCHEMES:
@@ -247,7 +249,7 @@ def to_url(place: str) -> str:
 
 
 def split_input(url: str) -> tuple[str, str]:
-    """Return the folder of the input, and the file's name in it; "" for a whole folder."""
+    """Return the folder of the input, and the name of the file in it; "" for a whole folder."""
     if not url.endswith(SUFFIXES):
         return url, ""
     folder, _, name = url.rpartition("/")

@@ -1,4 +1,4 @@
-"""The price book and the planner, with own machines, and this machine's offers for tasks that name `local`."""
+"""The price book and the planner, with the user's own machines, and this machine for tasks that name `local`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Market:
-    """The offers of the price book and of own machines, and of this machine for tasks that name `local`, ranked.
+    """Rank offers of the price book, of the user's own machines, and of this machine for tasks that name `local`.
 
-    `home`: the state folder whose SSH pools, Slurm and Kubernetes clusters take part; None has none.
+    `home`: the state folder whose SSH pools, Slurm and Kubernetes clusters are included; None includes none.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Market:
 
     @cached_property
     def figures(self) -> Mapping[str, AcceleratorFigures]:
-        """Peak, memory and bandwidth of accelerators by name."""
+        """Peak performance, memory and bandwidth of accelerators by name."""
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
@@ -64,7 +64,7 @@ class Market:
     ) -> Plan:
         """Rank the placements of a resolved task, as `rank` does, with hints on failure.
 
-        Raises NoOfferError with hints that were each verified by planning, NotImportedError where the task names only
+        Raises NoOfferError with hints that were verified by planning, and NotImportedError if the task names only
         clouds whose offers the user has to import.
         """
         unpriced = self._list_unpriced(task)
@@ -72,7 +72,7 @@ class Market:
             if undetected := sorted(unpriced & set(self._native)):
                 raise NotImportedError(
                     f"the machines of {', '.join(undetected)} are not known yet",
-                    hints=[f"run `broker check {cloud}`, which looks at them" for cloud in undetected],
+                    hints=[f"run `broker check {cloud}`, which inspects them" for cloud in undetected],
                 )
             raise NotImportedError(
                 f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
@@ -102,7 +102,7 @@ class Market:
                 return try_plan(task)
             except NoOfferError as wider:
                 if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
-                    asked = wider.message.partition("\n")[0]  # for a misspelled name, counts of offers are useless
+                    asked = wider.message.partition("\n")[0]  # for a misspelled name, offer counts are useless
                     raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
                 explained = explain_infeasible(wider, task, try_plan)
                 raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
@@ -132,8 +132,8 @@ class Market:
     ) -> Plan:
         """Rank the placements of a resolved task, cheapest first, among `offers` or all offers.
 
-        `history` holds observed preemptions, `is_refused` tells recent refusals of spot. Raises NoOfferError without
-        the slow search for hints.
+        `history` holds observed preemptions; `is_refused` returns whether spot was refused recently. Raises
+        NoOfferError, without the slow search for hints.
         """
         from broker.optimizer.planner import make_plan
 
@@ -170,9 +170,9 @@ class Market:
 
 
 def _locate(task: Task) -> Sequence[str]:
-    """Return the position of the task's resources in its file, as a detail of an error; empty if flags named them."""
+    """Return the position of the task's resources in its file, as an error detail; empty if set by flags."""
     found = next((each.origin for each in task.resources if each.origin), None)
-    return [f"asked for in {found.file}:{found.line}:{found.column}"] if found and found.line else []
+    return [f"requested in {found.file}:{found.line}:{found.column}"] if found and found.line else []
 
 
 def _list_local_offers(task: Task) -> Sequence[Offer]:
@@ -196,7 +196,7 @@ def measure_machine() -> tuple[int, float]:
 
 
 def _list_remedies(clouds: Iterable[str], home: Path) -> list[str]:
-    """Return how to add the offers of each cloud: look at own machines, fetch its prices, or import them."""
+    """Return how to add the offers of each cloud: inspect own machines, fetch its prices, or import them."""
     from broker.catalog.sources.skypilot import SkyPilotSource
     from broker.sites import FILES
 

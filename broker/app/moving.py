@@ -1,4 +1,4 @@
-"""A state folder whose jobs were moved to a server: nothing is written to it any more.
+"""A state folder whose jobs were moved to a server is no longer written to.
 
 The file `moved.json` is the fence. It is written before anything is sent, and every transaction checks for it, so the
 daemon of this folder stops at its next heartbeat, and no command starts anything.
@@ -26,7 +26,7 @@ MOVED = "moved.json"
 
 @frozen
 class MovedTo:
-    """Where the jobs of a state folder went. `word` identifies the move; a repeated move has the same."""
+    """The destination of a state folder's jobs. `word` identifies the move; a repeated move has the same word."""
 
     url: str
     word: str
@@ -34,7 +34,7 @@ class MovedTo:
 
 
 def read_moved(home: Path) -> MovedTo | None:
-    """Return where the jobs went; None if they are here. Raises StateError for a damaged file."""
+    """Return the destination of the jobs; None if they are here. Raises StateError for a damaged file."""
     path = home / MOVED
     try:
         data = json.loads(path.read_bytes())
@@ -75,7 +75,7 @@ def explain_moved(moved: MovedTo) -> FencedError:
 
 
 def guard(store: Store, config: Config, *, clock: Clock, note: Callable[[str], None]) -> None:
-    """Check before each write of a state file that this folder may still write; say where moved jobs are."""
+    """Check before each write to the state file that this folder may still write; print where moved jobs are."""
     if store.is_shared:
         return
     after = None
@@ -89,7 +89,7 @@ def guard(store: Store, config: Config, *, clock: Clock, note: Callable[[str], N
 
 
 def make_confirm(home: Path, after: Callable[[], None] | None) -> Callable[[], None]:
-    """Return the check before each write: that the jobs were not moved, and `after`."""
+    """Return the check to run before each write: the jobs were not moved, and `after`."""
     path = str(home / MOVED)
 
     def confirm() -> None:

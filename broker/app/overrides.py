@@ -92,7 +92,7 @@ def is_file(entrypoint: Sequence[str]) -> bool:
 
 
 def write_command(words: Sequence[str]) -> str:
-    """Join words into a shell command: a single word is taken as a shell line, several are quoted."""
+    """Join words into a shell command: a single word is used as a shell line, several words are quoted."""
     import shlex
 
     return words[0] if len(words) == 1 else shlex.join(words)

@@ -1,4 +1,4 @@
-"""The installation that owns a state folder, and the lock that keeps its daemon out while the state is replaced."""
+"""The installation that owns a state folder, and the lock that keeps its daemon stopped during a restore."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from broker.frozen import frozen
 
 @frozen
 class RestoredOwner:
-    """The ID of an installation, and the file that holds it again."""
+    """The ID of an installation, and the file to which it was restored."""
 
     owner: str
     path: Path
 
 
 def find_owner(database: Path) -> str | None:
-    """Read the owner id from its file, else from the guard or the state file."""
+    """Read the owner ID from its file, else from the guard or the state file."""
     from broker.state.restoring import examine
 
     try:
@@ -31,7 +31,7 @@ def find_owner(database: Path) -> str | None:
 
 
 def restore_owner(database: Path) -> RestoredOwner:
-    """Restore the lost `owner` file from the state or its copies. Raises StateError if none of them has the ID."""
+    """Restore the lost `owner` file from the state or its copies. Raises StateError if none of them contains the ID."""
     from broker.state.restoring import examine
 
     url = find_state_url(database.parent)
@@ -70,7 +70,7 @@ def _read_server_owner(url: str, home: Path) -> str | None:
 
 @contextmanager
 def hold_daemon(database: Path) -> Iterator[None]:
-    """Hold the daemon's lock, so that none starts. Raises StateError while a daemon runs."""
+    """Hold the daemon's lock, so that no daemon starts. Raises StateError while one is running."""
     from broker.jobs.daemon import hold_lock
 
     with hold_lock(Config(home=database.parent, owner="")) as is_held:

@@ -1,4 +1,4 @@
-"""The user and the project of every bill: of the request that was admitted for it, else the owner on record."""
+"""The user and project of every bill: those of the request that was admitted for it, else the recorded owner."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NO_PROJECT = "(no project)"
 
 @frozen
 class Payer:
-    """The user of a bill, and the project of that user's token at the time."""
+    """The user of a bill, and the project of the user's token at that time."""
 
     user: str = UNOWNED
     project: str = NO_PROJECT
 
 
 class BillIndex:
-    """Bills by job and by cluster, so that the bills of a commitment are found without reading all of them."""
+    """Bills by job and by cluster, to find the bills of a commitment without reading all bills."""
 
     def __init__(self, bills: Iterable[Bill]) -> None:
         self._of_job: dict[int, list[Bill]] = defaultdict(list)

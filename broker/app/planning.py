@@ -1,4 +1,4 @@
-"""Reading, checking and planning of tasks: the first half of every launch."""
+"""Read, check and plan tasks: the first half of every launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_task(task: TaskLike) -> Task:
 
 def read_tasks(task: TaskLike) -> Sequence[Task]:
     """Read the tasks of a file (Path, or a string of one line), of YAML text (a string of several lines), or of a
-    mapping with a file's content. Raises TaskError."""
+    mapping with the content of a file. Raises TaskError."""
     if isinstance(task, Task):
         from broker.task.checking import check_task
 
@@ -74,7 +74,7 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
     named = {each.cloud for each in task.resources}
     if None not in named:  # avoid loading the adapters of other clouds
         usable_clouds = frozenset(name for name in named if name and name in context.clouds)
-        with suppress(NoOfferError):  # explained below, with the offers of other clouds
+        with suppress(NoOfferError):  # raised below with an explanation that includes the offers of other clouds
             history, is_refused = context.read_history(), context.find_refused()
             rank = partial(context.market.rank, usable_clouds=usable_clouds, history=history, is_refused=is_refused)
             return plan_with_known_starts(context, task, rank)
@@ -90,7 +90,7 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
 
 
 def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str], None]) -> None:
-    """Note unsupported fields. Raises TaskError if a launch would not run what the task describes."""
+    """Note unsupported fields. Raises TaskError if a launch would not run the task as described."""
     for task in tasks:
         _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch, note=note)
 
@@ -109,7 +109,7 @@ def check_plans(plans: Sequence[Plan], *, is_launch: bool, note: Callable[[str],
 
 
 def check_programs(context: Context, plans: Sequence[Plan]) -> None:
-    """Raise StateError if this machine lacks a program that reaches nodes of a cloud that the plans may use."""
+    """Raise StateError if this machine lacks a program to connect to nodes of a cloud that the plans may use."""
     from broker.clouds.base import NeedsPrograms
     from broker.sites.openssh import find_program
 

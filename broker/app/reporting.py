@@ -1,6 +1,6 @@
 """The report of a month: purchases, savings against on-demand, losses to preemptions, and the accuracy of forecasts.
 
-Pure: `make_report` takes rows of the store and makes values; `read_report` reads those rows.
+`make_report` is pure and computes a report from rows of the store; `read_report` reads those rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Bought:
     market: str
     node_hours: float
     usd: float
-    ondemand_usd: float  # of the same hours, at the price that the attempt's offer had; `usd` where it had none
+    ondemand_usd: float  # of the same hours, at the on-demand price of the attempt's offer; `usd` if unknown
 
 
 @frozen
@@ -87,7 +87,7 @@ class Report:
 
     @property
     def saved_usd(self) -> float:
-        """USD saved against the same node-hours on-demand; repeated work is not subtracted."""
+        """USD saved compared to the same node-hours on-demand; repeated work is not subtracted."""
         return self.ondemand_usd - self.usd
 
     @property
@@ -108,7 +108,7 @@ class Report:
 
 
 def read_month(text: str | None, *, now_s: float) -> Period:
-    """Read YYYY-MM, or take the month of now. Raises UsageError."""
+    """Read YYYY-MM, or use the current month for None. Raises UsageError."""
     name = time.strftime("%Y-%m", time.localtime(now_s)) if text is None else text
     if not MONTH.fullmatch(name):
         raise UsageError(f"`--month` must be YYYY-MM, not `{name}`", hints=["for example `--month 2026-11`"])
@@ -143,7 +143,7 @@ def make_report(
     forecasts: Sequence[PaidForecast],
     now_s: float,
 ) -> Report:
-    """Make a month's report; `steps` are by job, `forecasts` those of any month."""
+    """Make a month's report; `steps` are by job, `forecasts` may be from any month."""
     attempts = {each.cluster: each for job in jobs for each in job.attempts}
     ended = {job.id for job in jobs if _succeeded_in(job, period)}
     kinds: dict[tuple[str, str, str], tuple[float, float, float]] = defaultdict(lambda: (0.0, 0.0, 0.0))
@@ -210,7 +210,7 @@ def _is_preempted(attempt: Attempt, period: Period) -> bool:
 
 
 def _count_lost(job: Job, steps: Mapping[int, StepRange], period: Period) -> int:
-    """Count the steps that preemptions of the month cost: those missing in the checkpoint that was resumed from."""
+    """Count the steps lost to the month's preemptions: those missing from the checkpoint that was resumed from."""
     pairs = zip(job.attempts, job.attempts[1:], strict=False)
     return sum(
         count_lost_steps(steps.get(old.number), steps.get(new.number))

@@ -1,7 +1,8 @@
-"""A git repository as `workdir`: cloned on this machine at one commit, which every node and every attempt gets.
+"""A git repository as `workdir`: cloned on this machine at one commit, which every node and every attempt receives.
 
-The branch or tag is resolved once, at the launch. Credentials are those of this machine's git; as in SkyPilot,
-GIT_TOKEN and GIT_SSH_KEY_PATH add a token for https and a key for ssh. They stay here: nodes get files only.
+The branch or tag is resolved once, at the launch. Credentials come from this machine's git; as in SkyPilot,
+GIT_TOKEN and GIT_SSH_KEY_PATH add a token for https and a key for ssh. They stay on this machine: nodes receive only
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GIT_S = 600.0
 _COMMIT = "[0-9a-f]{7,64}"
 _USER = r"(?<=//)[^/@]*@"  # a user or a token in a URL
 _LOG_IN = "set GIT_TOKEN to a token that may read it, or use an ssh URL"
-# Git reports the cause of a failure only as text, which is in English here: words of it -> the reason, and the remedy.
+# Git reports the cause of a failure only as text, which is in English here: words in it -> the reason, and the remedy.
 _CAUSES = (
     ("terminal prompts disabled", "it requires a login, and git has none for it", _LOG_IN),
     ("Authentication failed", "it refused the login", _LOG_IN),
@@ -54,8 +55,8 @@ _CAUSES = (
 def fetch_repositories(tasks: Sequence[Task], home: Path, *, note: Callable[[str], None]) -> tuple[Task, ...]:
     """Return the tasks with each repository replaced by the folder of its clone.
 
-    A commit that is cloned already is not cloned again. Raises UsageError without git, InvalidRequestError for a
-    repository or a ref that git cannot read.
+    A commit is cloned once. Raises UsageError if git is not installed, and InvalidRequestError for a repository or ref
+    that git cannot read.
     """
     return tuple(each if each.repository is None else _fetch(each, each.repository, home, note) for each in tasks)
 
@@ -97,7 +98,7 @@ class _Git:
         self._environment = _make_environment(repository.url)
 
     def find_commit(self) -> tuple[str, str]:
-        """Return the kind of the ref (branch, tag, commit) and its commit, without a clone."""
+        """Return the kind of the ref (branch, tag, commit) and its commit, without cloning."""
         lines = (line.partition("\t") for line in self._run("ls-remote", self._remote).splitlines())
         refs = {name: commit for commit, _, name in lines}
         if self._ref is None:
@@ -119,7 +120,7 @@ class _Git:
         raise self._refuse(f"it has no branch, tag or commit `{self._ref}`", _suggest_ref(self._ref, refs))
 
     def clone(self, commit: str) -> tuple[Path, str]:
-        """Return the folder of the commit and its full name; clone it unless that was done before."""
+        """Return the folder of the commit and its full hash; clone it unless a clone exists."""
         if _is_clone(folder := self._find_folder(commit)):
             return folder, commit
         self._clones.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,7 +130,7 @@ class _Git:
             self._run("-C", str(clone), "remote", "add", "origin", self.url)
             try:
                 self._run("-C", str(clone), "fetch", "--quiet", "--depth", "1", self._remote, commit)
-            except InvalidRequestError:  # an abbreviated commit, or a server that serves refs only
+            except InvalidRequestError:  # an abbreviated commit, or a server that only serves refs
                 names = ("+refs/heads/*:refs/remotes/origin/*", "+refs/tags/*:refs/tags/*")
                 self._run("-C", str(clone), "fetch", "--quiet", self._remote, *names)
             self._run("-C", str(clone), "checkout", "--quiet", "--detach", commit)
@@ -147,7 +148,7 @@ class _Git:
             done = subprocess.run(
                 [self._program, *arguments], env=self._environment, stdin=subprocess.DEVNULL, capture_output=True,
                 text=True, errors="replace", timeout=GIT_S, check=False,
-                start_new_session=True,  # without a terminal that git's ssh could ask for a password on
+                start_new_session=True,  # without a terminal on which git's ssh could prompt for a password
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise self._refuse(f"git did not finish in {GIT_S / 60:g} minutes") from None
@@ -156,12 +157,12 @@ class _Git:
         return done.stdout
 
     def _explain(self, stderr: str, code: int) -> tuple[str, str | None]:
-        """Return why git failed, and what to do about the usual causes."""
+        """Return the reason for git's failure, and a hint for common causes."""
         for words, reason, hint in _CAUSES:
             if words in stderr:
                 return reason, hint.format(host=_find_host(self._remote))
         lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-        # Git reports the failure of its ssh after what ssh itself wrote.
+        # Git reports the failure of ssh after ssh's own output.
         ends = [number for number, line in enumerate(lines) if line.startswith(("fatal:", "error:"))]
         if ends and ends[0] and "Could not read from remote" in lines[ends[0]]:
             ends = [ends[0] - 1]
@@ -195,7 +196,7 @@ def _make_environment(url: str) -> dict[str, str]:
     token, parts = environment.get("GIT_TOKEN"), urlsplit(url)
     if token and parts.scheme == "https" and parts.username is None:
         basic = base64.b64encode(f"x-access-token:{token}".encode()).decode()
-        # In the environment: arguments of a program are visible to all users of a machine.
+        # In the environment, because program arguments are visible to all users of a machine.
         environment |= {
             "GIT_CONFIG_COUNT": "1",
             "GIT_CONFIG_KEY_0": f"http.https://{parts.hostname}/.extraHeader",

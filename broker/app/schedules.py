@@ -1,4 +1,4 @@
-"""Schedules of managed jobs: storing them, what they show, and the launch of a job when it is due."""
+"""Schedules of managed jobs: store and show them, and launch a job when it is due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from broker.types import DueTime, Job, JobSchedule, Plan, Task
 
 log = logging.getLogger(__name__)
 
-NEWEST = 50  # due times that are shown
+NEWEST = 50  # number of due times shown
 
 
 @frozen
@@ -34,7 +34,7 @@ class ScheduleView:
 
 
 class RunLauncher:
-    """Launch the job of a due time as its owner would: planned now, and within the limits that hold now."""
+    """Launch the job of a due time as its owner would: with a new plan, and within the current limits."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -43,7 +43,7 @@ class RunLauncher:
         """Plan the task and check what a launch checks without the network. Raises BrokerError to refuse the run."""
         self._context.check_notify([task])
         payee = Payee(user=schedule.user, project=schedule.project)
-        task = govern(self._context.config.home, task, payee, note=log.info)  # it may have changed since
+        task = govern(self._context.config.home, task, payee, note=log.info)  # the policy may have changed since
         plan = plan_launch(self._context, task)
         check_plans([plan], is_launch=True, note=lambda text: None)
         check_programs(self._context, [plan])
@@ -77,8 +77,8 @@ def add_schedule(
 ) -> JobSchedule | None:
     """Check a task as a launch does, and store its schedule; None after a dry run.
 
-    Raises UsageError for a task without `schedule`, for one without a due time left, and for a name that is taken;
-    otherwise as `prepare`.
+    Raises UsageError for a task without `schedule`, for a schedule without remaining due times, and for a name that is
+    taken; otherwise as `prepare`.
     """
     jobs.check_names(name, request_id)
     spec = task.schedule
@@ -88,7 +88,7 @@ def add_schedule(
         return known
     next_s = find_next(spec, context.store.read_time_s())
     if next_s is None:
-        raise UsageError(f"`schedule` has no due time left until {spec.until}", hints=["choose a later `until`"])
+        raise UsageError(f"`schedule` has no remaining due time until {spec.until}", hints=["choose a later `until`"])
     if not is_dryrun and context.store.schedules.get(name) is not None:
         raise UsageError(
             f"schedule `{name}` already exists",
@@ -131,13 +131,13 @@ def list_schedules(context: Context) -> Sequence[ScheduleView]:
 
 
 def pause_schedule(context: Context, name: str) -> JobSchedule:
-    """Stop starting jobs; the due times until `resume_schedule` are not caught up. Raises UsageError."""
+    """Stop starting jobs; due times before `resume_schedule` are skipped. Raises UsageError."""
     context.store.schedules.pause(find_schedule(context, name))
     return find_schedule(context, name)
 
 
 def resume_schedule(context: Context, name: str) -> JobSchedule:
-    """Start jobs again, from the next due time on; one that runs already is unchanged. Raises UsageError."""
+    """Start jobs again from the next due time; a schedule that is not paused is unchanged. Raises UsageError."""
     with context.store.transaction():
         schedule = find_schedule(context, name)
         if schedule.is_paused:

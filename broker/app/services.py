@@ -1,4 +1,4 @@
-"""Operations on services: bring up, update, take down, describe; and the wiring of their controllers."""
+"""Operations on services: bring up, update, take down and describe them, and wire their controllers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.3
 BALANCER = (sys.executable, "-m", "broker", "balancer")
-PASSTHROUGH_HINT = "or write `tls: passthrough`, and let the program know its clients"
+PASSTHROUGH_HINT = "or write `tls: passthrough`, and let the program authenticate its clients"
 UPDATED = ServiceEventKind.UPDATED
 
 
@@ -54,7 +54,7 @@ class ServiceTarget(JobTarget):
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Check each task's `service`, then fill in the checkpoint folders. Raises UsageError.
 
-        Limits of a job are dropped with a note: they would end each replica, which counts as a failure.
+        Job limits are dropped with a note: they would end each replica, which would count as a failure.
         """
         for task in tasks:
             check_service(task)
@@ -83,7 +83,7 @@ class ReplicaLine:
 
 @frozen
 class ServiceLine:
-    """One service for `status`. `load` None: its balancer does not run. `gateways`: of a service that has some."""
+    """One service for `status`. `load` is None if its balancer is not running; `gateways` may be empty."""
 
     service: Service
     status: str
@@ -94,7 +94,7 @@ class ServiceLine:
 
     @property
     def endpoint(self) -> str:
-        """Address of the balancer, HOST:PORT; of the first gateway that serves, otherwise of the first; `-`: none."""
+        """Address of the balancer, HOST:PORT; of the first serving gateway, else of the first; `-` without one."""
         if not self.gateways:
             return f"{self.service.host}:{self.service.port}"
         known = [each for each in self.gateways if each.endpoint]
@@ -129,7 +129,7 @@ def check_service(task: Task) -> ServiceSpec:
 
 
 def check_exposure(spec: ServiceSpec, host: str) -> None:
-    """Raise UsageError for an address that others reach, where the balancer could not tell its clients apart."""
+    """Raise UsageError for an address that others can reach if the balancer could not authenticate its clients."""
     from broker.serve.data_path import find_exposure
 
     if fault := find_exposure(spec, host):
@@ -138,7 +138,7 @@ def check_exposure(spec: ServiceSpec, host: str) -> None:
 
 
 def check_same_path(before: ServiceSpec | None, spec: ServiceSpec) -> None:
-    """Raise UsageError for an update that the running balancer cannot carry out: both versions share it."""
+    """Raise UsageError for an update that the running balancer, which both versions share, cannot carry out."""
     for name in ("protocol", "balancer"):
         old, new = getattr(before, name, None), getattr(spec, name)
         if before is not None and old is not new:
@@ -149,18 +149,18 @@ def check_same_path(before: ServiceSpec | None, spec: ServiceSpec) -> None:
 
 
 def check_keys_available(context: Context, service: Service) -> None:
-    """Raise UsageError for a service whose balancer reads no requests, and thus no API keys."""
+    """Raise UsageError for a service whose balancer does not read requests, and therefore not API keys."""
     spec = context.store.services.get_task(service.name, service.version).service
     if spec is not None and not spec.has_keys:
         what = f"balancer: {{type: {spec.balancer}}}" if spec.protocol is ServiceProtocol.HTTP else spec.protocol
         raise UsageError(
             f"API keys and quotas are not available for service `{service.name}`, which is `{what}`",
-            hints=["ask clients for certificates instead: `tls: {keyfile: PATH, certfile: PATH, cafile: PATH}`"],
+            hints=["require client certificates instead: `tls: {keyfile: PATH, certfile: PATH, cafile: PATH}`"],
         )
 
 
 def count_replicas(spec: ServiceSpec) -> int:
-    """Return the number of replicas that a service starts with."""
+    """Return the initial number of replicas of a service."""
     return max(spec.policy.replicas_min + spec.policy.spare_count, 1)
 
 
@@ -186,7 +186,7 @@ def drop_job_limits(task: Task) -> Task:
 
 
 def drop_notice(task: Task) -> Task:
-    """Return the task without the notice that other commands run one replica only."""
+    """Return the task without the notice that other commands only run one replica."""
     return replace(task, notices=tuple(each for each in task.notices if each.field != "service"))
 
 
@@ -215,7 +215,7 @@ def make_service_controller(context: Context, name: str) -> ServiceController:
 
 
 def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
-    """Return a slot for each of the replicas; more, where `availability` needs spare ones."""
+    """Return a slot for each replica, and for spare ones if `availability` requires them."""
     from broker.serve.placement import observe_places, place_replicas
     from broker.serve.reconciling import Slot
     from broker.serve.slots import is_placed_by_availability
@@ -243,10 +243,10 @@ def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
 
 
 def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = frozenset()) -> Sequence[SpotPlace]:
-    """List the zones that sell spot for this task, the cheapest machine of each, with its hazard.
+    """List the zones that sell spot for this task, each with its cheapest machine and hazard.
 
     The estimate of a task without a known amount of work has no hazard, so it is read from the market model.
-    Zones whose machine was refused recently are left out, those in use are always listed.
+    Zones whose machine was refused recently are omitted; zones in use are always listed.
     """
     from broker.jobs.deadline import estimate_hazard
     from broker.serve.placement import PLACES_MAX, SpotPlace
@@ -284,7 +284,7 @@ def _rank(context: Context, task: Task, *, is_spot: bool) -> Sequence[Estimate]:
 
 
 def find_service(context: Context, name: str) -> Service:
-    """Find a service by name. Raises UsageError."""
+    """Find a service by name. Raises UsageError with the known names."""
     service = context.store.services.get(name)
     if service is None:
         names = [each.name for each in context.store.services.list()]
@@ -296,7 +296,7 @@ def find_service(context: Context, name: str) -> Service:
 
 
 def find_replica_job(context: Context, service: Service, number: int) -> int:
-    """Return the job of a replica. Raises UsageError."""
+    """Return the job ID of a replica. Raises UsageError if it is unknown."""
     known = {each.number: each.job_id for each in context.store.services.list_replicas(service.name)}
     if number not in known:
         numbers = ", ".join(str(each) for each in known) or "none yet"
@@ -367,7 +367,7 @@ def _name_status(replica: Replica, status: JobStatus | None, *, is_ready: bool) 
 
 
 async def wait_until_down(context: Context, names: Sequence[str]) -> None:
-    """Wait until these services, their machines and balancers are gone."""
+    """Wait until these services, their machines and their balancers are gone."""
     while any(context.store.services.get(name) is not None for name in names):
         context.ensure_daemon()
         await context.clock.sleep(LOOK_S)

@@ -1,6 +1,6 @@
-"""Pipelines that end in a service: the earlier tasks are managed jobs, which the service's replicas wait for.
+"""Pipelines that end in a service: the earlier tasks are managed jobs, for which the service's replicas wait.
 
-    train -> export -> serve     `train` and `export` run as jobs; each replica needs both, and reads what they left in
+    train -> export -> serve     `train` and `export` run as jobs; each replica needs both, and reads their results from
                                  `BROKER_PIPELINE_DIR`
 
 A version of the service belongs to one run of its pipeline. If a job fails, the replicas that need it fail too, and the
@@ -46,7 +46,7 @@ def submit_before(context: Context, before: Sequence[Task], last: Task) -> tuple
     """Submit the tasks before the service as managed jobs; return the service's task, which names their run.
 
     Call within a transaction that also records the service: neither exists without the other.
-    Raises UsageError for circular needs or an unknown task in them.
+    Raises UsageError for circular dependencies, or a dependency on an unknown task.
     """
     if not before:
         return replace(last, pipeline=None), ()
@@ -79,9 +79,9 @@ def record_service(
     callbacks: Callbacks,
     is_dryrun: bool,
 ) -> tuple[Service | None, Sequence[Job]]:
-    """Submit the jobs before a service and record it, in one transaction; nothing of either for a dry run.
+    """Submit the jobs before a service and record the service, in one transaction; neither in a dry run.
 
-    The caller starts the daemon, which carries both out. Raises UsageError.
+    The caller starts the daemon, which carries out both. Raises UsageError.
     """
     check_cluster_name(service)
     if context.store.services.get(service) is not None:
@@ -111,7 +111,8 @@ def record_version(
     callbacks: Callbacks,
     canary_share: float | None = None,
 ) -> tuple[int, Sequence[Job]]:
-    """Submit the jobs before a version of a service and record it; a canary's gets only this share of the requests.
+    """Submit the jobs before a version of a service and record the version; a canary gets only this share of the
+    requests.
 
     Returns the number of the version and the jobs. The caller starts the daemon. Raises UsageError.
     """

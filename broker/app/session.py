@@ -1,4 +1,4 @@
-"""The seam between the command line and the application: a verb runs here, or on the server of a login."""
+"""The boundary between the command line and the application: a verb runs here, or on the logged-in server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class Session(Protocol):
-    """Runs the verbs of `broker.app.verbs`. Errors of a verb are raised here, wherever it ran."""
+    """Runs the verbs of `broker.app.verbs`. Errors of a verb are raised here, regardless of where it ran."""
 
     clock: Clock
 
     def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Run a verb to its end. Arguments are passed by name; callbacks run in this thread."""
+        """Run a verb to completion. Arguments are passed by name; callbacks run in this thread."""
         ...
 
 

@@ -28,10 +28,10 @@ class SimulationRequest:
     """The markets, policies and replays of a simulation."""
 
     traces: Path | None = None  # a trace file, or a folder of them; None draws synthetic markets
-    policies: tuple[str, ...] | None = None  # None: all
+    policies: tuple[str, ...] | None = None  # None: all of them
     starts: int = 16
-    optima: int | None = None  # replays for which the optimum is computed; None decides by effort
-    is_apart: bool = False  # each trace is a market of its own, not a zone of one market
+    optima: int | None = None  # replays for which the optimum is computed; None: as many as a few seconds allow
+    is_apart: bool = False  # each trace is a separate market, not a zone of one market
     notice_s: float = 0.0
     deadline_hours: float | None = None
     workers: int = 1  # processes for a large simulation
@@ -53,9 +53,9 @@ def simulate(
     *,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Simulation:
-    """Replay the task under every policy. `on_progress` is called with steps done, all steps, and the next step.
+    """Replay the task under every policy. `on_progress` is called with steps done, total steps, and the next step.
 
-    Raises UsageError for a task without work, an unknown policy or missing traces, NoOfferError where no offer has
+    Raises UsageError for a task without work, an unknown policy or missing traces, and NoOfferError if no offer has
     both prices.
     """
     from broker.lab.benchmark import run_study
@@ -71,7 +71,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedKind:
-    """Further machines that the task accepts; `speed` is relative to those of the plan's choice."""
+    """Other machines that the task accepts; `speed` is relative to the machines of the plan's choice."""
 
     estimate: Estimate
     ondemand_usd_hour: float  # of the gang
@@ -84,8 +84,8 @@ class SimulatedKind:
 class SimulatedJob:
     """The task, with the prices and times of the instances that it would run on.
 
-    Hours of work are those on the machines of `estimate`; `others` are machines of other kinds, between which a policy
-    may change.
+    Hours of work refer to the machines of `estimate`; `others` are machines of other kinds, between which a policy may
+    switch.
     """
 
     estimate: Estimate
@@ -103,12 +103,12 @@ class SimulatedJob:
 
     @property
     def ondemand_hours(self) -> float:
-        """Return the least hours to finish on-demand from the beginning."""
+        """Minimum hours to finish on-demand from the beginning."""
         hours = [self.work_hours + self.start_hours]
         return min([*hours, *(self.work_hours / each.speed + each.start_hours for each in self.others)])
 
     def list_facts(self) -> list[tuple[str, str]]:
-        """List what all replays have in common, as names with texts."""
+        """List the facts that all replays have in common, as (name, text)."""
         offer = self.estimate.placement.offer
         assumed = f" (assumed: {SLACK_DEFAULT:g} times the work)" if self.is_deadline_assumed else ""
         every = format_hours(self.save_every_hours) if self.save_every_hours else "-"
@@ -163,7 +163,7 @@ def read_traces(path: Path | None) -> list[Trace]:
 def measure_job(
     context: Context, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
 ) -> SimulatedJob:
-    """Plan the task. Raises UsageError if it states no work, NoOfferError if no offer has both prices."""
+    """Plan the task. Raises UsageError if it specifies no work, NoOfferError if no offer has both prices."""
     from broker.spot.interval import best_interval_s
 
     if task.goal is None or task.goal.work_hours is None:
@@ -207,7 +207,7 @@ def measure_job(
 
 
 def _choose_kinds(plan: Plan) -> list[Estimate]:
-    """Return the first estimate on spot, with both prices, of each kind of machine between which the job may change.
+    """Return the first spot estimate with both prices for each kind of machine between which the job may switch.
 
     Raises NoOfferError if there is none.
     """
@@ -222,7 +222,7 @@ def _choose_kinds(plan: Plan) -> list[Estimate]:
     if not found:
         raise NoOfferError("no offer that fits the task is available both as spot and on-demand")
     first, *others = found.values()
-    if plan.task.checkpoint.is_for_same_ranks:  # one kind is the first to run, and its number of ranks stays
+    if plan.task.checkpoint.is_for_same_ranks:  # the first machine to run fixes the number of ranks
         ranks = first.placement.offer.accelerator_count
         others = [each for each in others if each.placement.offer.accelerator_count == ranks]
     return [first, *others]
@@ -267,7 +267,7 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
         )  # fmt: skip
         return Site(
             trace=trace,
-            spot=Placement(offer=offer, is_spot=True, node_count=1),  # the offer stands for the whole gang
+            spot=Placement(offer=offer, is_spot=True, node_count=1),  # the offer represents the whole gang
             ondemand=Placement(offer=offer, is_spot=False, node_count=1),
             start_hours=kind.start_hours,
             spot_speed=job.spot_speed * kind.speed,
@@ -279,7 +279,7 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
         start_hours=job.start_hours,
     )  # fmt: skip
     kinds = (first, *job.others)
-    # Spot of other machines does not open and close at the same moments: each kind begins at another hour.
+    # Spot capacity of other machines does not open and close at the same times: each kind begins at a different hour.
     by_kind = [
         [place(trace.begin_at(number / len(kinds), name=trace.name) if number else trace, kind) for trace in traces]
         for number, kind in enumerate(kinds)

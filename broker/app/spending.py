@@ -30,7 +30,7 @@ class By(StrEnum):
 
 @frozen
 class Spending:
-    """Node-hours and USD by key; `pruned_before_s` is None where every job is recorded.
+    """Node-hours and USD by key; `pruned_before_s` is None if every job is recorded.
 
     A key is a job ID or a cluster, a cloud, a day, a user or a project.
     """
@@ -99,7 +99,7 @@ def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
 
 @frozen
 class Share:
-    """Spending of a job, or of a cluster without one, at one cloud on one day; local time. `owner`: job id or name."""
+    """Spending of a job, or of a cluster without one, at one cloud on one local day. `owner`: job ID or name."""
 
     day: str
     cloud: str
@@ -109,7 +109,7 @@ class Share:
 
 
 def list_day_shares(bills: Sequence[Bill], now_s: float) -> Sequence[Share]:
-    """Sum bills by day, cloud and job; pruned jobs are left out because their days are no longer known."""
+    """Sum bills by day, cloud and job; pruned jobs are omitted because their days are no longer known."""
     sums: dict[tuple[str, str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for bill in bills:
         owner = str(bill.job_id) if bill.job_id else bill.cluster

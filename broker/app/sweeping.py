@@ -1,7 +1,7 @@
 """Hyperparameter sweeps over managed jobs: submit runs, stop poor ones early, collect the results.
 
-The runs of a sweep are found again by request ids that depend on the task and the sweep's parameters only, so a command
-that was killed at any point continues when it runs again.
+The runs of a sweep are identified by request IDs that depend only on the task and the sweep's parameters, so a command
+that was killed at any point continues when it is run again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK_S = 1.0
 
 @frozen
 class SweepRequest:
-    """A sweep as the user asked for it. `runs` None: all combinations."""
+    """A sweep as requested by the user. `runs` None: all combinations."""
 
     task: Task
     parameters: Sequence[str]
@@ -47,7 +47,7 @@ class SweepView:
 
 
 class SweepDriver:
-    """Drive one sweep. Raises UsageError for parameters that cannot be used."""
+    """Drive one sweep. Raises UsageError for invalid parameters."""
 
     def __init__(self, context: Context, request: SweepRequest, *, callbacks: Callbacks | None = None) -> None:
         self._context, self._request, self._callbacks = context, request, callbacks
@@ -64,7 +64,7 @@ class SweepDriver:
         self._prepare(is_dryrun=True)
 
     def look(self) -> SweepView:
-        """Read the state, changing nothing."""
+        """Read the state without changing anything."""
         jobs, board = self._find_jobs(), self._read_board()
         is_over = len(jobs) == len(self.configurations) and all(job.status.is_terminal for job in jobs.values())
         return self._make_view(jobs, board, is_over=is_over)

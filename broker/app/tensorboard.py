@@ -1,4 +1,4 @@
-"""Write scalars as TensorBoard reads them: an event file of checksummed records, each a small protocol buffer.
+"""Write scalars in TensorBoard's format: an event file of checksummed records, each a small protocol buffer.
 
 Record: length (8 bytes), its masked CRC-32C, the data, and theirs. `Event`: wall_time (1), step (2), file_version (3),
 summary (5); its `Summary.Value`: tag (1), simple_value (2). tensorflow/core/lib/io/record_writer.cc, util/event.proto
@@ -36,7 +36,7 @@ class EventFile:
             self._append(make_event(now_s, step=progress.step, scalars=scalars))
 
     def end(self, job: Job, *, now_s: float) -> None:
-        """Do nothing: a file has no end."""
+        """Do nothing: event files have no end record."""
 
     def _append(self, event: bytes) -> None:
         with self._path.open("ab") as file:

@@ -9,18 +9,18 @@ from broker.runtime.gang import sort_nodes
 from broker.runtime.reports import Uploads
 from broker.types import Cluster, ClusterStatus
 
-ANSWER_S = 10.0  # for an answer: nodes that are gone must not delay `down` for long
-SILENCE_S = 60.0  # after this time without an answer, a node counts as lost
-HOLD_S = 1800.0  # without progress, as long as a node itself waits at the end of a run
+ANSWER_S = 10.0  # timeout of a request: nodes that are gone must not delay `down` for long
+SILENCE_S = 60.0  # without a response for this long, a node counts as lost
+HOLD_S = 1800.0  # without progress; as long as a node itself waits at the end of a run
 LOOK_S = 1.0
 
 
 async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
     """End the runs of a cluster with cached mounts, then wait until its nodes have uploaded the written files.
 
-    Returns at once for a cluster without such mounts. A node that does not answer is waited for up to SILENCE_S, and
-    then named in a note; where no node answers, at once. Raises BrokerError if nothing arrives for HOLD_S, or if this
-    machine cannot ask the nodes; the cluster stays up.
+    Returns at once for a cluster without such mounts. Waits up to SILENCE_S for a node that does not respond, and then
+    names it in a note; if no node responds, returns at once. Raises BrokerError if nothing is uploaded for HOLD_S, or
+    if this machine cannot query the nodes; the cluster stays up.
     """
     if cluster.status is not ClusterStatus.UP:
         return
@@ -92,7 +92,7 @@ def _explain_unasked(cluster: Cluster, error: StateError) -> BrokerError:
     others = [hint for hint in error.hints if "broker down" not in hint]
     return BrokerError(
         f"cluster `{cluster.name}` is still up, at {format_usd(cluster.placement.usd_hour)} USD/h: {error.message}",
-        details=["broker cannot ask its nodes whether files still have to be uploaded to mounted buckets"],
+        details=["broker cannot query its nodes for files that still have to be uploaded to mounted buckets"],
         hints=[*others, now.removeprefix("" if others else "or ")],
     )
 

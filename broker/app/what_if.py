@@ -1,4 +1,4 @@
-"""Changes of a task by `KEY=VALUE` text, for comparisons of plans."""
+"""Change a task by `KEY=VALUE` text, to compare plans."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from broker.advisor.advise import Advice, Option, Wish
     from broker.advisor.layout import Training
 
-FIELD_WORTH = 1.1  # least speedup of another program worth a note
+FIELD_WORTH = 1.1  # smallest speedup of another program that is worth a note
 
 
 ParamsOption = Annotated[

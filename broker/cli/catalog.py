@@ -140,7 +140,7 @@ def update(
             now_s=context.clock.now_s(),
             on_cloud=lambda name, where: print_note(f"{name}: querying {where} ..."),
         )
-    with suppress(OSError):  # the prices are what was asked for
+    with suppress(OSError):  # the prices themselves are already stored
         record_attempts(find_cache(), {each.cloud: each.error for each in reports}, now_s=context.clock.now_s())
     if as_json:
         print_json(to_plain(list(reports)))

@@ -24,7 +24,7 @@ from broker.types import Plan
 
 PLACES = 3  # the cheapest ones: spot may be unavailable in one zone
 HOURS = 0.25  # upper estimate of a trial's duration, for the price shown
-OWNER = "0123456789ab"  # replaces the installation's id in recordings
+OWNER = "0123456789ab"  # replaces the installation's ID in recordings
 
 
 def check_live(
@@ -39,7 +39,7 @@ def check_live(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Run the steps of one node's life, and show each with its result and cost. Exit code 5 where one fails."""
+    """Run each step of a node's life cycle and show its result and cost. Exit with code 5 if one fails."""
     cloud = context.clouds.get(name.partition("/")[0])
     if cloud is None:
         raise UsageError(
@@ -76,7 +76,7 @@ def check_live(
 def _give_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
     """Set the bucket as the checkpoint location, so that the node gets access as a job's nodes do.
 
-    Raises AuthError, InvalidRequestError before anything is paid where access cannot be granted.
+    Raises AuthError or InvalidRequestError, before anything is paid for, if access cannot be granted.
     """
     if not bucket or not bucket.startswith(BUCKET_SCHEMES):
         return plan

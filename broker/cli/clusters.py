@@ -20,7 +20,7 @@ ClusterName = Annotated[str, typer.Argument(help="Cluster name.", show_default=F
 
 
 def follow_unless(session: Session, name: str, run_id: int, *, detach: bool) -> None:
-    """Follow the run's output, or say how to with `detach` and after Ctrl-C."""
+    """Follow the run's output. With `detach`, and after Ctrl-C, print how to follow it."""
     come_back = f"show its output with `broker logs {name} {run_id}`, terminate the cluster with `broker down {name}`"
     if detach:
         print_note(f"submitted run {run_id}; {come_back}")

@@ -62,11 +62,11 @@ PANELS: dict[str, tuple[str, ...]] = {
 HIDDEN: dict[str, tuple[str, str]] = {
     "daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder."),
     "balancer": ("broker.cli.balancer", "Run the balancer of one service."),
-    "updater": ("broker.cli.updater", "Update the prices that are due, once, in bounded time."),
+    "updater": ("broker.cli.updater", "Update prices that are due, once, within a time limit."),
 }
 GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state", "server")
-# Commands that read prices, with a group's subcommand where only that one does: after them, old prices are updated in
-# the background.
+# Commands that read prices, with the subcommand if only one of a group does. After these commands, outdated prices are
+# updated in the background.
 PRICED = ("plan", "advise", "launch", "jobs launch", "gpus", "prices", "cost")
-# Commands on the state folder of this machine: after `broker login`, they would show another state than the server's.
+# Commands that work on this machine's state folder: after `broker login`, they would not show the server's state.
 EMBEDDED = ("ssh", "gc", "state")

@@ -90,12 +90,12 @@ def complete_clusters(incomplete: str) -> list[str]:
 
 
 def complete_jobs(incomplete: str) -> list[str]:
-    """Complete job names and ids, for arguments through Typer."""
+    """Complete job names and IDs, for arguments through Typer."""
     return [name for name in list_names("job") if name.startswith(incomplete)]
 
 
 def complete_jobs_and_groups(incomplete: str) -> list[str]:
-    """Complete names and ids of jobs, and names of groups, for arguments through Typer."""
+    """Complete names and IDs of jobs, and names of groups, for arguments through Typer."""
     return [name for name in list_names("job or group") if name.startswith(incomplete)]
 
 

@@ -55,7 +55,7 @@ def _show_assumptions(plan: Plan) -> None:
         describe_hour_value(plan),
     ]
     if plan.task.goal and plan.task.goal.budget_usd is not None:
-        lines.append("the budget applies to the expected cost; a managed job ends when it has spent it")
+        lines.append("the budget applies to the expected cost; a managed job ends when it has spent the budget")
     print_line("\nAssumptions:")
     for line in lines:
         print_wrapped(f"  - {line}", indent=4)

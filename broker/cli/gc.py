@@ -60,7 +60,7 @@ def gc(
 
 
 def _sweep_access(context: Context) -> None:
-    """Delete bucket access accounts once no cluster or job is left: until then a node may need them."""
+    """Delete bucket access accounts once no cluster or job remains; until then, a node may need them."""
     if not (context.config.home / "access").is_dir() or context.store.clusters.list(on_damage=note_damage):
         return
     if any(not job.status.is_terminal for job in context.store.jobs.list(on_damage=note_damage)):
@@ -75,7 +75,7 @@ def _sweep_access(context: Context) -> None:
 
 
 def _sweep_archives(context: Context, *, is_dry: bool) -> list[dict[str, object]]:
-    """Delete expired setup archives; return all, with those that stay."""
+    """Delete expired setup archives. Return all archives, including those that are kept."""
     found: list[dict[str, object]] = []
     for place in list_places(context.store):
         try:

@@ -43,7 +43,7 @@ def gpus(
     if as_json:
         print_json(to_plain(list(prices)))
         return
-    if not wanted:  # one row an accelerator: the cheapest single unit, or the smallest count offered
+    if not wanted:  # one row per accelerator: the cheapest single unit, or the smallest count offered
         smallest = {price.name: price.count for price in reversed(prices)}
         prices = [price for price in prices if price.count == smallest[price.name]]
         if not all_regions:

@@ -55,7 +55,7 @@ def _tell_ends(members: Sequence[Job]) -> None:
 
 
 def is_needed(job: Job) -> bool:
-    """Return whether its group, or its pipeline, cannot succeed without this job."""
+    """Return whether the job's group or pipeline cannot succeed without it."""
     return job.task.group is None or job.task.group.is_required
 
 

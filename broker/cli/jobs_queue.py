@@ -88,7 +88,7 @@ def _print_jobs(session: Session, all_users: bool) -> None:
 
 
 def list_lines(session: Session, newest: int | None, all_users: bool) -> list[str]:
-    """Make the table, and lines that count the jobs it leaves out."""
+    """Return the table, and lines with the numbers of jobs that it omits."""
     found = session.call(list_queue, newest=newest, of_all_users=all_users)
     others = f"{format_count(found.other_count, 'job')} of other users; show them with `--all-users`"
     users = found.users if all_users else {}
@@ -111,7 +111,7 @@ def list_lines(session: Session, newest: int | None, all_users: bool) -> list[st
 
 
 def _list_waits(waits: Mapping[int, JobWait], now_s: float) -> list[str]:
-    """List what jobs wait for, the next to start first; jobs that need others have no line of their own."""
+    """List what jobs are waiting for, next to start first. Jobs that depend on others have no line of their own."""
     shown = [
         (wait.position or 0, f"Job {job_id} waits {describe_wait(wait, now_s=now_s)}")
         for job_id, wait in sorted(waits.items())

@@ -141,7 +141,7 @@ def store_schedule(
     confirm: Callable[[Sequence[Plan]], None],
     as_json: bool,
 ) -> None:
-    """Store the schedule of a task, and tell when its first job is due. Raises UsageError for a task without a name."""
+    """Store a task's schedule, and print when its first job is due. Raises UsageError for a task without a name."""
     from broker.app.verbs.launching import schedule_job
     from broker.cli.launch import show_upload
     from broker.task.due_times import find_next
@@ -180,7 +180,7 @@ def _show_next(schedule: JobSchedule) -> str:
 
 
 def show_time(time_s: float, spec: ScheduleSpec) -> str:
-    """Format a point in time in the time zone of a schedule, in UTC if this machine does not know it."""
+    """Format a point in time in the time zone of a schedule, or in UTC if this machine does not know the zone."""
     from datetime import UTC
 
     zone = UTC if spec.timezone == "UTC" else find_zone(spec.timezone) or UTC

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from broker.jobs.start_costs import StartCost
     from broker.state.events import EventRow
 
-USD_MIN = 0.01  # savings below are not worth a sentence
+USD_MIN = 0.01  # smaller savings are not mentioned
 JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
 JobOrGroup = Annotated[
     str,
@@ -40,7 +40,7 @@ JobOrGroup = Annotated[
 MEANING = {
     JobStatus.PENDING: "is waiting for the jobs it depends on, or for capacity",
     JobStatus.STARTING: "is acquiring its nodes",
-    JobStatus.RUNNING: "runs",
+    JobStatus.RUNNING: "is running",
     JobStatus.RECOVERING: "is recovering: on its nodes if they are usable, otherwise on new ones",
     JobStatus.CANCELLING: "was cancelled; its nodes are being terminated",
     JobStatus.SUCCEEDED: "succeeded",
@@ -184,7 +184,7 @@ def _tell_story(told: Story, now_s: float) -> None:
 
 
 def describe_starts(starts: StartCost) -> str:
-    """Say what a shorter setup would save, or would have saved; empty below a cent."""
+    """Return what a shorter setup would save or would have saved; empty if less than a cent."""
     lasted = format_duration(starts.mean_s)
     each = f"{lasted} at its start" if starts.count == 1 else f"{lasted} at each of {starts.count} starts"
     spent = f"`setup`, data and restore took {each}"
@@ -199,7 +199,7 @@ def describe_starts(starts: StartCost) -> str:
 
 
 def explain_role(job: Job) -> str:
-    """Return the part of a job in its group, and what its loss means for the others."""
+    """Return a job's role in its group, and the effect of its loss on the other tasks."""
     role = job.task.group
     assert role is not None, "only called for jobs of a group"
     part = "a primary" if role.is_primary else "an auxiliary"
@@ -208,7 +208,7 @@ def explain_role(job: Job) -> str:
 
 
 def describe_forecast(forecast: JobForecast) -> str:
-    """Return total cost, time left and the chance of the deadline, as p50 and p10 to p90."""
+    """Return total cost and remaining time (p50, p10 to p90), and the chance of meeting the deadline."""
     from broker.optimizer.explain import show_chance
 
     usd, hours = forecast.usd, forecast.hours_left
@@ -221,7 +221,7 @@ def describe_forecast(forecast: JobForecast) -> str:
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
-    """Describe what happens to its machines while this one is away; empty if they are processes of this machine."""
+    """Describe what happens to the job's nodes while this machine is unavailable; empty if they are processes on it."""
     from broker.jobs.allowance import describe_allowance, measure_allowance_s
     from broker.jobs.checkpoints import HERE
 

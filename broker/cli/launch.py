@@ -23,12 +23,12 @@ from broker.types import Autostop, Plan
 
 
 def make_callbacks(show: Callable[[Sequence[Plan]], None], *, yes: bool) -> Callbacks:
-    """Show plans by `show`, ask for the price unless `yes`, and draw a bar for uploads."""
+    """Make callbacks that show plans with `show`, confirm the price unless `yes`, and draw a bar for uploads."""
     return Callbacks(show=show, confirm=lambda plans: confirm_price(plans, yes=yes), track_upload=show_upload)
 
 
 def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
-    """Ask before anything paid starts, unless `yes`."""
+    """Ask for confirmation before anything that costs money starts, unless `yes`."""
     choices = [plan.choice for plan in plans]
     text = f"{format_usd(max(each.placement.usd_hour for each in choices))} USD/h"
     if all(each.expected_usd is not None for each in choices):
@@ -123,7 +123,7 @@ def launch(
 
 
 def _note_development(name: str) -> None:
-    """Say how to use a cluster whose task has no `run`."""
+    """Print how to use a cluster whose task has no `run`."""
     print_note(
         f"the task has no `run:`, so nothing runs; open a shell with `broker ssh {name}`, "
         f"run a task with `broker exec {name} TASK.yaml`, terminate the cluster with `broker down {name}`"
@@ -149,6 +149,6 @@ def exec_(
     runs; any other task has the cluster to itself.
     """
     session = make_session()
-    session.call(check_up, cluster=cluster)  # before the task is read, whose errors matter less
+    session.call(check_up, cluster=cluster)  # first: a missing cluster matters more than an error in the task file
     run_id = session.call(verbs.exec_task, cluster=cluster, task=options.read_task(entrypoint, overrides))
     follow_unless(session, cluster, run_id, detach=detach)

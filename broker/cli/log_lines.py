@@ -1,4 +1,4 @@
-"""The log of long-running processes: lines of text, or one JSON object a line with `log_format = "json"`."""
+"""The log of long-running processes: lines of text, or one JSON object per line with `log_format = "json"`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class JsonLines(logging.Formatter):
-    """Format a record as one line: time (UTC), level, logger, message, what it is about, and the error's trace."""
+    """Format a record as one line: time (UTC), level, logger, message, the fields of `about`, and the stack trace."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -1,4 +1,4 @@
-"""The entry point: a lazy table of commands, and the only place that turns errors into text and exit codes."""
+"""The entry point: a lazy table of commands. Only this module turns errors into text and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from broker.cli import interrupts
 from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS, PRICED
 
 NAME_WIDTH = max(map(len, COMMANDS))
-COMMAND = "broker.command"  # in click's context: the command that runs; missing for its help
+COMMAND = "broker.command"  # in click's context: the running command; not set while help is shown
 
 
 class LazyGroup(TyperGroup):
@@ -66,7 +66,7 @@ class LazyGroup(TyperGroup):
                 _keep_prices_fresh()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one section a panel, all with the same column of texts."""
+        """Write one section per panel, with the help texts of all sections aligned."""
         for panel, names in PANELS.items():
             with formatter.section(panel):
                 formatter.write_dl([(name.ljust(NAME_WIDTH), COMMANDS[name][1]) for name in names])

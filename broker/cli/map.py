@@ -92,7 +92,7 @@ def map(
         def begin(state: MapState) -> None:
             nonlocal begun, bar
             begun = state
-            if not detach:  # the price has been asked for, so a bar may follow
+            if not detach:  # the price has been confirmed, so the bar no longer hides a prompt
                 bar = stack.enter_context(show_progress(state.name))
 
         def draw(state: MapState) -> None:
@@ -141,12 +141,12 @@ def _hint_cancel(state: MapState) -> str:
 
 
 def describe(state: MapState) -> dict[str, Any]:
-    """Describe a map as JSON; without a manifest, its items are those counted so far."""
+    """Return a map as JSON-ready data; without a manifest, `items` counts those processed so far."""
     return {name: value for name, value in to_plain(state).items() if name not in ("live_workers", "failures")}
 
 
 def _print_result(state: MapState, *, as_json: bool) -> None:
-    """Print the result. Raises BrokerError if shards were left out."""
+    """Print the result. Raises BrokerError if shards failed."""
     if as_json:
         print_json(describe(state))
     else:

@@ -100,7 +100,7 @@ TASK_OPTIONS: dict[str, Any] = {
 
 
 def task_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of a task in place of its parameter `overrides`, which receives their values."""
+    """Replace a command's parameter `overrides` by these task options; `overrides` receives their values."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
@@ -128,6 +128,6 @@ def task_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal, and abort unless the user agrees. With `--yes` and in a pipe, nothing is asked."""
+    """Ask for confirmation on a terminal and abort unless the user agrees. With `--yes` or in a pipe, do not ask."""
     if not yes and sys.stdin.isatty():
         typer.confirm(question, abort=True, err=True)

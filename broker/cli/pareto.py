@@ -70,7 +70,7 @@ def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
 
 
 def write_plot(file: Path, points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> None:
-    """Write SVG. Raises UsageError for another suffix, or where the file cannot be written."""
+    """Write an SVG file. Raises UsageError for any other suffix, or if the file cannot be written."""
     from broker.cli.svg import draw_svg
 
     if file.suffix.lower() != ".svg":

@@ -97,7 +97,7 @@ def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
     if not options.is_file([str(file)]):
         from broker.task.loader import load_tasks
 
-        return load_tasks(file)  # raises the error that says why it cannot be read
+        return load_tasks(file)  # raises an error with the reason why the file cannot be read
     return options.read_tasks([str(file)], overrides)
 
 

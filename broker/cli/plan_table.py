@@ -8,7 +8,7 @@ from broker.cli.render import drop_shared, measure_width, print_line, print_note
 from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.types import Estimate, Plan, Task
 
-ZONE_WIDTH = 17  # the longest name of a zone at the large clouds, and one more zone
+ZONE_WIDTH = 17  # the longest zone name of the large clouds, plus the suffix of one more zone
 WIDTH_OF_ALL = 100  # columns that a table with every column takes
 MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
@@ -67,7 +67,7 @@ def _make_header(task: Task, accelerators: str) -> str:
 
 
 def has_spot_work(plan: Plan) -> bool:
-    """Whether the choice runs on spot and its work is given, so that cost and time can be forecast."""
+    """Return whether the choice runs on spot with a known amount of work, so that cost and time can be forecast."""
     return plan.choice.placement.is_spot and plan.choice.breakdown is not None
 
 

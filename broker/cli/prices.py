@@ -94,7 +94,7 @@ def history(
 
 
 def _draw(values: Sequence[float | None]) -> str:
-    """Draw one bar a change, the last sixteen."""
+    """Draw one bar per change, for the last sixteen changes."""
     known = [value for value in values[-16:] if value is not None]
     if len(known) < 2:
         return ""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from broker.rehearsal.context import Stage
     from broker.rehearsal.result import Rehearsal
 
-SPEED = 600.0  # without a goal to say how much work the run represents: a second is ten minutes
+SPEED = 600.0  # without a goal that specifies the amount of work: one second represents ten minutes
 
 
 PreemptionsOption = Annotated[
@@ -146,7 +146,7 @@ def play(
     is_quiet: bool,
     is_calm: bool = False,
 ) -> tuple[Rehearsal, JobPage, Sequence[str]]:
-    """Run the task to its end in a temporary state folder; return the result, the job as a page has it, and its log.
+    """Run the task to its end in a temporary state folder; return the result, the job's page data, and its log.
 
     `is_calm`: no preemptions, unlimited capacity.
     """

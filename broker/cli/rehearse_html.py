@@ -1,4 +1,4 @@
-"""The report of `broker rehearse --html`: a page of the same kind as `broker report` writes."""
+"""The report of `broker rehearse --html`: a page in the style of `broker report`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def list_figures(result: Rehearsal) -> Sequence[tuple[str, str]]:
 
 
 def list_findings(result: Rehearsal) -> Iterator[Finding]:
-    """Yield the findings, the forecast for the real run, and whether checkpoints stall it longer than the task says."""
+    """Yield the findings, the forecast for the real run, and a finding if checkpoints stall longer than specified."""
     yield from result.findings
     yield _describe_forecast(result)
     stall_s = result.measures.stall_s

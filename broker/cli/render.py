@@ -54,7 +54,7 @@ def _hint() -> str:
 
 
 def _print_os_error(error: OSError) -> int:
-    """Print an unusable file or disk, which is not a bug; the exit code tells whether it is the state folder's."""
+    """Print an unusable file or disk, which is not a bug; the exit code shows whether it is the state folder's."""
     home = find_home()
     path = Path(str(error.filename)) if isinstance(error.filename, str | bytes | Path) else None
     is_ours = path is not None and (path == home or home in path.parents)
@@ -64,7 +64,7 @@ def _print_os_error(error: OSError) -> int:
 
 
 def note_damage(error: BrokerError) -> None:
-    """Warn of one damaged row; the others are still shown."""
+    """Warn about one damaged row; the others are still shown."""
     print_note(f"warning: {error.message}")
     for hint in error.hints:
         print_note(f"hint: {hint}")
@@ -111,7 +111,7 @@ def print_json(value: Any) -> None:
 
 
 def measure_width() -> int:
-    """Return the columns of the terminal, or of `COLUMNS`; 80 in a pipe."""
+    """Return the width of the terminal, or the value of `COLUMNS`; 80 in a pipe."""
     import os
     import shutil
 
@@ -147,7 +147,7 @@ def _is_shared(rows: Sequence[Sequence[str]], index: int) -> bool:
 
 
 def show_usage(usage: JobUsage | None) -> tuple[str, str]:
-    """Show which share of the CPUs and of the GPUs of a job's nodes is in use; `-` where none reports it."""
+    """Show the shares of CPU and GPU in use on a job's nodes; `-` if no node reports them."""
     return ("-", "-") if usage is None else (format_share(usage.cpu_ratio), format_share(usage.gpu_ratio))
 
 

@@ -1,4 +1,4 @@
-"""`broker report`: what a month bought, saved and lost, as Markdown or HTML."""
+"""`broker report`: a month's spending, savings and losses, as Markdown or HTML."""
 
 from __future__ import annotations
 

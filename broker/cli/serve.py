@@ -75,7 +75,7 @@ def up(
         )  # fmt: skip
     if made is None:
         return
-    # Printed before the daemon starts: from here on, the service may cost money.
+    # Printed before the daemon starts: after that, the service may cost money.
     if task.service is not None and task.service.gateway is not None and not is_loopback(made.host):
         print_line(f"Service {name} is recorded; `broker serve status {name}` shows the endpoints of its gateways")
     else:
@@ -160,8 +160,8 @@ def _tell_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
-    """Return the functions that show plans and confirm the price: of all replicas for a service, of the jobs before
-    it."""
+    """Return functions that show the plans, and confirm the price: of all replicas of a service, or of the jobs
+    before it."""
 
     def show(plans: Sequence[Plan]) -> None:
         for plan in plans:

@@ -107,7 +107,7 @@ def revoke(
 
 
 def read_lifetime_s(text: str) -> float:
-    """Read how long a key is valid, in seconds. Raises UsageError."""
+    """Read the lifetime of a key, in seconds. Raises UsageError if it is invalid."""
     from broker.task.measures import Duration
 
     measure = Duration(bare_unit="d")

@@ -100,19 +100,19 @@ def _list_cells(line: ServiceLine, each: ReplicaLine) -> list[str]:
 
 
 def find_window(line: ServiceLine, each: ReplicaLine) -> LoadWindow:
-    """Return what the balancer measured of a replica."""
+    """Return the balancer's measurements of a replica."""
     seen = line.load.replicas.get(each.replica.number) if line.load else None
     return seen.window if seen else LoadWindow()
 
 
 def find_usd_per_million(usd_hour: float, window: LoadWindow) -> float | None:
-    """Return USD per million tokens, prompts included, at the present rate; None without tokens."""
+    """Return USD per million tokens, prompts included, at the current rate; None without tokens."""
     tokens_s = window.prompt_tokens_s + window.completion_tokens_s
     return usd_hour / 3600 / tokens_s * 1e6 if tokens_s else None
 
 
 def show_ms(value_s: float | None) -> str:
-    """Format seconds as whole milliseconds, and from ten seconds on as seconds."""
+    """Format seconds as whole milliseconds, or as seconds from ten seconds."""
     if value_s is None:
         return "-"
     return f"{value_s * 1000:.0f}ms" if value_s < 10 else f"{value_s:.0f}s"

@@ -137,7 +137,7 @@ def start(
         _ensure_first_token(home)
         asyncio.run(serve(home, host=host, port=port, policy=policy, certificate=own, on_ready=tell, until=wait))
     except FencedError:
-        (home / "server" / REPLACED).touch()  # its supervisor does not start it again
+        (home / "server" / REPLACED).touch()  # keeps its supervisor from restarting it
         raise
     except OSError as error:
         reason = error.strerror or str(error)
@@ -154,7 +154,7 @@ def _ensure_first_token(home: Path) -> None:
 
     context = make_context()
     if find_backup_url(home) is not None or context.store.is_shared:
-        load_key(home)  # before `broker server up` copies it, and before a job brings the first secret
+        load_key(home)  # before `broker server up` copies it, and before the first job with secrets
     if context.store.tokens.list():
         return
     folder = home / "server"

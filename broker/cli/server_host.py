@@ -171,7 +171,7 @@ def down(
     if census is not None and census.is_busy:
         print_note(
             f"{census.describe()} lost their controller: machines terminate themselves when their unattended time is "
-            "over, and nothing recovers them; history and costs are deleted with the server, except in its backups"
+            "over, and are not recovered; history and costs are deleted with the server, except in its backups"
         )
 
 
@@ -255,7 +255,7 @@ def _copy_key(source: Path, target: Path) -> None:
 
 
 def make_hosting(*, yes: bool = True) -> Hosting:
-    """Make the object that sets up the server of this state folder, whichever server the user is logged in to."""
+    """Make the object that sets up this state folder's server, regardless of the server the user is logged in to."""
     context = make_context()
 
     def show(plans: Sequence[Plan]) -> None:

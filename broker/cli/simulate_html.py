@@ -16,8 +16,8 @@ from broker.spot.policies import ORACLES, load_policy
 
 SCENES_SHOWN = 3
 WIDTH, LEFT, ROW = 960, 150, 22
-LINE = 14  # of a label, in pixels
-# class of a bar -> what it means
+LINE = 14  # height of a label, in pixels
+# class of a bar -> its meaning
 KEYS = {
     "spot": "on spot", "on-demand": "on-demand", "start": "starting, billed", "lost": "preempted",
     "open": "spot available",
@@ -30,7 +30,7 @@ def write_report(file: Path, study: Benchmark, *, title: str, facts: Sequence[tu
 
 
 def draw_report(study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> str:
-    """Draw the report of a simulation as one HTML page of the same kind as `broker report` writes."""
+    """Draw the report of a simulation as one HTML page in the style of `broker report`."""
     rows = [element("div", element("dt", name), element("dd", text)) for name, text in facts]
     keys = [element("span", element("i", class_=kind), f" {words}") for kind, words in KEYS.items()]
     scenes = [study.scenes[index] for index in pick_evenly(len(study.scenes), SCENES_SHOWN)]
@@ -61,7 +61,7 @@ def _draw_table(study: Benchmark) -> Iterator[Markup]:
 
 
 def _draw_costs(study: Benchmark) -> Iterator[str]:
-    """Draw one line a policy: the sorted costs of its replays."""
+    """Draw one line per policy: the sorted costs of its replays."""
     height, right, bottom = 300, 170, 34
     most = max(each.usd for found in study.outcomes for each in found) * 1.05
     room = WIDTH - 60 - right
@@ -98,7 +98,7 @@ def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
 
 
 def _draw_scene(study: Benchmark, scene: Scene) -> Iterator[str]:
-    """Draw the markets above and one line a policy below, from submission to the last end or the deadline."""
+    """Draw the markets above and one line per policy below, from submission to the last end or the deadline."""
     case = scene.case
     names = [score.policy for score in study.scores]
     lives = [

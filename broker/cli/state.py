@@ -211,7 +211,7 @@ def _show_server(*, as_json: bool) -> None:
 
 
 def _find_database() -> Path:
-    """Find the file without opening it: these commands must work when nothing else does."""
+    """Find the file without opening it: these commands must work even if the file is damaged."""
     if find_state_url(find_home()) is not None:
         raise UsageError(
             "this state is in PostgreSQL, not in a file",

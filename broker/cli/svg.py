@@ -61,7 +61,7 @@ class _Picture:
         yield f'<text x="20" y="{TOP - 14}">USD to finish</text>'
 
     def draw_points(self, points: Sequence[Estimate]) -> Iterator[str]:
-        """Draw one dot a position: thousands of placements overlap."""
+        """Draw one dot per position, because thousands of placements overlap."""
         seen = dict[tuple[float, float], Estimate]()
         for each in points:
             seen.setdefault(self.at(each), each)

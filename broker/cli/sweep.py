@@ -97,7 +97,7 @@ def sweep(
 
         def begin(state: SweepState) -> None:
             nonlocal bar
-            if not detach:  # the price has been asked for, so a bar may follow
+            if not detach:  # the price has been confirmed, so the bar no longer hides a prompt
                 bar = stack.enter_context(show_progress(state.name))
 
         def draw(state: SweepState) -> None:
@@ -150,17 +150,17 @@ def _describe_state(state: SweepState) -> str:
 
 
 def _note_left(state: SweepState) -> None:
-    """Print which work continues by itself, and which requires the command."""
+    """Print which runs continue on their own, and which require the command."""
     left = len(state.configurations) - len(state.runs)
     print_note(
-        f"{state.name}: started runs continue by themselves; "
+        f"{state.name}: started runs continue on their own; "
         f"the same command without `-d` starts the remaining {left} and stops poor runs early"
     )
     print_note(f"cancel the started runs with `broker jobs cancel {state.name}`")
 
 
 def describe(state: SweepState) -> dict[str, Any]:
-    """Describe a sweep as JSON: its runs, the best first."""
+    """Return a sweep as JSON-ready data, with the best run first."""
     rows = [
         {
             "run": each.number + 1, "job": each.job_id, "parameters": dict(state.configurations[each.number]),

@@ -20,7 +20,7 @@ FINISHED, OTHER = "#3b82c4", "#8a94a6"
 
 
 def check_file(file: Path) -> None:
-    """Raise UsageError before a sweep starts whose plot could not be written."""
+    """Raise UsageError, before the sweep starts, if its plot could not be written."""
     if file.suffix.lower() != ".svg" or not file.absolute().parent.is_dir():
         raise UsageError(f"`--plot` must name a .svg file in a folder that exists, not `{file}`")
 

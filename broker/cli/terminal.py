@@ -34,7 +34,7 @@ def is_drawing(stream: TextIO) -> bool:
 
 
 def paint(text: str, colour: str, *, stream: TextIO | None = None) -> str:
-    """Colour text for a stream, stdout by default, where the stream allows it."""
+    """Colour text for a stream, stdout by default, if the stream allows it."""
     return f"{colour}{text}{RESET}" if text and is_drawing(stream or sys.stdout) else text
 
 
@@ -46,7 +46,7 @@ def paint_state(part: str) -> str:
 
 
 class Bar:
-    """The progress of one piece of work. Text printed meanwhile appears above it."""
+    """The progress of one piece of work. Text printed in the meantime appears above it."""
 
     def __init__(self, report: Callable[[float, float | None, str], None], *, text: str, total: float | None) -> None:
         self._report = report

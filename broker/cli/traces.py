@@ -81,7 +81,7 @@ def record(
     context = make_context()
     overrides = options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=True)
     task = context.resolve(options.read_task(entrypoint, overrides))
-    task = replace(task, goal=None)  # a recording observes the market, whether or not a deadline could be met there
+    task = replace(task, goal=None)  # a recording observes the market even where no deadline could be met
     plan = context.plan(task, usable_clouds=frozenset(context.clouds))
     chosen = choose_places(plan, places)
     ticks = max(1, round(hours * 60 / every)) if every > 0 else 1

@@ -1,4 +1,4 @@
-"""`broker updater`: update old prices. Commands that used prices start it, detached."""
+"""`broker updater`: update outdated prices. Commands that use prices start it as a detached process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def updater() -> None:
-    """Update the prices that are due, once, in bounded time."""
+    """Update prices that are due, once, within a time limit."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    signal.alarm(TOTAL_S_MAX)  # ends the process wherever it waits: a kill at any instant leaves a whole book
+    signal.alarm(TOTAL_S_MAX)  # ends the process wherever it waits; the book is replaced as a whole
     os.nice(NICENESS)
     update_due_clouds(make_context(), on_result=_log_result)
 

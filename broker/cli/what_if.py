@@ -17,7 +17,7 @@ Planner = Callable[[Task], Plan]
 
 
 def show_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> None:
-    """Print a row for the unchanged plan and one a change; below, reasons and hints where nothing fits."""
+    """Print a row for the unchanged plan and one per change; below, reasons and hints if nothing fits."""
     rows = [_list_cells("(unchanged)", plan, plan)]
     failures: list[tuple[str, NoOfferError]] = []
     for text in changes:
@@ -63,7 +63,7 @@ def _list_cells(text: str, plan: Plan, base: Plan) -> list[str]:
     choice = plan.choice
     offer = choice.placement.offer
     own, other = choice.expected_usd, base.choice.expected_usd
-    if own is None or other is None:  # with work in one and none in the other only the price per hour compares
+    if own is None or other is None:  # if only one of them has work, only hourly prices are comparable
         own, other = choice.placement.usd_hour, base.choice.placement.usd_hour
     difference = own - other
     chance = choice.deadline_chance

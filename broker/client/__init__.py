@@ -1,1 +1,1 @@
-"""The client of a server: the verbs it offers, their encoding, and the session that calls them."""
+"""The client of a server: the verbs that it offers, their encoding, and the session that calls them."""

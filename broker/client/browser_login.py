@@ -23,13 +23,13 @@ from broker.types import Secret
 
 WAIT_S = 600.0
 LOOK_S = 0.5
-REQUESTS_MAX = 100  # a browser also asks for icons; other programs of this machine may ask for anything
+REQUESTS_MAX = 100  # a browser also requests icons, and other programs on this machine may send requests
 PAGE = "<!doctype html><title>broker</title><p>You may close this page and return to the terminal."
 
 
 @frozen
 class LoginBegin:
-    """What the server says about its issuer."""
+    """The server's information about its issuer."""
 
     authorization_endpoint: str
     client_id: str
@@ -38,7 +38,7 @@ class LoginBegin:
 
 
 class _Catcher(HTTPServer):
-    """Waits on the loopback for the redirect that carries our `state`."""
+    """Waits on the loopback for the redirect with our `state`."""
 
     allow_reuse_address = False
 
@@ -49,7 +49,7 @@ class _Catcher(HTTPServer):
         self.timeout = LOOK_S
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a connection that broke off: the browser repeats it."""
+        """Ignore a broken connection: the browser repeats the request."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 5.0
 
     def do_GET(self) -> None:
-        """Accept the redirect; answer 404 to anything else."""
+        """Accept the redirect; respond with 404 to anything else."""
         parts = urlsplit(self.path)
         found = {name: values[0] for name, values in parse_qs(parts.query).items()}
         given = found.get("state", "").encode()
@@ -72,14 +72,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.answer = found
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Log nothing: the request carries the code."""
+        """Log nothing, because the request contains the code."""
 
 
 def log_in(login: ServerLogin, open_browser: Callable[[str], None], *, waits: int = int(WAIT_S / LOOK_S)) -> Secret:
     """Let the user log in at the server's issuer; return a token of the server.
 
-    `open_browser` gets the URL to open. Raises UsageError if the server has no issuer, or after ten minutes without a
-    login; AuthError, DeniedError for a refused login.
+    `open_browser` receives the URL to open. Raises UsageError if the server has no issuer, or after ten minutes without
+    a login, and AuthError or DeniedError for a refused login.
     """
     session = RemoteSession(login)
     begin: LoginBegin = decode(session.request("GET", "/v1/login"), LoginBegin)
@@ -108,4 +108,4 @@ def _wait(catcher: _Catcher, waits: int) -> dict[str, str]:
             continue
         if catcher.answer is not None:
             return catcher.answer
-    raise UsageError("no login arrived within ten minutes", hints=["run `broker login URL` again"])
+    raise UsageError("no login was received within ten minutes", hints=["run `broker login URL` again"])

@@ -1,7 +1,8 @@
 """Files of a task for a server: each folder or file as one archive, named by the SHA-256 of its content.
 
-An archive is the same for the same files, whoever makes it: names are sorted and owners are dropped. So a folder that
-the server has already is not sent again. Times of files stay, as nodes are sent only files whose size or time changed.
+Archives of the same files are identical for all users: names are sorted and owners are dropped. So a folder that the
+server already has is not sent again. File times are kept, because only files with a changed size or time are sent to
+nodes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from broker.config import find_home
 from broker.errors import UsageError
 from broker.types import Task
 
-UPLOADED = "upload:"  # a path of a task on its way to a server: `upload:SHA256/NAME`
+UPLOADED = "upload:"  # a path in a task that is sent to a server: `upload:SHA256/NAME`
 CHUNK = 2**20
 
 Send = Callable[[str, IO[bytes]], None]
 
 
 def upload_files(task: Task, send: Send, *, note: Callable[[str], None] = lambda text: None) -> Task:
-    """Send the local files of a task, and replace their paths. `send` gets the digest and the archive.
+    """Send the local files of a task, and replace their paths. `send` receives the digest and the archive.
 
-    A git repository is cloned here: the server has no credentials for it, and fetches no addresses that users write.
+    A git repository is cloned here: the server has no credentials for it, and does not fetch URLs given by users.
     """
     if task.repository is not None:
         from broker.app.repositories import fetch_repositories
@@ -64,14 +65,14 @@ def _send_path(path: Path, send: Send) -> str:
 
 
 def write_archive(path: Path, target: IO[bytes]) -> None:
-    """Write a file, or the files of a folder that `.skyignore` or `.gitignore` admit, below the path's own name."""
+    """Write a file, or the files of a folder that `.skyignore` or `.gitignore` do not exclude, below its own name."""
     name = path.name or "files"
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for inner, found in sorted(_list_files(path, name)):
             entry = archive.gettarinfo(str(found), arcname=inner)
             if not (entry.isfile() or entry.issym() or entry.isdir() or entry.islnk()):
                 continue  # sockets and devices
-            if entry.islnk():  # the second name of a file: sent as a file
+            if entry.islnk():  # a second name of a file: sent as a regular file
                 entry.type, entry.linkname, entry.size = tarfile.REGTYPE, "", found.stat().st_size
             entry.uid = entry.gid = 0
             entry.uname = entry.gname = ""

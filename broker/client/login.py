@@ -24,7 +24,7 @@ FINGERPRINT = r"sha256:[0-9a-f]{64}"
 
 @frozen
 class ServerLogin:
-    """`fingerprint` is `sha256:...` of the certificate to accept; None to check it as browsers do."""
+    """A login. `fingerprint` is `sha256:...` of the certificate to accept; None: check it as browsers do."""
 
     url: str
     token: Secret
@@ -32,7 +32,7 @@ class ServerLogin:
 
 
 def check_login(login: ServerLogin) -> None:
-    """Raise UsageError for a URL or fingerprint that cannot be used; tokens never go over plain HTTP to other hosts."""
+    """Raise UsageError for an invalid URL or fingerprint; tokens are never sent over plain HTTP to other hosts."""
     parts = urlsplit(login.url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise UsageError(
@@ -41,7 +41,7 @@ def check_login(login: ServerLogin) -> None:
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise UsageError(
             f"`{login.url}` is not encrypted",
-            hints=[f"use `https://`: a server on another host than this one always has a certificate ({parts.netloc})"],
+            hints=[f"use `https://`: a server on another host always has a certificate ({parts.netloc})"],
         )
     if login.fingerprint is not None and not re.fullmatch(FINGERPRINT, login.fingerprint):
         raise UsageError(f"invalid fingerprint `{login.fingerprint}`", hints=["copy `sha256:...` from the server"])
@@ -83,7 +83,7 @@ def read_login(path: Path) -> ServerLogin:
 def connect(login: ServerLogin) -> HTTPConnection:
     """Open a connection whose certificate is checked before anything is sent.
 
-    Raises AuthError for another certificate than the pinned one, OSError where the server does not answer.
+    Raises AuthError for a certificate other than the pinned one, and OSError if the server does not respond.
     """
     parts = urlsplit(login.url)
     host = parts.hostname or ""
@@ -92,7 +92,7 @@ def connect(login: ServerLogin) -> HTTPConnection:
         plain.connect()
         return plain
     checking = ssl.create_default_context()
-    if login.fingerprint is not None:  # it says more than names and authorities
+    if login.fingerprint is not None:  # stronger than names and authorities
         checking.check_hostname = False
         checking.verify_mode = ssl.CERT_NONE
     connection = HTTPSConnection(host, parts.port or 443, timeout=TIMEOUT_S, context=checking)

@@ -1,7 +1,7 @@
-"""The session of a user who is logged in: each verb is a request to the server, and its callbacks run here.
+"""The session of a logged-in user: each verb is a request to the server, and its callbacks run here.
 
-A connection that breaks while output is followed is opened again and continues at the last offset. Other verbs are
-not repeated, because the server may have done their work.
+A connection that breaks while output is followed is reopened, and continues at the last offset. Other verbs are not
+repeated, because the server may have done their work.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from broker.types import Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
-RETRIES_MAX = 5  # in a row, of a connection that follows output
+RETRIES_MAX = 5  # consecutive, of a connection that follows output
 RETRY_S = 1.0
 
 
 class RemoteSession:
-    """Runs verbs on the server of a login. Raises the verb's own errors, AuthError, TransientError."""
+    """Runs verbs on the server of a login. Raises the verb's own errors, AuthError, TransientError,
+    UnknownOutcomeError."""
 
     clock: Clock
 
@@ -60,7 +61,7 @@ class RemoteSession:
         return cls(read_login(path), on_note=on_note)
 
     def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Send the verb to the server, and answer its callbacks. Raises the server's error by its class."""
+        """Send the verb to the server, and run its callbacks here. Raises the server's error with its class."""
         assert not arguments, "verbs take their arguments by name"
         signature = read_signature(verb)
         callbacks = {name: cast("Callable[[Any], None]", named[name]) for name in signature.callbacks}
@@ -72,7 +73,7 @@ class RemoteSession:
         return cast("T", self._run(name, body, signature, callbacks))
 
     def _upload(self, value: object) -> object:
-        """Send the files of tasks ahead, each only if the server lacks it."""
+        """Send the files of tasks in advance, each only if the server lacks it."""
         if isinstance(value, Task):
             return upload_files(value, self.send_file, note=self._note)
         if isinstance(value, MapRequest | SweepRequest):
@@ -90,7 +91,7 @@ class RemoteSession:
     def _follow(
         self, name: str, body: dict[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
     ) -> object:
-        """Follow output over any number of connections, from the offset of the last lines that arrived."""
+        """Follow output over any number of connections, continuing from the offset of the last received lines."""
         failures = 0
 
         def pass_on(chunk: LogChunk) -> None:
@@ -136,10 +137,10 @@ class RemoteSession:
                 connection.close()
         except (OSError, HTTPException, ValueError) as error:
             raise self._explain_lost(error) from None
-        raise self._explain_lost(HTTPException("the answer is incomplete"))
+        raise self._explain_lost(HTTPException("the response is incomplete"))
 
     def _interrupt(self, request_id: str, name: str) -> None:
-        """Pass Ctrl-C on to a verb that starts something, and wait until it has ended there."""
+        """Forward Ctrl-C to a verb that starts something, and wait until it has ended there."""
         if name not in INTERRUPTIBLE or not request_id:
             return
         try:
@@ -168,7 +169,7 @@ class RemoteSession:
             self.request("POST", path, json.dumps({"is_accepted": True}).encode())
 
     def request(self, method: str, path: str, body: bytes | IO[bytes] | None = None) -> Any:
-        """Send one request and return its JSON answer. Raises BrokerError."""
+        """Send one request and return its JSON response. Raises BrokerError."""
         try:
             connection = self._connect()
             try:
@@ -185,7 +186,7 @@ class RemoteSession:
         except OSError as error:
             raise TransientError(
                 f"the server at {self._login.url} does not respond: {error.strerror or error}",
-                hints=["check that it runs and is reachable", "work without it: `broker logout`"],
+                hints=["check that it is running and reachable", "work without it: `broker logout`"],
             ) from None
 
     def _send(
@@ -229,7 +230,7 @@ def _read_frames(answer: HTTPResponse) -> Iterator[Mapping[str, Any]]:
 
 @frozen
 class Handshake:
-    """The server's version, and who the token belongs to."""
+    """The server's version, and the user and role of the token."""
 
     version: str
     protocol: int
@@ -238,6 +239,7 @@ class Handshake:
 
 
 def check_handshake(session: RemoteSession) -> Handshake:
-    """Ask the server who we are. Raises AuthError for an invalid token, UsageError for another protocol."""
+    """Request the token's user from the server. Raises AuthError for an invalid token, UsageError for another
+    protocol."""
     found: Handshake = decode(session.request("GET", "/v1/handshake"), Handshake)
     return found

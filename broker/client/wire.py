@@ -1,8 +1,8 @@
-"""Verbs over HTTP: which verbs a server offers, who may call them, and their arguments and answers as JSON.
+"""Verbs over HTTP: the verbs that a server offers, the required roles, and their arguments and results as JSON.
 
-`POST /v1/VERB` takes the arguments as an object. The answer is a stream of JSON lines, each one frame: `note` (text for
-people), `call` and `value` (a callback of the verb), `ask` and `value` (a callback that is answered before the verb
-continues), and last `result` or `error`. Blank lines keep the connection alive.
+`POST /v1/VERB` takes the arguments as an object. The response is a stream of JSON lines, each one frame: `note` (text
+for people), `call` and `value` (a callback of the verb), `ask` and `value` (a callback that is answered before the verb
+continues), and finally `result` or `error`. Blank lines keep the connection alive.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from broker.frozen import frozen
 from broker.state.people import Owned, Role
 from broker.types import Plan, Secret
 
-PROTOCOL = 1  # grows when an older client or server would misread a frame or an argument
+PROTOCOL = 1  # increased when an older client or server would misread a frame or an argument
 HEADER = "Broker-Protocol"
 LINES = "application/x-ndjson"
 ASKED = ("confirm",)  # callbacks that may refuse
 INTERRUPTIBLE = ("launch", "launch_jobs", "start_cluster", "bring_up_service", "run_map", "run_sweep")  # by Ctrl-C
 LOCAL = ("track_upload",)  # callbacks that only run in the process of the verb
-FORECAST = "forecast"  # beside the fields of a plan
+FORECAST = "forecast"  # in addition to the fields of a plan
 MESSAGE_MAX = 64 * 2**20
 
 
 @frozen
 class Verb:
-    """A verb of the application; `owned` names the arguments that must be the caller's own, with their kind."""
+    """A verb of the application; `owned` are the arguments whose resources the caller must own, with their kind."""
 
     name: str
     target: str
@@ -135,7 +135,7 @@ def find_verb(function: Callable[..., object]) -> Verb:
 
 @frozen
 class Signature:
-    """The types of a verb: of its arguments, of the data for its callbacks, and of its result."""
+    """The types of a verb: its arguments, the data for its callbacks, and its result."""
 
     arguments: Mapping[str, Any]
     callbacks: Mapping[str, Any]
@@ -185,12 +185,12 @@ def encode(value: Any, *, is_revealing: bool = False) -> Any:
     if isinstance(value, Plan) and value.choice.placement.is_spot and value.choice.breakdown is not None:
         from broker.optimizer.forecast import forecast_plan
 
-        data[FORECAST] = encode(forecast_plan(value))  # made from what the planner holds and does not send
+        data[FORECAST] = encode(forecast_plan(value))  # computed from data that the planner holds but does not send
     return data
 
 
 def decode(data: Any, hint: Any) -> Any:
-    """Convert data of `encode` to a type. Raises InvalidRequestError for data of another shape."""
+    """Convert data from `encode` to a type. Raises InvalidRequestError for data of a different shape."""
     import msgspec
 
     def make(kind: type, given: Any) -> Any:
@@ -217,11 +217,11 @@ def _add_forecast(plan: Plan, data: Mapping[str, Any]) -> Plan:
     return replace(plan, estimates=estimates)
 
 
-EXTRAS = ("returncode", "scope", "node_id", "table", "key")  # attributes of some errors, beside those of all
+EXTRAS = ("returncode", "scope", "node_id", "table", "key")  # additional attributes of some errors
 
 
 def encode_error(error: BrokerError) -> Mapping[str, Any]:
-    """Convert an error to data, by the name of its class."""
+    """Convert an error to data, identified by the name of its class."""
     extras = {name: getattr(error, name) for name in EXTRAS if hasattr(error, name)}
     issues = {"issues": encode(error.issues)} if isinstance(error, TaskError) else {}
     return {
@@ -235,7 +235,7 @@ def encode_error(error: BrokerError) -> Mapping[str, Any]:
 
 
 def decode_error(data: Mapping[str, Any]) -> BrokerError:
-    """Make the error again; one of a newer server's kinds becomes a plain BrokerError."""
+    """Recreate the error; a kind known only to a newer server becomes a plain BrokerError."""
     kind = getattr(errors, str(data.get("kind")), BrokerError)
     if not (isinstance(kind, type) and issubclass(kind, BrokerError)):
         kind = BrokerError

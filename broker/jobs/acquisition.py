@@ -63,9 +63,9 @@ class Acquisition:
         self._refusals = 0  # consecutive; only sets the backoff
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
-        """Return the new attempt once its nodes are up, else the seconds until the next step.
+        """Return the new attempt once its nodes are up, otherwise the seconds until the next step.
 
-        An attempt whose job has reached a limit by then is left to that step.
+        If the job has reached a limit by then, the attempt is left to that step.
         """
         number = job.next_attempt
         if breach := self._limits.find_breach(job):
@@ -99,12 +99,12 @@ class Acquisition:
             return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals = 0
         attempt = self._record(job, number, cluster)
-        # The first machines may be older than this call: a controller that was killed had requested them.
+        # The first machines may be older than this call: a killed controller may have requested them.
         is_over = self._limits.find_breach(replace(job, attempts=(*job.attempts, attempt))) is not None
         return 0.0 if is_over else attempt
 
     def plan_rest(self, job: Job) -> Plan:
-        """Plan the remaining work at today's prices; without the deadline if it can no longer be met."""
+        """Plan the remaining work at current prices; drop the deadline if it can no longer be met."""
         now_s = self._clock.now_s()
         spent_usd = self._store.bills.spend_usd(job_id=job.id, now_s=now_s)
         restored = find_restored_start(self._store, job.task, now_s=now_s, job=job)

@@ -1,8 +1,9 @@
-"""Compute the lease of a job's nodes: how long they may run without the broker. Pure; `job_limits.py` has the facts.
+"""Compute the lease of a job's nodes: how long they may run without the broker. Pure; `job_limits.py` supplies the
+facts.
 
-While the broker is away, only the lease bounds the bill. It ends with the user's allowance, the budget, the deadline or
-`max_duration`, whichever comes first; where machines cannot terminate themselves, nothing ends it. A running broker
-renews the lease every `LEASE_EVERY_S`.
+While the broker is unavailable, only the lease limits the cost. It ends with the user's allowance, the budget, the
+deadline or `max_duration`, whichever comes first; on machines that cannot terminate themselves, nothing ends it. A
+running broker renews the lease every `LEASE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from broker.task.measures import UNATTENDED_S_MIN, Duration
 from broker.types import Plan, Task
 
 UNATTENDED_S = 12 * 3600.0
-# A running broker lets a late job finish, so the lease is never shorter than this because of the deadline alone.
+# A running broker lets a late job finish, so the deadline alone never shortens the lease below this.
 LATE_S = 3600.0
-# Beyond the moment when the budget is used up: a running broker ends the program then and still reads its log.
+# Added after the budget is used up: a running broker then ends the program and still reads its log.
 BUDGET_MARGIN_S = LEASE_EVERY_S / 2
 
 
@@ -37,8 +38,9 @@ def measure_allowance_s(
 ) -> float:
     """Return the seconds for which a gang that costs `usd_hour` may run from now without the broker.
 
-    12 h, 6 USD of the budget left, 2 USD/h -> 3 h. The deadline in 30 minutes -> 1 h. The lease outlasts the renewal
-    interval unless the budget or `max_duration`, of which `used_s` have passed, ends before the next renewal.
+    Examples: 12 h allowed, 6 USD of budget remaining at 2 USD/h -> 3 h; deadline in 30 minutes -> 1 h. The lease
+    outlasts the renewal interval unless the budget or `max_duration` (of which `used_s` have passed) ends before the
+    next renewal.
     """
     allowed_s = get_unattended_s(task)
     goal = task.goal
@@ -54,17 +56,17 @@ def measure_allowance_s(
 
 
 def get_unattended_s(task: Task) -> float:
-    """Return the time in seconds that a task's machines may continue alone, 12 h by default."""
+    """Return the seconds for which a task's machines may continue unattended, 12 h by default."""
     return UNATTENDED_S if task.unattended_s is None else task.unattended_s
 
 
 def settle_unattended(tasks: Iterable[Task], default_s: float) -> tuple[Task, ...]:
-    """Return the tasks with an explicit allowance, so that a later change of the default does not reach a live job."""
+    """Return the tasks with an explicit allowance, so that a later change of the default does not affect a live job."""
     return tuple(task if task.unattended_s is not None else replace(task, unattended_s=default_s) for task in tasks)
 
 
 def read_unattended_s(config: Config) -> float:
-    """Return the user's default. Raises UsageError that names the setting."""
+    """Return the user's default in seconds. Raises UsageError, which names the setting."""
     value = find_unattended(config)
     if value is None:
         return UNATTENDED_S
@@ -78,7 +80,7 @@ def read_unattended_s(config: Config) -> float:
 
 
 def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
-    """Return one sentence for the user, or one per task where they differ; none for tasks that only run locally."""
+    """Return one sentence for the user, or one per task if they differ; none for tasks that only run locally."""
     sentences: dict[str, str] = {}  # sentence -> the first task that it applies to
     for plan in plans:
         clouds = {estimate.placement.offer.cloud for estimate in plan.estimates}
@@ -94,15 +96,16 @@ def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
 
 
 def describe_allowance(allowed_s: float, cloud: str, *, others: Collection[str] = ()) -> str:
-    """Describe what machines of this cloud do while this one is away. `others`: clouds that may be used instead."""
+    """Describe what this cloud's machines do while this machine is unavailable. `others`: clouds that may be used
+    too."""
     waits = "preemptions are handled when it is back"
     if cloud in WITHOUT_SELF_TERMINATION:
         return (
-            "continues, and costs money, for as long as this machine is away, even beyond budget and deadline, because "
+            "continues, and costs money, while this machine is unavailable, even beyond budget and deadline, because "
             f"machines of {cloud} cannot terminate themselves; {waits}"
         )
     if unending := ", ".join(sorted({*others} & {*WITHOUT_SELF_TERMINATION})):
-        waits = f"for as long as it is away on {unending}, whose machines cannot terminate themselves; {waits}"
+        waits = f"as long as it is unavailable on {unending}, whose machines cannot terminate themselves; {waits}"
     return f"continues for up to {show_hours(allowed_s)} without this machine; {waits}"
 
 

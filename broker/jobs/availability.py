@@ -1,6 +1,6 @@
-"""Track the spot availability a job has observed: since when each place has been open or has refused requests. Pure.
+"""Track the spot availability that a job has observed: how long each place has been open or refusing requests. Pure.
 
-A simulated market can be observed at any time. A real one reveals its capacity only through requests and running nodes.
+A simulated market can be observed at any time; a real one reveals its capacity only through requests and running nodes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PlaceKey = tuple[str, str, str | None, str]
 
 @frozen
 class Availability:
-    """The state of one place: open or refused since `since_s`, confirmed since `met_s`.
+    """The state of one place: open or refused since `since_s`, last confirmed at `met_s`.
 
     `since_s` is an estimate if the change itself was not observed. `is_sure`: our own nodes ran there. Otherwise "open"
-    only means that no recent request was refused, and `refused_s` is when the preceding refusal began.
+    only means that no recent request was refused, and `refused_s` is the time when the preceding refusal began.
     """
 
     is_open: bool
@@ -30,7 +30,7 @@ class Availability:
 
 
 def name_place(placement: Placement) -> PlaceKey:
-    """Return the key by which observations and refusals of a placement are kept."""
+    """Return the key under which observations and refusals of a placement are stored."""
     offer = placement.offer
     return (offer.cloud, offer.region, offer.zone, offer.instance_type)
 
@@ -66,14 +66,14 @@ def update_availability(
 
 
 def _apply_preemption(previous: Availability | None, lost_s: float | None) -> Availability | None:
-    """Apply a preemption: the place is refused from then on."""
+    """Apply a preemption: the place is refused from that time."""
     if lost_s is None or (previous is not None and previous.met_s >= lost_s):
         return previous
     return Availability(is_open=False, since_s=lost_s, met_s=lost_s)
 
 
 def _apply_stay(previous: Availability | None, started_s: float) -> Availability:
-    """Apply the fact that our nodes run there: the place is open, and we will observe when that ends."""
+    """Apply the fact that our nodes run there: the place is open, and the end of that will be observed."""
     if previous is not None and previous.is_sure and previous.met_s == started_s:
         return previous
     since_s = started_s if previous is not None and not previous.is_open else started_s - MET_HOURS * 3600

@@ -11,8 +11,8 @@ from broker.errors import UsageError
 from broker.types import CheckpointSpec, Cluster, Job, Plan, Task
 
 BUCKET_SCHEMES = ("s3://", "gs://", "az://")
-HERE = "local"  # the cloud whose nodes see the state folder
-# Signs that a program saves its state in our folder: it names the variable, or is one of the bundled trainers.
+HERE = "local"  # the cloud whose nodes can access the state folder
+# Signs that a program saves its state in our folder: it uses the variable, or is one of the bundled trainers.
 TRAINS = r"-m\s+trainers\.(?!setup\b)"
 SAVES = re.compile(rf"\bBROKER_CHECKPOINT_DIR\b|{TRAINS}")
 
@@ -20,7 +20,7 @@ SAVES = re.compile(rf"\bBROKER_CHECKPOINT_DIR\b|{TRAINS}")
 def find_checkpoint_dir(config: Config, task: Task, cluster: Cluster, *, name: str) -> str | None:
     """Return BROKER_CHECKPOINT_DIR for `name`; None if no storage outlives the nodes.
 
-    A bucket may be shared by several users, so its folder contains the installation's id.
+    A bucket may be shared by several users, so the folder name contains the installation's ID.
     """
     if task.checkpoint.to is not None:
         return f"{task.checkpoint.to.rstrip('/')}/{config.owner}-{name}"
@@ -28,17 +28,17 @@ def find_checkpoint_dir(config: Config, task: Task, cluster: Cluster, *, name: s
 
 
 def name_job_folder(job: Job) -> str:
-    """Return the folder of the job's checkpoints; a retried job shares that of the original."""
+    """Return the folder of the job's checkpoints; a retried job shares the original job's folder."""
     return job.folder
 
 
 def is_here(cluster: Cluster) -> bool:
-    """Return whether its nodes are processes on this machine: their handles are folders."""
+    """Return whether the nodes are processes on this machine, whose handles are folders."""
     return all("://" not in node.handle for node in cluster.nodes)
 
 
 def settle_tasks(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]:
-    """Return the tasks with an explicit checkpoint location, so that a changed default does not move a live job's."""
+    """Return the tasks with an explicit checkpoint location, so that a changed default does not affect live jobs."""
     return tuple(
         task if task.checkpoint.to or not default else replace(task, checkpoint=replace(task.checkpoint, to=default))
         for task in tasks
@@ -48,7 +48,7 @@ def settle_tasks(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]
 def check_checkpoints(plans: Sequence[Plan]) -> Sequence[str]:
     """Return notices about jobs that would start from scratch after each preemption.
 
-    Raises UsageError for a task that saves its state but may run where that would be lost.
+    Raises UsageError for a task that saves its state but may run where the state would be lost.
     """
     notices = []
     for plan in plans:

@@ -1,7 +1,7 @@
 """Reconcile one managed job: compare the store with the observed cloud and gang, and take one step.
 
-All durable state is in the store: a new controller continues where a killed one stopped. An attempt moves
-up -> (running) -> outcome set -> nodes confirmed gone -> ended; the next one starts only after that.
+All durable state is in the store: a new controller continues where a killed one stopped. An attempt moves through
+up -> (running) -> outcome set -> nodes confirmed gone -> ended; the next attempt starts only after that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from broker.types import Attempt, Cluster, Event, EventKind, Job, JobStatus, Out
 from broker.wording import describe_lost_start, explain_dependency, explain_group_failure, make_place
 
 POLL_S = 0.5
-NEWS_S = 5.0  # for gangs that push updates: checks that depend on time alone, such as budget and lists
+NEWS_S = 5.0  # for gangs that push updates: interval of checks that depend only on time, such as budget and lists
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # jobs without suspicious signals share one listing of a cloud
@@ -73,7 +73,7 @@ class JobController:
         outcomes: Outcomes | None = None,
         queue: JobQueue | None = None,
     ) -> None:
-        """Create the controller. `outcomes` reads the results of gangs that are gone; by default from their buckets."""
+        """Create the controller. `outcomes` reads the results of gangs that are gone, by default from their buckets."""
         self.job_id = job_id
         self._store = store
         self._provisioner = provisioner
@@ -100,11 +100,11 @@ class JobController:
         self._setups = SetupCache(store, planner, clock, config)
         self._monitor: AttemptMonitor | None = None
         self._monitored = 0  # number of the attempt
-        self._list_error = ""  # why the nodes cannot be listed, as last reported
-        self._quiet: tuple[Cluster, int] | None = None  # cluster and run id while only a pushed update or time matters
+        self._list_error = ""  # last reported reason why the nodes cannot be listed
+        self._quiet: tuple[Cluster, int] | None = None  # cluster and run ID, while only pushed updates and time matter
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
-        """Wait between two steps: shorter than `wait_s` if `wake` is set, longer if the gang pushes its updates."""
+        """Wait between two steps: less than `wait_s` if `wake` is set, longer if the gang pushes its updates."""
         if self._quiet is not None and isinstance(self._gang, PushesNews):
             await self._gang.wait_news(*self._quiet, wake=wake, timeout_s=NEWS_S)
         else:
@@ -115,7 +115,7 @@ class JobController:
         self._quiet = None
         job = self._store.jobs.get(self.job_id)
         if job is None:
-            return math.inf  # a user has dropped its damaged row: the collector terminates its nodes
+            return math.inf  # a user has dropped the damaged row: the collector terminates the job's nodes
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._replacer.stop()
@@ -133,7 +133,7 @@ class JobController:
         return await self._advance(job, live, judgement)
 
     async def _advance(self, job: Job, live: Attempt | None, judgement: Judgement) -> float:
-        """Take one step of a job that is to continue."""
+        """Take one step of a job that should continue."""
         try:
             if live is None:
                 if wait_s := await self._wait_for_adoption(job) or self._wait_for_others(job):
@@ -150,14 +150,14 @@ class JobController:
             return 0.0
 
     async def _wait_for_adoption(self, job: Job) -> float:
-        """Return the seconds to wait, after a restore, until all clouds are listed: an unrecorded attempt may run."""
+        """Return the seconds to wait, after a restore, until all clouds are listed: an attempt may be unrecorded."""
         if job.submitted_s > self._store.meta.restored_s or self._provisioner.is_adopted():
             return 0.0
         await self._provisioner.adopt()
         return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
-        """Return the seconds to wait for the jobs it needs; if one of them did not succeed, this job ends too."""
+        """Return the seconds to wait for the jobs that this job needs; end this job too if one of them failed."""
         for other in (self._store.jobs.get(job_id) for job_id in job.needs):
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"
@@ -223,7 +223,7 @@ class JobController:
         verdict = judge_start(error, cluster, monitor, self._clock.now_s())
         if verdict is StartVerdict.LOST:
             wait_s = await self._lost_gang.record_success(job, attempt, cluster)
-            if wait_s is not None:  # a controller that was killed had started it
+            if wait_s is not None:  # a killed controller had started it
                 return wait_s
             return self._recorder.record_loss(attempt, describe_lost_start(error.message))
         if verdict is StartVerdict.WAIT:
@@ -247,7 +247,7 @@ class JobController:
             attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
         self._record_signs(monitor, report, cluster)
         refreshed = await self._refresh(monitor, report, cluster)
-        if refreshed is None:  # a missing answer proves nothing, and a failure is not judged without the list
+        if refreshed is None:  # a missing response proves nothing, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed
@@ -329,14 +329,14 @@ class JobController:
         recovery = job.task.recovery
         timeout_s = None if report.flush else recovery.stall_timeout_s
         if timeout_s is None or monitor.measure_stall_s(report, now_s) < timeout_s:
-            # An elastic gang, or one with suspicious signals, is polled at the full rate.
+            # An elastic gang, or a gang with suspicious signals, is polled at the full rate.
             is_clear = not monitor.is_suspicious(report) and recovery.nodes_min is None
             self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
         return self._recorder.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
 
     async def _end_with_group(self, job: Job, live: Attempt | None, judgement: Judgement) -> float:
-        """End a job whose group has ended: another task failed, or all primary ones succeeded."""
+        """End a job whose group has ended: another task failed, or all primary tasks succeeded."""
         if (culprit := judgement.culprit) is None:
             return await self._end(job, live, JobStatus.SUCCEEDED, OutcomeKind.GROUP_ENDED, "")
         failure = explain_group_failure(culprit.id, culprit.name, culprit.status.value)
@@ -355,7 +355,7 @@ class JobController:
         return 0.0
 
     async def _unless_interrupted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
-        """Interrupt a long operation on a cancel request, a limit (booting nodes cost), or the group's end."""
+        """Interrupt a long operation on a cancel request, a limit (booting nodes cost money), or the group's end."""
 
         def is_pointless() -> bool:
             return (
@@ -372,7 +372,7 @@ class JobController:
         try:
             await self._gang.renew_lease(cluster, lease_s=self._limits.find_lease_s(job, cluster))
         except CloudError:
-            return  # retried at the next step; the lease outlasts many of them
+            return  # retried at the next step; the lease outlasts several renewals
         monitor.record_lease(self._clock.now_s())
 
     def _get_monitor(self, attempt: Attempt) -> AttemptMonitor:
@@ -387,7 +387,7 @@ class JobController:
         return make_envs(self._config, job, attempt, cluster, advice=advice, find_job=self._store.jobs.get)
 
     def _report_list_error(self, error: CloudError) -> None:
-        """Report each login error once: only the user can fix it, whereas other errors pass."""
+        """Report each login error once: only the user can fix it, whereas other errors are temporary."""
         if isinstance(error, AuthError) and error.message != self._list_error:
             self._list_error = error.message
             self._add_event(make_event(EventKind.UNSEEN, error=error.message))

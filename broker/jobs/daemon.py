@@ -1,8 +1,8 @@
 """Run the jobs daemon: one controller per live job or service, and the collector, while no command runs.
 
 One daemon leads a state folder. A flock elects it, and an epoch fences every write of a leader that was replaced while
-it slept. In a shared store any number of daemons claim jobs one by one, see `workload.py`. A daemon may be killed or
-stopped at any instant: jobs keep running and another daemon takes over.
+it slept. In a shared store, any number of daemons claim individual jobs; see `workload.py`. A daemon may be killed or
+stopped at any instant: jobs keep running, and another daemon takes over.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ NOTIFY_RETRY_S = 5.0
 START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
 COMPACT_EVERY_S = 86400.0
-LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
+LOCK_TRIES = 10  # a command that tests the lock holds it briefly
 
 
-MakeController = Callable[[Any], Controller]  # of a Key; a caller without services takes ids only
+MakeController = Callable[[Any], Controller]  # receives a Key; a caller without services accepts IDs only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ async def run_daemon(
 ) -> None:
     """Lead until another daemon holds the lock, `idle_s` pass without live jobs or schedules, or SIGTERM arrives.
 
-    In a shared store, drive a share of the jobs, until `idle_s` pass without any, or SIGTERM arrives.
+    In a shared store, drive a share of the jobs until `idle_s` pass without jobs, or SIGTERM arrives.
     """
     context = _DaemonContext(
         store=store,
@@ -94,7 +94,8 @@ async def run_daemon(
     while is_needed:
         if not await (_share_jobs(context) if store.is_shared else _lead(context)):
             return
-        # A command that submitted a job while we held the lock did not start a daemon, so this one must serve it.
+        # A command that submitted a job while this daemon held the lock did not start another one, so this one must run
+        # it.
         is_needed = bool(list_keys(store)) or (scheduler is not None and store.schedules.has_active())
 
 
@@ -102,7 +103,7 @@ async def _lead(context: _DaemonContext) -> bool:
     """Return whether this process led and stopped only because it was idle."""
     for _ in range(LOCK_TRIES):
         with hold_lock(context.config) as is_held:
-            if is_held or context.store.leader.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
+            if is_held or context.store.leader.measure_beat_age_s() > STALE_S:  # its holder is suspended or hangs
                 log.info("leading with epoch %s", context.store.leader.lead())
                 workload = LeaderWorkload(context.store, context.clock)
                 main = asyncio.ensure_future(_Daemon(context, workload).run())
@@ -137,9 +138,9 @@ async def _wait_for(main: asyncio.Future[None]) -> bool:
 
 
 def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
-    """Start `argv` detached from this terminal unless a daemon is alive; return once one is.
+    """Start `argv`, detached from this terminal, unless a daemon is alive; return once one is alive.
 
-    Raises StateError, with the end of its log, if the new process exits instead.
+    Raises StateError, with the end of the log, if the new process exits instead.
     """
     if _is_alive(config, store):
         return
@@ -241,10 +242,10 @@ class _Daemon:
             if self._workload.is_lost(key):
                 drive.cancel()
             elif not self._workload.is_mine(key):
-                self._wakes[key].set()  # it gives the job up after this step
+                self._wakes[key].set()  # its controller gives the job up after this step
 
     async def _drive(self, key: Key, wake: asyncio.Event) -> None:
-        """Step one job or service until it ends; an unexpected error delays this one only."""
+        """Step one job or service until it ends; an unexpected error delays only this one."""
         try:
             with self._workload.hold(key):
                 await self._step_until_ended(key, wake)
@@ -282,7 +283,7 @@ class _Daemon:
                     extra={"about": {noun: key}},
                 )
                 if not isinstance(error, BrokerError):
-                    controller = None  # its memory cannot be trusted; the store can
+                    controller = None  # discard the controller's memory after a bug; the store remains valid
                 await self._clock.sleep(wait_s)
 
     async def _notify_forever(self) -> None:
@@ -290,7 +291,7 @@ class _Daemon:
             await self._clock.sleep(await self._notify())
 
     async def _notify(self) -> float:
-        """Step the notifier if this process does the housekeeping; return the seconds until the next step."""
+        """Step the notifier if this process does housekeeping; return the seconds until the next step."""
         if self._notifier is None:
             return NOTIFY_RETRY_S
         try:
@@ -355,7 +356,7 @@ class _Daemon:
             log.warning("setup archives at %s were not checked: %s", place, error)
 
     def _compact(self, now_s: float) -> None:
-        self._store.copy_if_due()  # first: the copy keeps pruned rows for another week
+        self._store.copy_if_due()  # first, so that the copy keeps pruned rows for another week
         keep_days = read_keep_days(self._config)
         self._store.retention.compact(keep_days=keep_days)
         forget_logs(self._store, self._config.logs, older_than_s=now_s - keep_days * 86400)
@@ -364,7 +365,8 @@ class _Daemon:
 
 @contextmanager
 def hold_lock(config: Config) -> Iterator[bool]:
-    """Try to lock; yield whether it succeeded. The kernel releases the lock with the process; nothing inherits it."""
+    """Try to lock; yield whether that succeeded. The kernel releases it when the process ends; children do not inherit
+    it."""
     with ExitStack() as stack:
         try:
             is_held = stack.enter_context(try_lock(config.daemon_lock))

@@ -1,4 +1,4 @@
-"""What the daemon runs: controllers of jobs and services, the notifier, the scheduler."""
+"""Protocols of the parts that the daemon runs: controllers of jobs and services, the notifier, the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Controller(Protocol):
-    """A controller that the daemon steps; `step` returns seconds until the next step."""
+    """A controller that the daemon steps."""
 
     async def step(self) -> float:
         """Take one idempotent step; return seconds until the next one. A FencedError ends the controller."""
@@ -18,15 +18,15 @@ class Controller(Protocol):
 
 
 class Notifies(Protocol):
-    """Delivers notifications about jobs; stepped by the daemon that does the housekeeping."""
+    """Delivers notifications about jobs; stepped by the daemon that does housekeeping."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether notifications of recent events wait, so that the daemon should not leave yet."""
+        """Whether notifications of recent events are pending, so that the daemon should not exit yet."""
         ...
 
     def step(self) -> float:
-        """Start what is due, without waiting for it; return seconds until the next step. Raises FencedError."""
+        """Start due deliveries without waiting for them; return seconds until the next step. Raises FencedError."""
         ...
 
     async def rest(self) -> None:
@@ -34,8 +34,8 @@ class Notifies(Protocol):
 
 
 class StartsSchedules(Protocol):
-    """Starts the jobs of schedules; stepped by the daemon that does the housekeeping."""
+    """Starts the jobs of schedules; stepped by the daemon that does housekeeping."""
 
     def step(self) -> float:
-        """Submit what is due; return seconds until the next step. Raises FencedError, StateError."""
+        """Submit the jobs that are due; return seconds until the next step. Raises FencedError, StateError."""
         ...

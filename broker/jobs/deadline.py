@@ -1,4 +1,4 @@
-"""Prepare the input of the deadline strategy: the job as a spot policy sees it, and the candidate places.
+"""Prepare the input of the deadline strategy: the job as a spot policy views it, and the candidate places.
 
 Pure: job, plan, refusals and history in; view, candidates and events out. The policy itself is in `broker.spot`.
 """
@@ -46,11 +46,11 @@ from broker.types import (
 from broker.wording import make_place
 
 STRATEGY = "deadline"
-# Measured with starts three times as long as told and on-demand 30 min late: none late, at 1.003 of the cost.
+# Measured with starts three times as long as given and on-demand 30 min late: no job was late, at 1.003 of the cost.
 MARGIN_HOURS, MARGIN_SHARE = 0.5, 0.25
 STARTS_SEEN = 3
 CLEAN_COUNT = 2
-HAZARD_MIN = 0.1  # per hour, with a deadline: a calm history of two weeks does not rule out a storm
+HAZARD_MIN = 0.1  # per hour, with a deadline: two weeks without preemptions do not rule out many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Situation:
     view: JobView
     candidates: tuple[Candidate, ...]
     availability: Mapping[PlaceKey, Availability]
-    speeds: tuple[KindSpeed, ...] = ()  # of several kinds, the fastest first
+    speeds: tuple[KindSpeed, ...] = ()  # of machines of several kinds, the fastest first
 
 
 def follows_deadline(task: Task) -> bool:
-    """Return whether the task has work and a deadline, allows spot, and requests no other strategy."""
+    """Return whether the task has work and a deadline, allows spot, and does not request another strategy."""
     goal, strategy = task.goal, task.recovery.strategy
     if goal is None or goal.work_hours is None or goal.deadline_hours is None:
         return False
@@ -88,13 +88,13 @@ def read_situation(
     steps: Mapping[int, StepRange] | None = None,
     restored: RestoredStart | None = None,
 ) -> Situation:
-    """Return what a policy decides by.
+    """Return the input of a policy decision.
 
     `plan` covers the remaining work, without limits; `live` is the attempt whose nodes are up. `availability` holds
-    earlier observations of places, `durations` those of stays that are over. `may_reask`: a refused place counts as
-    open once it may be asked again, since another refusal costs nothing. `expect_overlap_hours` returns, by cloud, the
-    first part of a start during which running machines work on. `steps` are those of each attempt: they correct the
-    speeds of machines of several kinds. `restored` is a start that finds an archive of `setup`.
+    earlier observations of places, `durations` those of completed stays. `may_reask`: a refused place counts as open
+    once requests may be repeated there, since another refusal costs nothing. `expect_overlap_hours` returns, by cloud,
+    the first part of a start, during which running machines continue to work. `steps` are those of each attempt: they
+    correct the speeds of machines of several kinds. `restored` is a start that restores `setup` from an archive.
     """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
@@ -140,16 +140,16 @@ def read_situation(
 
 
 def find_margin_hours(goal: Goal) -> float:
-    """Return the time kept free before the deadline, as on-demand may come late too: at most a share of the slack."""
+    """Return the time reserved before the deadline, because on-demand may be late too: at most a share of the slack."""
     assert goal.work_hours is not None and goal.deadline_hours is not None
     slack = max(goal.deadline_hours - goal.work_hours, 0.0)
     return min(MARGIN_HOURS, MARGIN_SHARE * slack)
 
 
 def measure_start_hours(attempts: Sequence[Attempt]) -> float:
-    """Return the longest of the job's last starts, up to the first new step; 0 before any was seen.
+    """Return the longest of the job's last starts, up to the first new step, in hours; 0 before the first.
 
-    An attempt on machines of the one before starts at that one's end.
+    An attempt that reuses the machines of the previous one starts at the end of that one.
     """
     found, free_s = list[float](), 0.0
     for attempt in attempts:
@@ -160,7 +160,7 @@ def measure_start_hours(attempts: Sequence[Attempt]) -> float:
 
 
 def has_saved_on_notice(attempts: Sequence[Attempt], steps: Mapping[int, StepRange]) -> bool:
-    """Return whether the last two preemptions lost no step: the program saves on notice, and has the time to."""
+    """Return whether the last two preemptions lost no step: the program saves on notice, and has the time."""
     ends = [
         (step.last_step, step.checkpoint_step)
         for each in attempts
@@ -171,9 +171,9 @@ def has_saved_on_notice(attempts: Sequence[Attempt], steps: Mapping[int, StepRan
 
 
 def arrange(plan: Plan, target: Candidate, *, is_alone: bool = False) -> Plan:
-    """Put the target first, then other places of its pricing model and kind: only the policy may change either.
+    """Put the target first, then other places of its pricing model and kind, because only the policy may change either.
 
-    On-demand of other kinds follows last. `is_alone`: the target only, if the plan has it.
+    On-demand of other kinds comes last. `is_alone`: only the target, if the plan contains it.
     """
     kind = [estimate for estimate in plan.estimates if estimate.placement.is_spot == target.is_spot]
     kind = order_by_kind(kind, target.placement)
@@ -200,7 +200,7 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
     fallback = find_fallback(view, candidates)
     if fallback is not None:
         reserves = list_reserves(view, candidates, fallback) if situation.speeds else [fallback]
-        spare = max(spare_hours(view, each) for each in reserves)  # the fastest kind may start last
+        spare = max(spare_hours(view, each) for each in reserves)  # the fastest kind may start latest
         data.update(spare_hours=spare, ondemand_usd_work_hour=fallback.usd_work_hour)
     if situation.speeds:
         data["kinds"] = [_describe_kind(each, candidates) for each in situation.speeds]
@@ -212,7 +212,7 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
 
 
 def _describe_kind(speed: KindSpeed, candidates: Sequence[Candidate]) -> dict[str, object]:
-    """Return a kind as the data of an event: its speed, and the lowest price of an hour of work by pricing model."""
+    """Return a kind as event data: its speed, and the lowest price of an hour of work by pricing model."""
     own = [each for each in candidates if name_kind(each.placement) == speed.name]
     spot = [each.usd_work_hour for each in own if each.is_spot and each.is_open]
     ondemand = [each.usd_work_hour for each in own if not each.is_spot]
@@ -233,14 +233,14 @@ def is_voluntary(situation: Situation, decision: Move) -> bool:
 
 
 def loses_little(view: JobView, target: Candidate) -> bool:
-    """Return whether leaving now costs at most another start: the program saves on notice, or has saved recently."""
+    """Return whether moving now costs at most another start: the program saves on notice, or has saved recently."""
     return view.saves_on_notice or view.unsaved_hours <= target.start_hours
 
 
 def is_safe_at(situation: Situation, placement: Placement, *, is_up: bool) -> bool:
-    """Return whether on-demand is still in time after a start at this place that is lost at once.
+    """Return whether on-demand would still be in time if a start at this place were lost immediately.
 
-    `is_up`: its machines are up, so that only the rest of a start is ahead.
+    `is_up`: its machines are up, so that only the rest of a start remains.
     """
     view, candidates = situation.view, situation.candidates
     target, fallback = find_candidate(candidates, placement), find_fallback(view, candidates)
@@ -252,7 +252,7 @@ def is_safe_at(situation: Situation, placement: Placement, *, is_up: bool) -> bo
 
 
 def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation]) -> float:
-    """Return the gang's preemptions per hour as `broker plan` expects them there; 0 on-demand.
+    """Return the gang's preemptions per hour that `broker plan` expects there; 0 for on-demand.
 
     This is the posterior of the market model given the observations, and the published band of each node.
     """
@@ -267,9 +267,10 @@ def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation
 
 
 def advise_every_s(task: Task, hazard: float) -> float | None:
-    """Return the seconds between checkpoints: the user's, else Young/Daly's, pessimistic if there is a deadline.
+    """Return the seconds between checkpoints: the user's setting, else Young/Daly's, pessimistic if there is a
+    deadline.
 
-    None if preemptions are not expected and the task sets no interval.
+    None if no preemptions are expected and the task does not set an interval.
     """
     if task.checkpoint.every_s is not None:
         return task.checkpoint.every_s
@@ -289,7 +290,7 @@ def estimate_start_hazard(
 ) -> float:
     """Return `estimate_hazard` for a start now.
 
-    With a deadline it also reflects how recently the market opened there, and how long its earlier intervals lasted.
+    With a deadline, it also reflects how recently the market opened there, and how long its earlier intervals lasted.
     """
     hazard = estimate_hazard(placement, history)
     if hazard > 0 and _is_urgent(task):
@@ -332,7 +333,7 @@ def _read_candidate(
 def _set_start(
     candidate: Candidate, seen_hours: float, overlap_hours: float, restored: RestoredStart | None
 ) -> Candidate:
-    """Return the candidate with a start as long as the job's own, and the part of it that overlaps on spot."""
+    """Return the candidate with a start as long as the job's own starts, and the part of it that overlaps on spot."""
     start_hours = max(candidate.start_hours, seen_hours)
     if restored is not None and restored.fits(candidate.placement):
         start_hours = restored.start_s / 3600

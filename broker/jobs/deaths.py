@@ -1,8 +1,8 @@
 """Explain why a program exited with an error, and decide whether to restart it. Pure.
 
-By default a job is restarted while it makes headway: a step or checkpoint beyond the one it had reached at its last
-failure. Failures at steps 40, 90 and 130 are three restarts; three failures at step 40 end the job. A job that has
-never reached a step fails at once because a typo is not worth retrying, unless a signal ended a program that keeps
+By default, a job is restarted while it makes progress: a step or checkpoint beyond the one reached at its last failure.
+Failures at steps 40, 90 and 130 cause three restarts; three failures at step 40 end the job. A job that has never
+reached a step fails at once, because retrying does not fix a typo, unless a signal ended a program that keeps
 checkpoints.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from broker.state.jobs import StepRange
 from broker.types import Attempt, JobRecovery
 
-DEATHS_MAX = 3  # at one step: the program is at fault, not the machines
+DEATHS_MAX = 3  # at the same step: the program is at fault, not the machines
 SHELL_BASE = 128  # a shell reports death by signal n as 128 + n
 CAUSES = {
     signal.SIGKILL: "killed; running out of memory is the usual cause",
@@ -28,7 +28,7 @@ CAUSES = {
     signal.SIGINT: "interrupted",
 }
 CODES = {
-    75: "it requested a restart: no headway",
+    75: "it requested a restart, without progress",
     126: "the command cannot be executed",
     127: "the command was not found",
 }
@@ -62,7 +62,7 @@ def describe_cause(returncode: int | None, last_lines: Sequence[str] = ()) -> st
 
 
 def measure_headway(steps: Mapping[int, StepRange], *, until: int) -> int:
-    """Return the highest step that attempts up to this number have reported or saved; 0 if there is none."""
+    """Return the highest step that attempts up to this number have reported or saved; 0 without any."""
     ranges = [steps_seen for number, steps_seen in steps.items() if number <= until]
     return max((max(seen.last_step, seen.checkpoint_step or 0) for seen in ranges), default=0)
 
@@ -75,7 +75,7 @@ def is_counted(recovery: JobRecovery, attempt: Attempt) -> bool:
 def count_deaths(
     recovery: JobRecovery, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, present: int
 ) -> int:
-    """Return how often the program failed without headway since, this failure included."""
+    """Return the number of consecutive failures without progress, including this one."""
     reached = measure_headway(steps, until=present)
     earlier = (old for old in attempts if old.number < present and is_counted(recovery, old))
     return 1 + sum(1 for old in earlier if measure_headway(steps, until=old.number) == reached)
@@ -92,8 +92,8 @@ def is_restart_due(
 ) -> bool:
     """Return whether to restart the program.
 
-    `failures`: earlier restarts after exit codes that are not listed. `deaths`: failures at the step `reached`, this
-    one included. The task's own settings for exit codes and restarts override the default.
+    `failures`: earlier restarts after exit codes that are not listed. `deaths`: failures at the step `reached`,
+    including this one. The task's own settings for exit codes and restarts override the default.
     """
     if returncode in recovery.recover_on_exit_codes:  # unlimited, as in SkyPilot
         return True

@@ -1,6 +1,6 @@
-"""Decide which running job returns its slot to a waiting one of higher priority. Pure.
+"""Decide which running job returns its slot to a waiting job of higher priority. Pure.
 
-A slot is taken from the preemptible job with the lowest priority; among equals from the newest one. Example: job 5
+A slot is taken from the preemptible job with the lowest priority; among equals, from the newest. Example: job 5
 (high, 100) has waited long enough.
 
     running   priority   checkpoint   last displaced
@@ -34,9 +34,9 @@ class Holder:
 def choose_victim(
     waiting_id: int, priority: int, holders: Sequence[Holder], *, now_s: float, project: str | None = None
 ) -> int | None:
-    """Return the job that is to return its slot; None if there is none, or one already does so for the waiting job.
+    """Return the job that must return its slot; None if there is none, or if one already does so for the waiting job.
 
-    `project`: the one whose own limit the job waits for, so that only a slot of this project helps; None for any.
+    `project`: the project whose limit blocks the job, so that only a slot of this project helps; None for any project.
     """
     if any(each.displaced_by == waiting_id for each in holders):
         return None

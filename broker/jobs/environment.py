@@ -1,4 +1,4 @@
-"""Build the environment of a managed job's program: its job and attempt ids, and its durable folders."""
+"""Build the environment of a managed job's program: its job and attempt IDs, and its durable folders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def make_envs(
 ) -> dict[str, str]:
     """Return variables by name. `advice` has the expected preemptions there and the checkpoint interval.
 
-    `find_job` finds the first job of a line of retries, whose folders the later ones share.
+    `find_job` finds the first job in a series of retries, whose folders the later jobs share.
     """
     folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
-    if job.pipeline:  # its tasks leave the input of later tasks there
+    if job.pipeline:  # its tasks write the input of later tasks there
         first = find_job(job.resumes) if job.resumes else None
         folders["BROKER_PIPELINE_DIR"] = (first or job).pipeline
     places = {key: find_checkpoint_dir(config, job.task, cluster, name=name) for key, name in folders.items()}

@@ -29,12 +29,12 @@ class GangReport(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the first failed program; None before the run's end or if no program exited."""
+        """Exit code of the first failed program; None before the run's end, or if no program exited."""
         ...
 
     @property
     def unreachable(self) -> tuple[int, ...]:
-        """Ranks that did not answer: not yet evidence that they are gone."""
+        """Ranks that did not respond, which is not yet evidence that they are gone."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class GangReport(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why the run ended, if the node knows more than its status says."""
+        """The reason for the run's end, if the node knows more than its status shows."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class GangReport(Protocol):
 
     @property
     def statuses(self) -> Sequence[RunStatus | None]:
-        """Status of each node, by rank; None if it did not answer or does not know the run."""
+        """Status of each node, by rank; None if it did not respond or does not know the run."""
         ...
 
     @property
@@ -78,17 +78,17 @@ class GangReport(Protocol):
 
     @property
     def faults(self) -> Sequence[NodeFault]:
-        """What nodes found wrong with their own GPUs before the program started."""
+        """GPU faults that nodes detected before the program started."""
         ...
 
     @property
     def own_times(self) -> Sequence[OwnTime]:
-        """How long each rank needed for its own part of its newest step; none if the program does not report it."""
+        """Time that each rank needed for its own part of its newest step; empty if the program does not report it."""
         ...
 
     @property
     def setups(self) -> Sequence[SetupResult]:
-        """What became of the setup archive on each node that used or tried to keep one."""
+        """Result of the setup archive on each node that used or tried to keep one."""
         ...
 
     @property
@@ -113,19 +113,19 @@ class GangReport(Protocol):
 
     @property
     def unflushed(self) -> str:
-        """Files that did not arrive in a run that FAILED although its program succeeded; otherwise empty."""
+        """Files that were not uploaded in a run that FAILED although its program succeeded; otherwise empty."""
         ...
 
 
 class Gang(Protocol):
     """The nodes of one cluster.
 
-    All methods but `poll` raise TransientError if a node does not answer, and InvalidRequestError for a task that fails
-    permanently. Each call may be repeated, however the last one ended.
+    All methods except `poll` raise TransientError if a node does not respond, and InvalidRequestError for a task that
+    fails permanently. Each call may be repeated, regardless of how the last one ended.
     """
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put the task's files on every node; existing ones stay."""
+        """Put the task's files on every node; existing files are kept."""
         ...
 
     async def start(
@@ -140,28 +140,28 @@ class Gang(Protocol):
     ) -> None:
         """Start the run on all nodes; do nothing on nodes where it has started.
 
-        `head`: the gang runs already with this head, and new nodes join it. Nodes shut down once `lease_s` seconds pass
-        without a renewal. With BROKER_GROUP_NAME in `envs`, nodes are set up and the program waits for `send_peers`.
+        `head`: the gang already runs with this head, and new nodes join it. Nodes shut down once `lease_s` seconds pass
+        without a renewal. With BROKER_GROUP_NAME in `envs`, nodes are set up, and the program waits for `send_peers`.
         """
         ...
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
-        """Give the nodes the addresses of the job group; the first call lets the program start."""
+        """Send the addresses of the job group to the nodes; the first call lets the program start."""
         ...
 
     async def move_head(
         self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
     ) -> bool:
-        """Make a node the head of an elastic gang, and tell its members; return whether they all know.
+        """Make a node the head of an elastic gang, and inform its members; return whether all of them acknowledged it.
 
-        False: the new head is not ready yet, so repeat the call. Nodes that know a head of a higher epoch ignore it.
-        With the present head, the call only renews the addresses of nodes. `members`: the ranks that the run is on.
-        `log_bytes`: the new head's log begins at this offset, up to which the last head's has been copied.
+        False means that the new head is not ready yet, so repeat the call. Nodes that know a head of a higher epoch
+        ignore the call. With the current head, the call only renews the addresses of nodes. `members`: the ranks of
+        the run. `log_bytes`: the new head's log begins at this offset, up to which the last head's log was copied.
         """
         ...
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """Query every node; a node without an answer is reported, not raised."""
+        """Query every node; a node that does not respond is reported, not raised."""
         ...
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
@@ -178,7 +178,7 @@ class Gang(Protocol):
 
 
 def get_run_id(attempt: Attempt, cluster: Cluster) -> int:
-    """Return the attempt's run id on its cluster: 1 for the attempt that created it, then counting up."""
+    """Return the attempt's run ID on its cluster: 1 for the attempt that created the cluster, then counting up."""
     return attempt.number - cluster.attempt + 1
 
 
@@ -187,8 +187,8 @@ class PushesNews(Protocol):
     """A gang whose nodes push changes. Other gangs are polled."""
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
-        """Wait until `poll` or `read_log` has something new, `wake` is set (it is then cleared), or the time is up.
+        """Wait until `poll` or `read_log` has new data, `wake` is set (which clears it), or the time is up.
 
-        If a node cannot push now, wait one poll interval.
+        If a node cannot push at the moment, wait one poll interval.
         """
         ...

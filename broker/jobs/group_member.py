@@ -1,4 +1,4 @@
-"""Act for one job of a job group: hold its program, send it the addresses, restart and move it."""
+"""Act for one job of a job group: hold back its program, send it the addresses, restart and move it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ RESEND_S = 5.0  # after nodes did not accept the addresses
 
 
 class GroupMember:
-    """One job's part in its group. For a job without a group, every method changes nothing."""
+    """One job's part in its group. For a job without a group, the methods have no effect."""
 
     def __init__(self, store: Store, gang: Gang, clock: Clock, placement: GroupPlacement) -> None:
         self._store = store
         self._gang = gang
         self._clock = clock
         self._placement = placement
-        self._sent: tuple[int, frozenset[str], str] | None = (
-            None  # attempt, its nodes, and the addresses that they have
-        )
+        self._sent: tuple[int, frozenset[str], str] | None = None  # attempt, its nodes, and the addresses sent to them
         self._refused_s = float("-inf")
         self._looked_s = float("-inf")
 
     def judge(self, job: Job) -> Judgement:
-        """Return the effect of the group on this job now, from the records of all its jobs."""
+        """Return the current effect of the group on this job, from the records of all its jobs."""
         if job.task.group is None:
             return Judgement()
         return judge(job, self._read(job), self._clock.now_s())
@@ -52,7 +50,7 @@ class GroupMember:
         return plan if job.task.group is None else self._placement.place(job, self._read(job), plan)
 
     def find_generation(self, job: Job) -> int:
-        """Return the generation that a new attempt of this job belongs to; 1 without a group."""
+        """Return the generation of a new attempt of this job; 1 without a group."""
         return 1 if job.task.group is None else find_generation(self._read(job))
 
     def name_cause(self, job: Job) -> str:
@@ -81,7 +79,7 @@ class GroupMember:
         }
 
     def find_move(self, job: Job, attempt: Attempt) -> str:
-        """Return why the job's nodes must be released so that the group can continue elsewhere; empty to stay."""
+        """Return the reason to release the job's nodes so that the group can continue elsewhere; empty to stay."""
         if job.task.group is None or not is_due(self._looked_s, MOVE_LOOK_S, self._clock.now_s()):
             return ""
         self._looked_s = self._clock.now_s()
@@ -97,7 +95,7 @@ class GroupMember:
         return attempt
 
     def _record(self, job: Job, members: Sequence[Job], attempt: Attempt, report: GangReport) -> Attempt:
-        """Commit that the gang is set up, and then that its program may start; both are facts that never change."""
+        """Commit that the gang is set up, and then that its program may start; both facts never change."""
         now_s, name = self._clock.now_s(), get_role(job).name
         generation = find_generation(members)
         if attempt.released_s is None and attempt.generation < generation:
@@ -142,7 +140,7 @@ class GroupMember:
 def describe_peers(
     job: Job, members: Sequence[Job], find_cluster: Callable[[str], Cluster | None]
 ) -> dict[str, object]:
-    """Return the content of BROKER_GROUP_FILE. A task without machines has no addresses."""
+    """Return the content of BROKER_GROUP_FILE; a task without machines has no addresses."""
     tasks: dict[str, object] = {}
     for member in members:
         live = None if member.status.is_terminal else find_live(member)

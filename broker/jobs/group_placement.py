@@ -1,4 +1,4 @@
-"""Choose where the tasks of a job group run: in one region, near those that already have machines."""
+"""Choose where the tasks of a job group run: in one region, near tasks that already have machines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from broker.state.store import Store
 from broker.types import Attempt, EventKind, Job, Placement, Plan, Task, make_event
 
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
-BLOCKED_S = 120.0  # a group that has not started leaves a region without capacity for one of its tasks after this time
-BLOCKED_RUNNING_S = 900.0  # a running group, after this: all its tasks restart elsewhere
+BLOCKED_S = 120.0  # after this time, a group that has not started leaves a region without capacity for one of its tasks
+BLOCKED_RUNNING_S = 900.0  # after this time, a running group does too: all its tasks restart elsewhere
 
 
 class GroupPlacement:
@@ -29,9 +29,9 @@ class GroupPlacement:
         self._told = ""
 
     def place(self, job: Job, members: Sequence[Job], plan: Plan) -> Plan:
-        """Return the plan's placements in one region: where other tasks have machines, else the best for all.
+        """Return the plan's placements in one region: where other tasks have machines, else the best one for all tasks.
 
-        The plan is unchanged if the tasks need no common region. Raises NoOfferError if no region fits all.
+        The plan is unchanged if the tasks do not need a common region. Raises NoOfferError if no region fits all.
         """
         if not get_role(job).is_connected:
             return plan
@@ -53,7 +53,7 @@ class GroupPlacement:
         return keep_near(plan, whole.place)
 
     def find_move(self, job: Job, members: Sequence[Job], attempt: Attempt) -> str:
-        """Return why the nodes of this attempt must be released; empty to keep them."""
+        """Return the reason to release the nodes of this attempt; empty to keep them."""
         here = locate(attempt.placement)
         alive = [each for each in members if not each.status.is_terminal]
         lacking = [each for each in alive if find_live(each) is None]
@@ -69,7 +69,7 @@ class GroupPlacement:
         return self._find_blocked(attempt, here, alive, blocked)
 
     def _find_blocked(self, attempt: Attempt, here: GroupPlace, alive: Sequence[Job], blocked: Sequence[Job]) -> str:
-        """Return which task has long found no capacity here, if all tasks could start elsewhere; else empty."""
+        """Describe the task that has long found no capacity here, if all tasks could start elsewhere; else ""."""
         if not blocked:
             return ""
         now_s = self._clock.now_s()
@@ -118,7 +118,7 @@ class GroupPlacement:
 
 
 def find_anchor(members: Sequence[Job]) -> GroupPlace | None:
-    """Return the location of most tasks with machines, the newest choice in a tie; None without machines."""
+    """Return the location of most tasks with machines, or the newest choice in a tie; None without machines."""
     live = [attempt for each in members if (attempt := find_live(each)) is not None]
     if not live:
         return None

@@ -1,9 +1,9 @@
-"""Decide for one task of a job group. Pure: the jobs of the group in, the next step of one of them out.
+"""Decide the next step of one task of a job group. Pure: the jobs of the group in, the step of one of them out.
 
 Every task is a job with its own controller, and each controller decides from the same records; nothing else is shared.
 A generation is one start of the whole group. It opens, once, when all its tasks are set up; a task that recovers in an
-open generation starts without waiting for the others. The loss of a task whose `on_loss` is `restart-group` begins the
-next generation: attempts of an earlier one are restarted, and the group waits for all of them again. Example:
+open generation starts without waiting for the others. The loss of a task with `on_loss: restart-group` begins the next
+generation: attempts of earlier generations are restarted, and the group waits for all of them again. Example:
 
     learner (restart-group)   attempt 1, generation 1, preempted    attempt 2, generation 2
     rollout (keep-going)      attempt 1, generation 1, restarted    attempt 2, generation 2
@@ -43,7 +43,7 @@ class Judgement:
 
 
 def judge(job: Job, members: Sequence[Job], now_s: float) -> Judgement:
-    """Return the step of `job`, which has not ended; `members` are all jobs of its group."""
+    """Return the step for `job`, which has not ended; `members` are all jobs of its group."""
     role = get_role(job)
     if culprit := find_culprit(job, members):
         return Judgement(step=GroupStep.FAIL, culprit=culprit)
@@ -59,7 +59,7 @@ def judge(job: Job, members: Sequence[Job], now_s: float) -> Judgement:
 
 
 def find_culprit(job: Job, members: Sequence[Job]) -> Job | None:
-    """Return a failed job that the group requires: the cause, not a job that failed because of it."""
+    """Return the failed job that ends the group: the cause, not a job that failed as a consequence."""
     is_open = has_opened(members)
     failed = [
         each
@@ -78,7 +78,7 @@ def has_opened(members: Sequence[Job]) -> bool:
 
 
 def find_generation(members: Sequence[Job]) -> int:
-    """Return the newest generation: each loss after a release that restarts the group adds one."""
+    """Return the newest generation: each loss that restarts the group, after its programs were released, adds one."""
     newest = 1
     for member in members:
         restarts = get_role(member).may_restart_group
@@ -99,7 +99,7 @@ def may_start(members: Sequence[Job], generation: int) -> bool:
         return True
     ended = {member.status for member in members if member.status.is_terminal}
     if not has_opened(members) and ended - {JobStatus.SUCCEEDED}:
-        return False  # `judge` ends the group: a task has failed since it was last asked
+        return False  # `judge` will end the group: a task has failed since its last call
     live = [find_live(member) for member in members if not member.status.is_terminal]
     if not all(each is not None and each.generation == generation and each.ready_s is not None for each in live):
         return False
@@ -118,6 +118,6 @@ def list_addresses(cluster: Cluster | None) -> list[str]:
 
 
 def get_role(job: Job) -> GroupRole:
-    """Return the part of a job in its group. Only for jobs that have one."""
+    """Return the role of a job in its group. Only for jobs with a group."""
     assert job.task.group is not None, "only called for jobs of a group"
     return job.task.group

@@ -1,7 +1,7 @@
 """Let an elastic gang survive the loss of the node that coordinates it, its head.
 
-The choice is committed with a higher epoch before any node is told, so that a controller that restarts, or one that was
-suspended, cannot name another node for the same epoch. Telling may be repeated at any time.
+The choice is committed with a higher epoch before any node is informed, so that a restarted or suspended controller
+cannot name another node for the same epoch. Informing nodes may be repeated at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from broker.types import Attempt, Cluster, EventKind, GangHead, make_event
 
 
 class HeadMover:
-    """Move the head of one job's gang. It keeps in memory only what it has told the nodes."""
+    """Move the head of one job's gang. Only the state sent to the nodes is kept in memory."""
 
     def __init__(self, store: Store, gang: Gang) -> None:
         self._store = store
@@ -27,9 +27,10 @@ class HeadMover:
     async def step(
         self, attempt: Attempt, cluster: Cluster, report: GangReport, signals: HealthSignals
     ) -> tuple[Attempt, bool]:
-        """Name a new head if the present one is lost, and tell the nodes; return whether new nodes can join.
+        """Name a new head if the current one is lost, and inform the nodes; return the attempt and whether new nodes
+        can join.
 
-        Nodes are also told when one of them was replaced: programs need its address if the head is lost later.
+        Also inform nodes when one of them was replaced: programs need its address if the head is lost later.
         """
         if attempt.head.rank in list_lost_ranks(cluster.nodes):
             attempt = self._name_next(attempt, signals)
@@ -46,7 +47,7 @@ class HeadMover:
     def _name_next(self, attempt: Attempt, signals: HealthSignals) -> Attempt:
         rank = find_next_head(signals)
         if rank is None:
-            return attempt  # a list that is newer than the signals: judged at the next poll
+            return attempt  # the list is newer than the signals: judged at the next poll
         attempt = replace(attempt, head=GangHead(epoch=attempt.head.epoch + 1, rank=rank))
         with self._store.transaction():
             self._store.jobs.put_attempt(attempt)
@@ -60,11 +61,11 @@ class HeadMover:
         try:
             return await self._gang.move_head(cluster, run_id, attempt.head, members=members, log_bytes=log_bytes)
         except CloudError:
-            return False  # retried at the next step; the agents limit for how long that makes sense
+            return False  # retried at the next step; the agents limit how long that is useful
 
 
 def list_members(report: GangReport, cluster: Cluster) -> tuple[int, ...]:
-    """Return the ranks on which the run has begun and not ended, as far as they answer."""
+    """Return the responding ranks on which the run has begun and not ended."""
     lost = list_lost_ranks(cluster.nodes)
     return tuple(
         rank

@@ -12,9 +12,9 @@ from enum import StrEnum
 from broker.frozen import frozen
 from broker.types import Node, NodeEnd, NodeState, RunStatus
 
-MISSES_MIN = 3  # polls without an answer, and
-UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
-# For a whole gang that its cloud lists as RUNNING: our own network is a likelier cause than machines that hang.
+MISSES_MIN = 3  # polls without a response, and
+UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together count as a loss (SkyPilot #10155)
+# For a whole gang that its cloud lists as RUNNING: our own network is a more likely cause than hanging machines.
 GANG_UNREACHABLE_S_MIN = 600.0
 NOTICE_S_MAX = 150.0  # AWS gives 120 s of notice; the program may exit on SIGTERM at its start
 PEER_LOSS_S_MAX = 5.0  # a gang fails together: the list may show the lost peer this much later
@@ -30,13 +30,14 @@ class Verdict(StrEnum):
     FAILED = "FAILED"
     FAILED_SETUP = "FAILED_SETUP"
     CANCELLED = "CANCELLED"
-    APART = "APART"  # it ended although no program failed: a rank did not join, or its machine went silent
+    APART = "APART"  # it ended although no program failed: a rank did not join, or its machine stopped responding
     LOST = "LOST"
 
 
 @frozen
 class HealthSignals:
-    """The observations behind a verdict. `status`: None if no node answered. `_s`: how long a signal lasts."""
+    """The observations behind a verdict. `status` is None if no node responded. `_s`: duration of a signal in
+    seconds."""
 
     status: RunStatus | None
     returncode: int | None
@@ -47,23 +48,23 @@ class HealthSignals:
     unreachable_s: float = 0.0
     failed_s: float = 0.0
     nodes_min: int | None = None  # an elastic program continues on at least this many nodes, including the first
-    is_unflushed: bool = False  # its program succeeded, but files that it wrote did not arrive
+    is_unflushed: bool = False  # its program succeeded, but files that it wrote were not uploaded
     head_rank: int = 0  # the node that coordinates the gang
-    statuses: tuple[RunStatus | None, ...] = ()  # by rank, where the gang reports them
+    statuses: tuple[RunStatus | None, ...] = ()  # by rank, if the gang reports them
     followers: tuple[int, ...] = ()  # ranks whose program continues when another node becomes the head
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
 def classify(signals: HealthSignals) -> Verdict:
-    """Return the verdict on an attempt from its signals. The order of the tests decides: a success always counts."""
+    """Return the verdict on an attempt from its signals. The order of the checks matters: a success always counts."""
     if signals.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
     if signals.is_unflushed:
-        return Verdict.FAILED  # even if nodes are lost: a program that succeeded is not run again
+        return Verdict.FAILED  # even if nodes are lost: a program that succeeded does not run again
     if list_lost_ranks(signals.nodes) and not can_go_on(signals):
         return Verdict.LOST
     if signals.is_noticed and signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
-        return Verdict.LOST  # it has saved its state: get new nodes now instead of waiting for the preemption
+        return Verdict.LOST  # it has saved its state: acquire new nodes now instead of waiting for the preemption
     if (
         signals.unreachable
         and signals.misses >= MISSES_MIN
@@ -85,7 +86,7 @@ def can_go_on(signals: HealthSignals) -> bool:
     """Return whether an elastic program continues without the lost nodes."""
     lost = [node.rank for node in signals.nodes if node.state is NodeState.TERMINATED]
     if len(lost) < len(list_lost_ranks(signals.nodes)):
-        return False  # one is stopped: it still occupies its slot and cannot be replaced
+        return False  # a stopped node still occupies its slot and cannot be replaced
     is_enough = signals.nodes_min is not None and len(signals.nodes) - len(lost) >= signals.nodes_min
     if signals.head_rank in lost:
         return is_enough and find_next_head(signals) is not None
@@ -95,7 +96,8 @@ def can_go_on(signals: HealthSignals) -> bool:
 def find_next_head(signals: HealthSignals) -> int | None:
     """Return the lowest rank that can become the head of an elastic gang whose head is lost; None to end the attempt.
 
-    The run must go on wherever it has begun: a program that does not follow the head ends with it.
+    The run must continue on every node where it has begun: a program that does not follow the new head ends with the
+    old.
     """
     lost = list_lost_ranks(signals.nodes)
     live = [(rank, status) for rank, status in enumerate(signals.statuses) if status and rank not in lost]
@@ -106,13 +108,13 @@ def find_next_head(signals: HealthSignals) -> int | None:
 
 
 def find_unreachable_s_max(signals: HealthSignals) -> float:
-    """Return how long listed nodes may be silent: a single silent node is at fault itself, a silent gang may not be."""
+    """Return the seconds for which listed nodes may be silent: a single node is at fault, a whole gang may not be."""
     live_count = sum(1 for node in signals.nodes if node.state is not NodeState.TERMINATED)
     return GANG_UNREACHABLE_S_MIN if len(signals.unreachable) >= live_count else UNREACHABLE_S_MIN
 
 
 def measure_doubt_s(signals: HealthSignals) -> float:
-    """Return how long a failure may still turn out to be a preemption that is not listed yet."""
+    """Return the seconds during which a failure may still turn out to be a preemption that is not listed yet."""
     if signals.returncode in SIGTERM_CODES or any(node.reason == NodeEnd.PREEMPTED for node in signals.nodes):
         return NOTICE_S_MAX if signals.is_spot else 2 * PEER_LOSS_S_MAX
     return PEER_LOSS_S_MAX if signals.is_spot and len(signals.nodes) > 1 else 0.0

@@ -1,9 +1,9 @@
 """Start the next attempt on the nodes of the last one: end its program everywhere, replace lost nodes, commit once.
 
-An attempt that ended may keep its nodes until `kept_until_s`. Each step polls them once; when all run, answer and have
-ended the old program, one commit closes the old attempt and opens the next on the same cluster. The new number fences
-late writes of the old attempt, and the new run id its agents' late reports. If this takes too long or would cost more
-than new nodes, the cluster is released as after any other end.
+An attempt that ended may keep its nodes until `kept_until_s`. Each step polls them once; when all are running, respond
+and have ended the old program, one commit closes the old attempt and opens the next one on the same cluster. The new
+number fences late writes of the old attempt, and the new run ID its agents' late reports. If this takes too long or
+would cost more than new nodes, the cluster is released, as after any other end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from broker.state.store import Store
 from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, Node, NodeState, make_event
 
-KEPT_S_MAX = 1800.0  # longer only after the wall clock was set back
+KEPT_S_MAX = 1800.0  # longer only if the wall clock was set back
 
 
 class Kept(StrEnum):
-    """State of the nodes that are kept."""
+    """State of the retained nodes."""
 
     WAITING = "waiting"
     READY = "ready"
@@ -59,7 +59,7 @@ class InPlace:
         self._replacing: asyncio.Task[Cluster] | None = None
 
     def stop(self) -> None:
-        """Stop waiting for a replacement; a node that is being created is found by its intent."""
+        """Stop waiting for a replacement; a node that is being created is later found by its intent."""
         if self._replacing is not None:
             self._replacing.cancel()
             self._replacing.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -76,7 +76,7 @@ class InPlace:
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         try:
             answering = list_answering(report, cluster)
-            # Without a cached list: an older one lacks a node that was just created, which would then look gone.
+            # Without a cached list: in an older list, a node that was just created would appear to be gone.
             cluster = await self._provisioner.refresh(cluster, answering=answering)
         except CloudError:
             return Kept.WAITING
@@ -122,7 +122,7 @@ class InPlace:
             return Kept.GIVEN_UP
         lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
         if len(lost) < len(list_lost_ranks(cluster.nodes)) or len(lost) == len(cluster.nodes):
-            return Kept.GIVEN_UP  # one is stopped and occupies its slot, or all are gone
+            return Kept.GIVEN_UP  # a stopped node occupies its slot, or all are gone
         if not self._provisioner.can_replace_node(cluster):
             return Kept.GIVEN_UP
         self._replacing = asyncio.ensure_future(
@@ -136,14 +136,15 @@ class InPlace:
         return Kept.WAITING
 
     async def _prepare(self, job: Job, cluster: Cluster, ranks: Sequence[int]) -> bool:
-        """Install the agent on nodes that do not answer, as new ones lack it. False if the task's files are gone."""
+        """Install the agent on nodes that do not respond: new nodes lack it. Return False if the task's files are
+        gone."""
         silent = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.rank in ranks))
         try:
             await self._gang.prepare(silent, add_mounts(job.task))
         except InvalidRequestError:
             return False
         except CloudError:
-            pass  # it boots; retried at the next step
+            pass  # still booting; retried at the next step
         return True
 
     async def _end_program(self, attempt: Attempt, cluster: Cluster) -> None:
@@ -154,7 +155,7 @@ class InPlace:
 
 
 def has_ended(report: GangReport) -> bool:
-    """Return whether the program has ended on every node that answered; a replacement node does not know the run."""
+    """Return whether the program has ended on every responding node; a replacement node does not know the run."""
     return report.status.is_terminal and all(status is None or status.is_terminal for status in report.statuses)
 
 

@@ -1,4 +1,4 @@
-"""Stop a long operation of a job as soon as it is pointless: a cancel request, a spent budget, an ended group."""
+"""Stop a long operation of a job as soon as it is pointless, because of a cancel request, a limit or an ended group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The limits of a job: the budget of its goal, and `max_duration`, the time from its first machines to its end.
 
 `max_duration` counts from the search that found the first attempt's machines, through every recovery, until the job's
-last machine is gone; the waits before that, in the queue or between searches, do not count. The program is told to save
-before the end, so that the machines are released in time: a job of 2 h is told at 1 h 59 min.
+last machine is gone; earlier waits, in the queue or between searches, do not count. The program is signalled to save
+before the end, so that the machines are released in time: with a limit of 2 h, at 1 h 59 min.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from broker.wording import explain_budget, explain_max_duration
 
 BUDGET_GRACE_S = 30.0  # for a program that is stopped because the budget is used up
 SAVE_S_MAX = 60.0  # before the end of `max_duration`, for the program to save its state
-SAVE_SHARE = 0.1  # of `max_duration`, where that is shorter
-GAP_S_MAX = 30.0  # as of a monitor: longer gaps are a suspension or a clock that was set
-LEASE_S_MIN = 1.0  # an agent reads 0 as no lease
+SAVE_SHARE = 0.1  # of `max_duration`, if that is shorter
+GAP_S_MAX = 30.0  # as in a monitor: longer gaps mean a suspension or a changed clock
+LEASE_S_MIN = 1.0  # an agent interprets 0 as no lease
 
 
 @frozen
 class Breach:
-    """The limit that a job has reached, and how long its program may take to save."""
+    """The limit that a job has reached, and the time its program has to save, in seconds."""
 
     kind: OutcomeKind
     failure: str  # for people
@@ -31,7 +31,7 @@ class Breach:
 
 
 class LimitReached(Exception):
-    """Raised when the search for machines has used up the rest of the budget or of the time."""
+    """Raised when the search for machines has used up the remaining budget or time."""
 
     def __init__(self, breach: Breach) -> None:
         super().__init__(breach.failure)
@@ -72,9 +72,10 @@ class JobLimits:
             raise LimitReached(breach)
 
     def find_lease_s(self, job: Job, cluster: Cluster) -> float:
-        """Return the current lease of the job's gang, priced as a full gang, as a lost node may be replaced within it.
+        """Return the current lease of the job's gang in seconds, at the price of a full gang, as lost nodes may be
+        replaced.
 
-        A node measures its lease by its uptime, so that it ends in time without its broker, whatever the clocks show.
+        A node measures its lease by its uptime, so that it ends in time without a broker, regardless of the clocks.
         """
         now_s = self._clock.now_s()
         has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
@@ -89,11 +90,12 @@ class JobLimits:
         return max(LEASE_S_MIN, allowed_s)
 
     def _measure_used_s(self, job: Job, *, begin_s: float | None = None) -> float:
-        """Return the time that counts towards `max_duration`.
+        """Return the seconds that count towards `max_duration`.
 
-        It is that of the wall clock, which also counts while the broker is away or suspended. If the clock is set back,
-        it continues from what was measured before, by what this process observes; a clock that is set forward cannot be
-        told from a suspension, and counts. `begin_s`: of machines whose attempt the job, as it was read, does not have.
+        They are measured by the wall clock, which also counts while the broker is unavailable or suspended. If the
+        clock is set back, counting continues from the last measurement, by what this process observes; a clock that is
+        set forward cannot be distinguished from a suspension, and counts. `begin_s`: start of machines whose attempt is
+        not part of the given job yet.
         """
         begin_s = job.attempts[0].started_s if job.attempts else begin_s
         if begin_s is None:
@@ -106,5 +108,5 @@ class JobLimits:
 
 
 def find_save_s(limit_s: float) -> float:
-    """Return how long before the end of `max_duration` the program is told to save: 2 h -> 60 s, 5 min -> 30 s."""
+    """Return the seconds before the end of `max_duration` at which to save: 2 h -> 60 s, 5 min -> 30 s."""
     return min(SAVE_S_MAX, limit_s * SAVE_SHARE)

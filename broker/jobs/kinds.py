@@ -1,7 +1,8 @@
-"""Places of machines of several kinds: which of them a policy sees, how fast they are, and which can resume. Pure.
+"""Places with several kinds of machines: choose the candidates, estimate their speed, and keep those that can resume.
+Pure.
 
-A kind is an accelerator with its number per node and the number of nodes. Machines without accelerators are one kind:
-the same work takes them the same time, as far as a plan can tell.
+A kind is an accelerator, its number per node, and the number of nodes. All machines without accelerators are one kind:
+as far as a plan can tell, they take the same time for the same work.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from broker.spot.policies.base import Candidate, round_speed
 from broker.state.jobs import StepRange
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 
-SPOT_MAX = 8  # candidate places per pricing model; a plan has hundreds
+SPOT_MAX = 8  # candidate places per pricing model, out of hundreds in a plan
 ONDEMAND_MAX = 3
-KINDS_MAX = 4  # beyond those of the first places: each costs the policy a value function
-SPOT_OF_KIND, ONDEMAND_OF_KIND = 3, 1  # at least, of each kind: a fast one that is dear may be the only one in time
-STEPS_MIN, HOURS_MIN = 10, 0.1  # of a stay, before its speed counts
-HOURS_TOLD = 0.5  # a told speed weighs as much as this many measured hours
-FACTOR_MAX = 4.0  # of a measured speed over the told one
+KINDS_MAX = 4  # in addition to the kinds of the first places: each costs the policy a value function
+SPOT_OF_KIND, ONDEMAND_OF_KIND = 3, 1  # minimum per kind: an expensive fast machine may be the only one in time
+STEPS_MIN, HOURS_MIN = 10, 0.1  # minimum length of a stay before its speed counts
+HOURS_TOLD = 0.5  # the planned speed has the weight of this many measured hours
+FACTOR_MAX = 4.0  # of measured to planned speed
 
 Kind = tuple[str, float, int]
 
 
 @frozen
 class KindSpeed:
-    """The speed of one kind: hours of the goal's work per hour, as told by the plan, and corrected by `seen_hours`."""
+    """The speed of one kind: hours of the goal's work per hour, as planned, and as corrected by `seen_hours`."""
 
     name: str
     told: float
@@ -50,7 +51,7 @@ def find_kind(placement: Placement) -> Kind:
 
 
 def name_kind(placement: Placement) -> str:
-    """Return the name of a node's accelerators, `A100:8`; the instance type without any."""
+    """Return the name of a node's accelerators, such as `A100:8`, or the instance type if it has none."""
     offer = placement.offer
     return f"{offer.accelerator}:{offer.accelerator_count:g}" if offer.accelerator else offer.instance_type
 
@@ -63,8 +64,8 @@ def has_kinds(task: Task) -> bool:
 def choose_places(plan: Plan, here: Placement | None) -> list[Estimate]:
     """Return the first estimates of each pricing model, in plan order, and that of the job's current or last place.
 
-    With several kinds, each of the first few has some places of its own, even if they are dear: the only kind that is
-    still in time may be dear, and the cheap one may be closed everywhere.
+    With several kinds, each of the first few kinds gets some places, even expensive ones: the only kind that is still
+    in time may be expensive, and the cheap kind may be unavailable everywhere.
     """
     spot, ondemand, own = list[Estimate](), list[Estimate](), list[Estimate]()
     more, counts = {True: list[Estimate](), False: list[Estimate]()}, Counter[tuple[bool, Kind]]()
@@ -87,15 +88,15 @@ def choose_places(plan: Plan, here: Placement | None) -> list[Estimate]:
 
 
 def keep_place(here: Placement, candidates: Sequence[Candidate]) -> Candidate:
-    """Return a candidate for machines that run but are no longer offered: as fast as others of their kind."""
+    """Return a candidate for running machines that are no longer offered: as fast as others of their kind."""
     alike = (each.speed for each in candidates if find_kind(each.placement) == find_kind(here))
     return Candidate(placement=here, speed=next(alike, 1.0))
 
 
 def order_by_kind(estimates: Sequence[Estimate], target: Placement) -> list[Estimate]:
-    """Return the places of one pricing model to try for a target: only the policy may change the kind of spot.
+    """Return the places of one pricing model to try for a target: only the policy may change the kind on spot.
 
-    Where on-demand of the kind is refused, machines are needed nonetheless: other kinds follow, the fastest first.
+    For on-demand, other kinds follow, the fastest first, because machines are needed even if this kind is refused.
     """
     kind = find_kind(target)
     own = [each for each in estimates if find_kind(each.placement) == kind]
@@ -112,8 +113,8 @@ def correct_speeds(
 ) -> tuple[list[Candidate], tuple[KindSpeed, ...]]:
     """Return the candidates at the speeds that the job has measured, and the speed of each kind, the fastest first.
 
-    A kind without a measurement is believed to miss its told speed as the measured ones do, but not to exceed it. The
-    candidates are returned unchanged, and no speeds, if all are of one kind.
+    A kind without a measurement is assumed to fall short of its planned speed as the measured ones do, but not to
+    exceed it. If all candidates are of one kind, they are returned unchanged, and without speeds.
     """
     kinds = {find_kind(each.placement): each for each in reversed(candidates)}
     if len(kinds) < 2:
@@ -139,7 +140,7 @@ def correct_speeds(
 
 
 def _measure_speeds(job: Job, steps: Mapping[int, StepRange], *, now_s: float) -> dict[Kind, tuple[float, float]]:
-    """Return by kind (hours of work seen, hours of the goal's work done per hour)."""
+    """Return, by kind, (measured hours, hours of the goal's work done per hour)."""
     total, goal = job.progress.total if job.progress else None, job.task.goal
     if not total or goal is None or goal.work_hours is None:
         return {}
@@ -164,7 +165,7 @@ def _measure_stay_hours(attempt: Attempt, now_s: float) -> float:
 
 
 def _find_factor(told: float, hours: float, speed: float) -> float:
-    """Return measured over told speed, nearer to 1 after few hours; 1 within the step of speeds."""
+    """Return the ratio of measured to planned speed, closer to 1 after few hours; 1 within the resolution of speeds."""
     share = hours / (hours + HOURS_TOLD)
     factor = min(max(speed / told, 1 / FACTOR_MAX), FACTOR_MAX) ** share
     return 1.0 if round_speed(factor) == 1.0 else factor
@@ -176,7 +177,7 @@ def count_ranks(placement: Placement) -> int:
 
 
 def keep_ranks(plan: Plan, job: Job, steps: Mapping[int, StepRange]) -> Plan:
-    """Return the plan with the places that can resume the job's checkpoint, if it needs as many ranks as wrote it.
+    """Return the plan with the places that can resume the job's checkpoint, if that requires the same number of ranks.
 
     Raises NoOfferError if there are none.
     """
@@ -199,7 +200,7 @@ def keep_ranks(plan: Plan, job: Job, steps: Mapping[int, StepRange]) -> Plan:
 
 
 def describe_ranks(plans: Sequence[Plan]) -> Sequence[str]:
-    """Return notices about tasks that may move to another number of accelerators, with what that requires."""
+    """Return notices about tasks that may move to a different number of accelerators, with the requirements."""
     notices = []
     for task in (plan.task for plan in plans):
         counts = sorted({round(each.accelerator_count) * task.num_nodes for each in task.resources if each.accelerator})

@@ -1,6 +1,6 @@
 """Copy a job's log from its gang's head to one file, across attempts, without gaps or duplicates.
 
-Our file is truncated to the last committed length before each append, so a crash in between duplicates nothing.
+The file is truncated to the last committed length before each append, so a crash in between duplicates nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DAEMON_LOG_BYTES_MAX = 10 << 20  # the previous file is kept
 CHUNKS_MAX = 256  # per call; the rest follows in the next
 LAST_LINES = 20
 LINE_CHARS_MAX = 400
-TAIL_BYTES_MAX = 1 << 20  # of a log, read to find one rank's last lines
+TAIL_BYTES_MAX = 1 << 20  # maximum read from a log to find one rank's last lines
 RANK_MARK = re.compile(r"\(rank(\d+)\) ")
 
 
@@ -35,7 +35,7 @@ def get_log_path(logs: Path, job_id: int) -> Path:
 
 
 async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cluster: Cluster, run_id: int) -> None:
-    """Copy new log output. An unreachable head is not an error: the rest is copied when it answers again."""
+    """Copy new log output. An unreachable head is not an error: the rest is copied when it responds again."""
     offset = _find_offset(store, attempt)
     for _ in range(CHUNKS_MAX):
         try:
@@ -55,7 +55,7 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
 
 
 def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes) -> None:
-    """Copy the rest of a log that the head uploaded to the bucket before it was gone."""
+    """Copy the rest of a log that the head uploaded to the bucket before its node ended."""
     offset = _find_offset(store, attempt)
     chunk, next_bytes = find_rest(content, offset.source_bytes)
     if chunk:
@@ -65,7 +65,7 @@ def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes)
 
 
 def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | None) -> list[str]:
-    """Return the last copied lines of `rank` in this attempt, or of all ranks if it is None or has printed none.
+    """Return the last copied lines of `rank` in this attempt, or of all ranks if it is None or has not printed any.
 
     An unreadable log counts as empty.
     """
@@ -104,10 +104,10 @@ def rotate_log(path: Path) -> None:
 
 
 def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
-    """Delete the logs of jobs that ended longer ago; their events are pruned at the same age."""
+    """Delete the logs of jobs that ended before `older_than_s`; their events are pruned at the same age."""
     live = set(store.jobs.list_unfinished_ids())
     for path in (logs / "jobs").glob("*.log"):
-        with suppress(FileNotFoundError):  # a user may delete one meanwhile
+        with suppress(FileNotFoundError):  # a user may delete one concurrently
             number = path.name.partition(".")[0]  # of `3.log` and `3.callback.log`
             if number.isdigit() and int(number) not in live and path.stat().st_mtime < older_than_s:
                 path.unlink()

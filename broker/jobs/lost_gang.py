@@ -18,13 +18,13 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, Node, NodeEnd, NodeState, RunStatus
 from broker.wording import describe_lost_nodes, describe_notice
 
-GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that shut itself down until we delete it
-# The leases of a gang may end this far apart: a node that is unreachable for longer counts as lost.
+GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that shut itself down until it is deleted
+# The leases of a gang may end this far apart, because a node that is unreachable for longer counts as lost.
 LEASES_APART_S = 600.0
 
 
 class LostGang:
-    """Record the loss of a gang, after looking up whether its outcome arrived in the bucket."""
+    """Record the loss of a gang, after checking whether its outcome is in the bucket."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class LostGang:
     ) -> float:
         """Record the outcome of a lost gang.
 
-        `was_attended`: this broker has just renewed the lease, so it has not expired. `find_kept_until_s` returns
-        until when the remaining nodes are kept.
+        `was_attended`: this broker has just renewed the lease, so it has not expired. `find_kept_until_s` returns the
+        time until which the remaining nodes are kept.
         """
         left = await self._read_result(job, attempt, cluster)
         progress = (left.progress if left else None) or report.progress or job.progress
@@ -90,7 +90,7 @@ class LostGang:
         )
 
     async def record_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:
-        """End the job if the bucket shows that an unrecorded start ran to its end; otherwise return None."""
+        """End the job if the bucket shows that an unrecorded start ran to completion; otherwise return None."""
         left = await self._read_result(job, attempt, cluster)
         if left is not None and left.status is RunStatus.SUCCEEDED:
             return self._recorder.record_success(job, attempt)
@@ -99,7 +99,7 @@ class LostGang:
         return None
 
     async def _read_result(self, job: Job, attempt: Attempt, cluster: Cluster) -> RunResult | None:
-        """Read the result that nodes leave next to the checkpoints in case the broker is away."""
+        """Read the result that nodes write next to the checkpoints in case the broker is unavailable."""
         place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
         if place is None or not place.startswith(BUCKET_SCHEMES):
             return None
@@ -114,8 +114,8 @@ class LostGang:
 def is_programs_failure(left: RunResult, nodes: Sequence[Node], unreachable: Sequence[int]) -> bool:
     """Return whether a failure in the bucket was caused by the program, not by the loss of a peer.
 
-    Each node must have shut itself down, or be up and answer. No lease may have been about to expire when the program
-    failed: if one node's lease expires first, the programs on the others fail with their own exit codes.
+    Each node must have shut itself down, or be up and respond. No lease may have been about to expire when the program
+    failed: if one node's lease expires first, the programs on the other nodes fail with their own exit codes.
     """
     return (
         left.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
@@ -132,6 +132,6 @@ def has_ended_itself(node: Node) -> bool:
 
 
 def have_leases_ended(nodes: Sequence[Node]) -> bool:
-    """Return whether nodes are gone, and all of them because their lease expired."""
+    """Return whether any nodes are gone, and all of those because their lease expired."""
     gone = [node for node in nodes if node.state in GONE]
     return bool(gone) and all(node.reason == NodeEnd.LEASE for node in gone)

@@ -1,7 +1,7 @@
 """Keep a controller's observations of one attempt between polls. Losing them in a crash only delays its decisions.
 
-Silence alone is recorded in the store: without it, a broker that restarts every few minutes would never give up nodes
-that lost their power while their cloud lists them as running.
+Only silence is recorded in the store: otherwise, a broker that restarts every few minutes would never give up nodes
+that lost power while their cloud lists them as running.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from broker.types import Attempt, Cluster, NodeEnd, NodeState, Progress, RunStat
 
 LIST_EVERY_S = 10.0  # without suspicious signals; at once otherwise
 LEASE_EVERY_S = 60.0
-ATTENDED_S = 5 * LEASE_EVERY_S  # without a renewal, which may fail a few times, before nodes count as unattended
-GAP_S_MAX = 30.0  # between two observations; a slow answer takes as long
-SILENCE_EVERY_S = 60.0  # between two records of a silence: a restart forgets no more of it
+ATTENDED_S = 5 * LEASE_EVERY_S  # time without a renewal, which may fail a few times, before nodes count as unattended
+GAP_S_MAX = 30.0  # between two observations; a slow response takes that long
+SILENCE_EVERY_S = 60.0  # between two records of a silence; a restart loses at most this much of it
 
 
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
-    """Return whether it is due, even if `last_s` is in the future: a clock set back must not stop lease renewals."""
+    """Return whether a periodic action is due. A `last_s` in the future counts as due: the clock was set back."""
     return not 0.0 <= now_s - last_s < every_s
 
 
 def list_answering(report: GangReport, cluster: Cluster) -> frozenset[str]:
-    """Return the ids of nodes whose agents just answered: stronger evidence than any list."""
+    """Return the IDs of nodes whose agents just responded: stronger evidence than any list."""
     silent = report.unreachable
     nodes = (node for node in cluster.nodes if node.state is not NodeState.TERMINATED)
     return frozenset(node.id for node in nodes if node.rank not in silent)
 
 
 def with_silence(attempt: Attempt, silent_s: float) -> Attempt:
-    """Return the attempt with the silence that its record should show: zero as soon as its nodes answer."""
+    """Return the attempt with the silence to record: zero as soon as its nodes respond."""
     is_recorded = bool(silent_s) and silent_s - attempt.silent_s < SILENCE_EVERY_S
     return attempt if is_recorded else replace(attempt, silent_s=silent_s)
 
 
 class AttemptMonitor:
-    """Observations of one attempt's nodes: misses, silence, and when leases were renewed."""
+    """Observations of one attempt's nodes: misses, silence, and the times of lease renewals."""
 
     def __init__(self, cluster: str, *, silent_s: float = 0.0) -> None:
-        """Create the monitor. `silent_s`: the silence that an earlier process has observed, until a node answers."""
+        """Create the monitor. `silent_s`: seconds of silence observed by an earlier process."""
         self.cluster = cluster
         self._earlier_silent_s = silent_s
         self._stopwatch = Stopwatch(GAP_S_MAX)
@@ -59,12 +59,12 @@ class AttemptMonitor:
         self._advised: set[str] = set()
         self._noticed: set[str] = set()
         self._head_rank = 0
-        self._unreached_since_s: dict[str, float] = {}  # by node id
+        self._unreached_since_s: dict[str, float] = {}  # by node ID
         self.has_succeeded = False
         self.unflushed = ""
 
     def observe(self, report: GangReport) -> None:
-        """Remember a success: it may not be recorded yet when the gang is polled again or is gone."""
+        """Remember a success, which may not be recorded yet when the gang is polled again or is gone."""
         self.has_succeeded = self.has_succeeded or report.status is RunStatus.SUCCEEDED
         self.unflushed = self.unflushed or report.unflushed
 
@@ -77,7 +77,7 @@ class AttemptMonitor:
         return self.is_suspicious(report) or is_due(self._listed_s, LIST_EVERY_S, now_s)
 
     def list_new_advisories(self, report: GangReport, cluster: Cluster) -> list[int]:
-        """Return ranks that the cloud newly recommends leaving, each node once."""
+        """Return the ranks that the cloud newly recommends leaving; each node is returned once."""
         new = [node for node in cluster.nodes if node.rank in report.advised and node.id not in self._advised]
         self._advised.update(node.id for node in new)
         return sorted(node.rank for node in new)
@@ -89,7 +89,7 @@ class AttemptMonitor:
         return sorted(node.rank for node in new)
 
     def record_list(self, now_s: float) -> None:
-        """Note a complete list; the period starts again."""
+        """Record the time of a complete list, which restarts the period."""
         self._listed_s = now_s
 
     def needs_lease(self, now_s: float) -> bool:
@@ -113,9 +113,10 @@ class AttemptMonitor:
         return self._misses >= MISSES_MIN and elapsed_s - self._silent_since_s >= UNREACHABLE_S_MIN
 
     def measure_boot_s(self, node_id: str, now_s: float) -> float:
-        """Return the seconds since this node, listed as running, was first observed not to answer.
+        """Return the seconds since this node, listed as running, was first observed not to respond.
 
-        Uses our own clock: a node's `created_s` is from its cloud's clock, which may differ by more than a boot takes.
+        Uses the local clock: a node's `created_s` is from its cloud's clock, which may differ by more than a boot
+        takes.
         """
         elapsed_s = self._stopwatch.observe(now_s)
         return elapsed_s - self._unreached_since_s.setdefault(node_id, elapsed_s)
@@ -123,8 +124,8 @@ class AttemptMonitor:
     def measure_stall_s(self, report: GangReport, now_s: float) -> float:
         """Return the seconds without a new step, counted from the first poll if the program has reported none.
 
-        Time in which the head is silent does not count because the program may be working. Neither does time for which
-        the program announced that no step is to be expected (`busy_s`: a restore, a compilation).
+        Time during which the head is silent does not count, because the program may be working. Neither does time for
+        which the program announced that no step is expected (`busy_s`: a restore, a compilation).
         """
         step = report.progress.step if report.progress else None
         elapsed_s = self._stopwatch.observe(now_s)
@@ -136,14 +137,14 @@ class AttemptMonitor:
         self._stall_checked_s = elapsed_s
         if report.progress is not None and report.progress != self._line:
             self._line, busy_s = report.progress, report.progress.busy_s
-            # A line without `busy_s` ends the exemption but is not headway itself: only a step is.
+            # A line without `busy_s` ends the exemption, but only a step counts as progress.
             self._busy_until_s = elapsed_s + busy_s if busy_s else min(self._busy_until_s, elapsed_s)
         return max(0.0, elapsed_s - max(self._stepped_s, self._busy_until_s))
 
     def read_signals(
         self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None, head: int = 0
     ) -> HealthSignals:
-        """Combine report, listed nodes and elapsed time to the signals for `classify`."""
+        """Combine the report, the listed nodes and elapsed time into the signals for `classify`."""
         self._head_rank = head
         elapsed_s = self._stopwatch.observe(now_s)
         if report.unreachable:

@@ -1,7 +1,7 @@
 """Replace nodes whose GPUs failed the check before the first step or that slow the gang down, and remember them.
 
-The agent checks (`agent/agent_health.py`) because only a node sees its own GPUs. The memory is one row of the store: a
-cloud may hand out the same machine again, and the check refuses it there by the serial of its GPU.
+The agent runs the check (`agent/agent_health.py`), because only a node can access its own GPUs. Faulty nodes are stored
+in one row of the store: if a cloud provides the same machine again, the check refuses it by the serial of its GPU.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from broker.wording import describe_slow_node
 ROW = "unhealthy_nodes"  # in the store's table `meta`
 REMEMBERED_S = 14 * 86400.0  # clouds repair machines; our choice
 NODES_MAX = 50  # the newest ones
-END_AGAIN_S = 30.0  # until the request to terminate a node that still runs is repeated
-VARIABLE = "BROKER_HEALTH"  # as in the agent, which imports nothing of ours
+END_AGAIN_S = 30.0  # before the request to terminate a node that is still running is repeated
+VARIABLE = "BROKER_HEALTH"  # as in the agent, which does not import broker
 
 
 class UnhealthyNodes:
-    """The memory of nodes that failed a check, shared by all jobs."""
+    """The record of nodes that failed a check, shared by all jobs."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
     def record(self, cluster: Cluster, fault: NodeFault, *, job_id: int, is_slow: bool = False) -> None:
-        """Remember a node and its GPUs, and report it once. `is_slow`: it has no fault, but slows its gang down."""
+        """Remember a node and its GPUs, and report it once. `is_slow`: it is not faulty, but slows its gang down."""
         node = next(node for node in cluster.nodes if node.rank == fault.rank)
         with self._store.transaction():
             known = self._read()
@@ -66,7 +66,7 @@ class UnhealthyNodes:
         return next((str(each["reason"]) for each in self._read() if each["node"] in ids), "")
 
     def list_slow(self, job_id: int) -> Mapping[str, Replacement]:
-        """Return the slow nodes of a job that are replaced or to be replaced, by their ids."""
+        """Return the slow nodes of a job that were replaced or will be, by node ID."""
         return {
             str(each["node"]): Replacement(rank=int(each["rank"]), time_s=float(each["time_s"]))
             for each in self._read()
@@ -74,11 +74,11 @@ class UnhealthyNodes:
         }
 
     def list_refused(self) -> Sequence[str]:
-        """Return the serials of GPUs that are not to be used."""
+        """Return the serials of GPUs that must not be used."""
         return sorted({str(serial) for each in self._read() for serial in each["serials"]})
 
     def _read(self) -> list[Mapping[str, Any]]:
-        """Return the entries that are not too old; a damaged row counts as empty, as it only saves a few checks."""
+        """Return the entries that are not too old; a damaged row counts as empty: it only saves a few checks."""
         try:
             entries = json.loads(self._store.meta.get(ROW) or "[]")
             return [each for each in entries if self._clock.now_s() - float(each["time_s"]) <= REMEMBERED_S]
@@ -93,22 +93,22 @@ class NodeHealth:
         self._store = store
         self._unhealthy = unhealthy
         self._watch = StragglerWatch()
-        self._watched: tuple[str, ...] = ()  # ids of the nodes
+        self._watched: tuple[str, ...] = ()  # IDs of the nodes
         self._provisioner = provisioner
         self._clock = clock
-        self._asked_s: dict[str, float] = {}  # node id -> when its termination was last requested
+        self._asked_s: dict[str, float] = {}  # node ID -> when its termination was last requested
 
     def make_envs(self, job: Job, cluster: Cluster) -> dict[str, str]:
-        """Return the variable by which nodes check their GPUs; nothing on nodes without GPUs."""
+        """Return the variable that makes nodes check their GPUs; empty for nodes without GPUs."""
         count = cluster.placement.offer.accelerator_count
         if not count or not is_wanted(job, cluster):
             return {}
         return {VARIABLE: json.dumps({"gpus": count, "refused": self._unhealthy.list_refused()})}
 
     async def observe(self, job: Job, cluster: Cluster, report: GangReport) -> bool:
-        """Report slow nodes, and terminate those with faults; return whether the run waits for the end of such a node.
+        """Report slow nodes, and terminate nodes with faults; return whether the run waits for the end of such a node.
 
-        Nodes with faults that join a running elastic gang are terminated with others that cannot join (`NodeReplacer`).
+        Faulty nodes that join a running elastic gang are terminated like others that cannot join (`NodeReplacer`).
         """
         self._report_slow(job, cluster, report)
         await self._replace_slow(job, cluster, report)
@@ -123,7 +123,7 @@ class NodeHealth:
         return True
 
     async def _end(self, cluster: Cluster, node: Node) -> None:
-        """Request the end of a node; again after a while if it still runs."""
+        """Request the termination of a node; repeat the request after a while if it is still running."""
         asked_s, now_s = self._asked_s.get(node.id), self._clock.now_s()
         if asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s):
             return
@@ -135,9 +135,9 @@ class NodeHealth:
             pass  # retried
 
     async def _replace_slow(self, job: Job, cluster: Cluster, report: GangReport) -> None:
-        """Terminate a slow node if it pays; the gang then recovers as from any loss of a node.
+        """Terminate a slow node if that pays off; the gang then recovers as from any loss of a node.
 
-        The decision is recorded first, so a controller that was killed in between repeats the request.
+        The decision is recorded first, so after a crash in between, the next controller repeats the request.
         """
         if not report.own_times or not is_wanted(job, cluster) or not self._provisioner.can_replace_node(cluster):
             return
@@ -159,7 +159,7 @@ class NodeHealth:
                 await self._end(cluster, node)
 
     def _measure_rest(self, job: Job, cluster: Cluster, report: GangReport) -> Rest:
-        """Measure what is left of a job, and how long its restart takes: a new node, then the program."""
+        """Measure the remaining work of a job, and the time of a restart: a new node, then the program."""
         assert report.progress is not None
         attempt = job.attempts[-1]
         started_s, resumed_s = attempt.running_s, attempt.resumed_s
@@ -188,9 +188,9 @@ class NodeHealth:
 
 
 def is_wanted(job: Job, cluster: Cluster) -> bool:
-    """Return whether nodes of the job are checked: if not said otherwise, those that are machines of their own.
+    """Return whether nodes of the job are checked; by default, only if they are separate machines.
 
-    Processes of this machine (the local cloud, rehearsals) share its GPUs and its speed, which their offers do not
+    Processes on this machine (the local cloud, rehearsals) share its GPUs and speed, which their offers do not
     describe.
     """
     is_simulated = any(node.handle.startswith("/") for node in cluster.nodes)

@@ -20,12 +20,12 @@ from broker.types import Attempt, Cluster, EventKind, Job, Node, make_event
 
 RETRY_BASE_S = 15.0
 RETRY_S_MAX = 300.0
-END_AGAIN_S = 30.0  # until the request to terminate a node that still runs is repeated
+END_AGAIN_S = 30.0  # before the request to terminate a node that is still running is repeated
 MakeEnvs = Callable[[], dict[str, str]]
 
 
 class NodeReplacer:
-    """Track the participating nodes. After a controller crash it submits to all again, which is harmless."""
+    """Replace nodes and track the participating ones. After a crash, it harmlessly submits to all again."""
 
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock) -> None:
         self._store = store
@@ -37,7 +37,7 @@ class NodeReplacer:
         self._replacing: asyncio.Task[Cluster] | None = None
         self._participants: frozenset[str] = frozenset()
         self._reported: set[str] = set()
-        self._ending_s: dict[str, float] = {}  # node id -> when its termination was last requested: it cannot join
+        self._ending_s: dict[str, float] = {}  # node ID -> last request to terminate it, because it cannot join
         self._refusals = 0  # consecutive
         self._next_try_s = 0.0
 
@@ -54,7 +54,7 @@ class NodeReplacer:
     ) -> Attempt:
         """Take one step: move the head, report a loss, request a node, add one, or terminate one that cannot join.
 
-        Return the attempt as it is recorded now, without waiting: a new node takes minutes.
+        Return the attempt as currently recorded. Never wait: a new node takes minutes.
         """
         if job.task.recovery.nodes_min is None:
             return attempt
@@ -96,7 +96,7 @@ class NodeReplacer:
             )
 
     async def _end_unfit(self, job: Job, cluster: Cluster, report: GangReport) -> None:
-        """Terminate a node whose `setup` failed; once it is gone it is replaced like a lost one."""
+        """Terminate a node whose `setup` failed; once it is gone, it is replaced like a lost one."""
         reasons = dict(report.unfit)
         for node in list_live(cluster):
             asked_s, now_s = self._ending_s.get(node.id), self._clock.now_s()
@@ -120,7 +120,7 @@ class NodeReplacer:
         return wait_s
 
     def stop(self) -> None:
-        """Stop at the attempt's end: a node that is being created goes with the cluster or serves its next attempt."""
+        """Stop at the attempt's end: a node being created is released with the cluster, or used by its next attempt."""
         self._participants = frozenset()
         if self._replacing is not None:
             self._replacing.cancel()
@@ -146,7 +146,7 @@ class NodeReplacer:
     async def _add_nodes(
         self, job: Job, attempt: Attempt, cluster: Cluster, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
     ) -> None:
-        """Submit to all nodes; on those that run already it has no effect."""
+        """Submit to all nodes; this has no effect on nodes that are already running."""
         live = frozenset(node.id for node in list_live(cluster))
         if live <= self._participants:
             return
@@ -155,7 +155,7 @@ class NodeReplacer:
             await self._gang.prepare(cluster, task)
             await self._gang.start(cluster, task, run_id=run_id, envs=make_envs(), lease_s=lease_s, head=attempt.head)
         except CloudError:
-            return  # one does not answer yet, or another was just lost: retried at the next step
+            return  # one does not respond yet, or another was just lost: retried at the next step
         self._participants = live
 
 

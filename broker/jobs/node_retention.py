@@ -13,22 +13,23 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Estimate, Job, NodeState, Placement
 
 LEAVES_AT_ONCE = "eager_next_region"
-RETENTION_S_MAX = 600.0  # as long as one search waits for nodes to boot
+RETENTION_S_MAX = 600.0  # equal to the time that one search waits for nodes to boot
 
 
 @frozen
 class Elsewhere:
-    """The best other place: the gang's price there, and the expected saving for the rest of the job."""
+    """The best alternative place: the gang's price there, and the expected saving for the rest of the job."""
 
     usd_hour: float
     saving_usd: float = 0.0
 
 
 def measure_retention_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
-    """Return how long, in seconds, paying for idle survivors is cheaper than starting new nodes elsewhere.
+    """Return the seconds for which paying for idle survivors is cheaper than starting new nodes elsewhere.
 
-    0 if the lost nodes cannot be replaced, one after another, within that time. `start_s`: until new nodes run.
-    4 nodes at 8 USD/h, one lost, 140 s: a start elsewhere at that price costs 0.31 USD, as three nodes do in 187 s.
+    0 if the lost nodes cannot be replaced, one after another, within that time. `start_s`: seconds until new nodes run.
+    Example: 4 nodes at 8 USD/h, one lost, 140 s: a start elsewhere at that price costs 0.31 USD, as much as three nodes
+    in 187 s.
     The time for `setup` elsewhere is unknown and would justify a longer wait.
     """
     if elsewhere is None:
@@ -49,7 +50,7 @@ class NodeRetention:
         self._clock = clock
 
     def find_until_s(self, job: Job, attempt: Attempt, cluster: Cluster, report: GangReport) -> float | None:
-        """Return until when the remaining nodes are kept; None if they are released."""
+        """Return the time until which the remaining nodes are kept; None if they are released."""
         lost = list_lost_ranks(cluster.nodes)
         others = [node for node in cluster.nodes if node.rank not in lost]
         is_safe = (

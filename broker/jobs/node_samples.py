@@ -1,6 +1,6 @@
-"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job. Files, like the log
-of a job, and not rows of the store: ten thousand nodes write a thousand samples per second, which
-must not wait for the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
+"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job. They are files, like
+the log of a job, not rows of the store: ten thousand nodes write a thousand samples per second, which must not wait for
+the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from broker.types import JobUsage, NodeHistory, NodeSample
 
 log = logging.getLogger(__name__)
 
-CURRENT_S = 60.0  # a node whose newest sample arrived longer ago is not shown as it is now
+CURRENT_S = 60.0  # a node's newest sample counts as current for this time
 RANKS_MAX = 4096
 SHOWN_MAX = 64  # ranks that are read for the usage of a job
 HISTORIES_MAX = 16  # ranks whose samples are shown over time
-POINTS_MAX = 120  # of each
+POINTS_MAX = 120  # per history
 
 
 def get_folder(logs: Path, job_id: int) -> Path:
@@ -40,7 +40,7 @@ class SampleRecorder:
         self._is_failing = False
 
     def record(self, samples: Sequence[tuple[int, NodeSample]]) -> None:
-        """Append the samples of (rank, sample) that are new. A full disk is reported once and loses them."""
+        """Append new samples, given as (rank, sample). If the disk is full, they are lost, which is reported once."""
         for rank in sorted({rank for rank, _ in samples if rank < RANKS_MAX}):
             path = self._folder / f"{rank}.jsonl"
             if rank not in self._newest_s:
@@ -55,7 +55,7 @@ class SampleRecorder:
 
     def _append(self, path: Path, samples: Sequence[NodeSample]) -> None:
         try:
-            for folder in (path.parent.parent, path.parent):  # `parents` would give the first one the umask's mode
+            for folder in (path.parent.parent, path.parent):  # with `parents`, the outer one would get the umask's mode
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             agent_ring.append(path, [encode_sample(sample) for sample in samples])
             self._is_failing = False
@@ -66,7 +66,7 @@ class SampleRecorder:
 
 
 def is_set_back(samples: Sequence[NodeSample], newest_s: float) -> bool:
-    """Return whether the clock that made these samples is behind: another node has the rank, or its clock was set."""
+    """Return whether the clock of these samples is behind: another node has the rank, or its clock was changed."""
     return bool(samples) and samples[-1].time_s < newest_s - CURRENT_S
 
 
@@ -142,7 +142,7 @@ def sum_usage(samples: Sequence[NodeSample]) -> JobUsage | None:
 
 
 def divide(used: float | None, total: float | None) -> float | None:
-    """Return the share in use; None if one of both is unknown."""
+    """Return the share in use; None if either is unknown."""
     return used / total if used is not None and total else None
 
 
@@ -157,7 +157,7 @@ def read_usage(logs: Path, job_id: int, *, now_s: float) -> JobUsage | None:
 
 
 def read_usages(logs: Path, lines: Sequence[JobLine], *, now_s: float) -> Mapping[int, JobUsage]:
-    """Return the current usage of the live jobs among these whose nodes have reported within a minute."""
+    """Return the current usage, by ID, of the live jobs among these whose nodes have reported within a minute."""
     known = list_jobs(logs)
     found = {
         line.id: read_usage(logs, line.id, now_s=now_s)
@@ -168,11 +168,11 @@ def read_usages(logs: Path, lines: Sequence[JobLine], *, now_s: float) -> Mappin
 
 
 def forget_samples(store: Store, logs: Path, *, older_than_s: float) -> None:
-    """Delete the samples of jobs that ended longer ago, as their logs are."""
+    """Delete the samples of jobs that ended before `older_than_s`, as for their logs."""
     live = set(store.jobs.list_unfinished_ids())
     for job_id in list_jobs(logs) - live:
         folder = get_folder(logs, job_id)
-        with suppress(OSError):  # a user may delete one meanwhile
+        with suppress(OSError):  # a user may delete one concurrently
             if all(path.stat().st_mtime < older_than_s for path in folder.iterdir()):
                 for path in folder.iterdir():
                     path.unlink()

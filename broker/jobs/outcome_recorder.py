@@ -30,10 +30,10 @@ from broker.wording import (
     explain_unhealthy,
 )
 
-END_S_MAX = 120.0  # for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's final report
+END_S_MAX = 120.0  # time for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's final report
 START_TRIES_MAX = 3
-FAULTS_MAX = 5  # attempts without a step between them that ended with a node whose GPUs have a fault
-REPEATS_MAX = 3  # at one step: the program is at fault, not the machines
+FAULTS_MAX = 5  # attempts in a row, without a step in between, that ended because of a faulty GPU
+REPEATS_MAX = 3  # at the same step: the program is at fault, not the machines
 
 
 class OutcomeRecorder:
@@ -75,7 +75,7 @@ class OutcomeRecorder:
         kept_until_s: float | None = None,
         kept_count: int | None = None,
     ) -> float:
-        """Record that nodes with broken GPUs are gone; fail the job if that has happened too often at one step."""
+        """Record that nodes with broken GPUs are gone; fail the job if that has happened too often at the same step."""
         outcome = Outcome(kind=OutcomeKind.UNHEALTHY, detail=detail, step=step)
         ends = (old.outcome for old in job.attempts if old.outcome is not None)
         times = 1 + sum(1 for old in ends if (old.kind, old.step) == (outcome.kind, outcome.step))
@@ -84,13 +84,13 @@ class OutcomeRecorder:
         return self._record_loss(attempt, outcome, kept_until_s=kept_until_s, kept_count=kept_count)
 
     def record_takedown(self, attempt: Attempt) -> float:
-        """Record that a user, not the market, took its cluster down."""
+        """Record that a user, not the market, took the attempt's cluster down."""
         return self._record_loss(attempt, Outcome(kind=OutcomeKind.TAKEN_DOWN))
 
     def record_lease_expiry(
         self, attempt: Attempt, allowance: str, *, step: int | None = None, lost_s: float | None = None
     ) -> float:
-        """Record that its nodes shut down because no broker renewed their lease: it is not a preemption."""
+        """Record that the nodes shut down because no broker renewed their lease, which is not a preemption."""
         outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail=allowance, step=step)
         event = make_event(EventKind.LEASE_EXPIRED, allowance=allowance, step=step)
         return self._restart(attempt, outcome, event, lost_s=lost_s)
@@ -100,7 +100,7 @@ class OutcomeRecorder:
         if verdict is Verdict.SUCCEEDED:
             return self.record_success(job, attempt)
         if verdict is Verdict.CANCELLED:
-            if breach := self._limits.find_breach(job):  # we stopped it before a crash: the user did not cancel
+            if breach := self._limits.find_breach(job):  # broker stopped it before a crash: the user did not cancel it
                 return self.record_breach(job, attempt, breach)
             outcome = Outcome(kind=OutcomeKind.CANCELLED)
             return self.end_job(job, attempt, JobStatus.CANCELLED, outcome, explain_cancelled_run())
@@ -108,7 +108,7 @@ class OutcomeRecorder:
             return self.record_broken_gang(job, attempt, run)
         if verdict is Verdict.FAILED_SETUP:
             outcome = Outcome(kind=OutcomeKind.SETUP_FAILED, exit_code=run.returncode)
-            if is_in_place(job, attempt):  # it passed on new nodes, and used ones keep the state of a run
+            if is_in_place(job, attempt):  # it succeeded on new nodes; reused nodes keep the state of an earlier run
                 event = make_event(EventKind.SETUP_RETRIED, exit_code=run.returncode)
                 return self._restart(attempt, outcome, event)
             with self._store.transaction():
@@ -119,7 +119,7 @@ class OutcomeRecorder:
 
     def _record_program_failure(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
         """Record a program that exited with an error; restart it while `is_restart_due` allows."""
-        if run.unflushed:  # the program succeeded: running it again gains nothing
+        if run.unflushed:  # the program succeeded: running it again is useless
             outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
             return self.end_job(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
         recovery, steps = job.task.recovery, self._store.jobs.list_steps(job.id)
@@ -173,7 +173,7 @@ class OutcomeRecorder:
         return self._restart(attempt, Outcome(kind=OutcomeKind.GROUP_MOVED, detail=reason), event)
 
     def _count_repeats(self, job: Job, kind: OutcomeKind, detail: str, run: RunEnd) -> tuple[Outcome, int]:
-        """Return the outcome, and how many attempts ended with it at the same step, this one included."""
+        """Return the outcome, and the number of attempts that ended with it at the same step, including this one."""
         outcome = Outcome(kind=kind, detail=detail, step=run.progress.step if run.progress else 0)
         ends = (old.outcome for old in job.attempts if old.outcome is not None)
         return outcome, 1 + sum(1 for old in ends if (old.kind, old.step) == (kind, outcome.step))
@@ -181,7 +181,7 @@ class OutcomeRecorder:
     def _restart_or_fail(
         self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd, *, times: int, failure: str
     ) -> float:
-        """Restart the attempt, or fail the job if the same happened too often at the same step."""
+        """Restart the attempt, or fail the job if this has happened too often at the same step."""
         with self._store.transaction():
             self._record_last_lines(attempt, run)
             if times >= REPEATS_MAX:
@@ -189,7 +189,7 @@ class OutcomeRecorder:
             return self._restart_in_place(job, attempt, outcome, event, run)
 
     def _restart_in_place(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
-        """Restart on the same nodes if all are healthy, unless the last attempt did so and made no headway."""
+        """Restart on the same nodes if all are healthy, unless the last attempt did so without progress."""
         steps = self._store.jobs.list_steps(job.id)
         reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
         is_sick = is_in_place(job, attempt) and reached == before
@@ -215,7 +215,7 @@ class OutcomeRecorder:
         return self.end_job(job, attempt, JobStatus.FAILED, Outcome(kind=breach.kind), breach.failure)
 
     def end_job(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
-        """Commit attempt and job in one transaction; return 0, so that the teardown follows at once."""
+        """Commit the attempt and the job in one transaction; return 0, so that the teardown follows at once."""
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
             self.finish_job(job, status, outcome.kind, failure)
@@ -224,8 +224,8 @@ class OutcomeRecorder:
     def record_refusal(self, attempt: Attempt, outcome: Outcome) -> float:
         """Record that this attempt will not be started.
 
-        The job's outcome is decided once its nodes are gone: a leader that was stopped in the middle of its start call
-        must find none, because an ended job must not start.
+        The job's outcome is decided once its nodes are gone: a leader that was suspended during its start call must not
+        find any nodes, because an ended job must not start.
         """
         self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return 0.0

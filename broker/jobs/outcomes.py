@@ -19,8 +19,8 @@ from broker.types import Progress, RunStatus
 class RunResult:
     """The result of a run.
 
-    `returncode` is None if no program exited, `failed_rank` if it is unknown which program failed first.
-    `lease_left_s`: the head's, when the run ended. `unflushed`: as in `GangReport`.
+    `returncode` is None if no program exited; `failed_rank` is None if it is unknown which program failed first.
+    `lease_left_s`: the remaining lease of the head when the run ended. `unflushed`: as in `GangReport`.
     """
 
     status: RunStatus
@@ -36,11 +36,11 @@ class Outcomes(Protocol):
     """Results in buckets. Neither method raises: an unreadable bucket counts as empty."""
 
     async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
-        """Return the result that the attempt's head left below `place`, or None."""
+        """Return the result that the attempt's head wrote below `place`; None if there is none."""
         ...
 
     async def read_log(self, place: str, attempt: int) -> bytes | None:
-        """Return the log as `agent_bucket.read_bounded` cut it, or None."""
+        """Return the log, as truncated by `agent_bucket.read_bounded`; None if there is none."""
         ...
 
 
@@ -48,17 +48,17 @@ class BucketOutcomes:
     """Read the outcomes and logs that agents write to the checkpoint bucket."""
 
     async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
-        """Return the result that the head left in the bucket; None if there is none."""
+        """Return the result that the head wrote to the bucket; None if there is none."""
         content = await asyncio.to_thread(_read, place, name_outcome(attempt))
         return None if content is None else parse_outcome(content)
 
     async def read_log(self, place: str, attempt: int) -> bytes | None:
-        """Return the log that the head left in the bucket; None if there is none."""
+        """Return the log that the head wrote to the bucket; None if there is none."""
         return await asyncio.to_thread(_read, place, name_log(attempt))
 
 
 def parse_outcome(content: bytes) -> RunResult | None:
-    """Parse a result; None for content that no agent wrote because a program can write to its job's folder."""
+    """Parse a result; None for content that no agent wrote, because a program can also write to its job's folder."""
     try:
         fields: Mapping[str, Any] = json.loads(content)
         status = RunStatus(fields["status"])

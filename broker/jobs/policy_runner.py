@@ -1,4 +1,4 @@
-"""Run the spot policy of a job, at its start and while it runs, and carry out the decisions."""
+"""Run the spot policy of a job, at its start and while it runs, and carry out its decisions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from broker.types import Attempt, Cluster, Job, JobStatus, Outcome, OutcomeKind,
 
 POLICY = "adaptive"
 LOOK_S_MIN, LOOK_S_MAX = 30.0, 300.0
-SAVE_S_MAX = 60.0  # for a program to save its state before it is moved
+SAVE_S_MAX = 60.0  # time for a program to save its state before it is moved
 
 
 class Pause(Exception):
@@ -62,7 +62,7 @@ class PolicyRunner:
         self._clock = clock
         self._teardown = teardown
         self._successor = successor
-        self._ahead: Move | None = None  # the move whose machines are coming up
+        self._ahead: Move | None = None  # the move whose machines are being started
         self._target: Candidate | None = None
         self._availability: Mapping[PlaceKey, Availability] = {}
         self._recorded = ""
@@ -70,7 +70,7 @@ class PolicyRunner:
         self._saved_step: int | None = None
 
     def plan(self, job: Job) -> Plan | None:
-        """Return where to start; None if the job follows no deadline. Raises Pause, NoOfferError."""
+        """Plan where to start; None if the job does not follow a deadline. Raises Pause, NoOfferError."""
         if not follows_deadline(job.task):
             return None
         plan, situation = self._observe(job, None)
@@ -86,14 +86,14 @@ class PolicyRunner:
             raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
         refusals = self._store.refusals.list_active(self._clock.now_s())
         is_refused = any(refusal.covers(target.placement) for refusal in refusals)
-        return arrange(plan, target, is_alone=is_refused)  # a refused location is retried only if it is the only one
+        return arrange(plan, target, is_alone=is_refused)  # a refused location is only retried on its own
 
     async def settle(self, job: Job) -> None:
         """Keep the machines that were requested for the next attempt, unless a start on spot is no longer safe."""
         begun = self._successor.find_placement(job) if follows_deadline(job.task) else None
         if begun is None:
             return
-        if job.displaced_by is not None:  # it waits for a slot first
+        if job.displaced_by is not None:  # the job waits for a slot first
             await self._successor.release(job)
             return
         try:
@@ -104,7 +104,7 @@ class PolicyRunner:
             await self._successor.release(job)
 
     async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
-        """Ask the policy again; return whether the attempt was ended in order to move."""
+        """Run the policy again; return whether the attempt was ended in order to move."""
         if not follows_deadline(job.task):
             return False
         now_s = self._clock.now_s()
@@ -138,7 +138,7 @@ class PolicyRunner:
         if begun := self._successor.find_placement(job):
             return self._follow_successor(job, plan, situation, begun, is_ready=is_ready)
         if move is None:
-            if not isinstance(decision, Wait):  # running machines are not traded for none
+            if not isinstance(decision, Wait):  # running machines are not given up for none
                 self._record_decision(job, situation, decision)
             return None
         if not self._successor.can_overlap(job):
@@ -151,10 +151,10 @@ class PolicyRunner:
     def _follow_successor(
         self, job: Job, plan: Plan, situation: Situation, begun: Placement, *, is_ready: bool
     ) -> Move | None:
-        """Return the move to machines that are up, if a start there is still safe; else let them come up or go."""
+        """Return the move to machines that are up, if a start there is still safe; else wait for or release them."""
         target = find_candidate(situation.candidates, begun) or Candidate(placement=begun)
         if not is_ready:
-            self._successor.begin(job, arrange(plan, target, is_alone=True))  # no effect but after a restart
+            self._successor.begin(job, arrange(plan, target, is_alone=True))  # only has an effect after a restart
             return None
         if not is_safe_at(situation, begun, is_up=True):
             self._successor.begin_release(job)
@@ -162,7 +162,7 @@ class PolicyRunner:
         return replace(self._ahead or Move(target=target, reason="its machines are up"), target=target)
 
     def advise(self, task: Task, attempt: Attempt) -> Mapping[str, str]:
-        """Return variables for the program: the expected preemptions where it runs, and the checkpoint interval."""
+        """Return variables for the program: the expected preemptions per hour, and the checkpoint interval."""
         now_s = self._clock.now_s()
         age_s_max = min(SHARED_S_MAX, now_s - attempt.started_s)  # includes the preemption before this attempt
         hazard = estimate_start_hazard(
@@ -215,7 +215,7 @@ class PolicyRunner:
     async def _move(self, job: Job, attempt: Attempt, cluster: Cluster, decision: Move) -> None:
         """Make the program save on SIGTERM, as before a preemption; its machines are released afterwards.
 
-        The outcome is recorded first: a run that ended without one would count as cancelled by its user.
+        The outcome is recorded first: a run that ended without one would count as cancelled by the user.
         """
         with self._store.transaction():
             outcome = Outcome(kind=OutcomeKind.MOVED, detail=decision.reason)

@@ -28,7 +28,7 @@ def record_progress(store: Store, clock: Clock, job: Job, attempt: Attempt, prog
 
 
 def record_silence(store: Store, attempt: Attempt, silent_s: float) -> Attempt:
-    """Record for how many seconds nodes have been silent; a restarted controller continues from there."""
+    """Record the seconds for which nodes have been silent; a restarted controller continues from there."""
     recorded = with_silence(attempt, silent_s)
     if recorded != attempt:
         with store.transaction(is_durable=not silent_s):  # an outdated record may end a gang too soon

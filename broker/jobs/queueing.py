@@ -1,12 +1,12 @@
 """Decide which waiting jobs may start under a limit on live jobs. Pure: the live jobs in, an order out.
 
-Jobs start by priority. Within a priority, the next job is always one of the project with the least GPU-hours: those of
-its jobs in the last week, and one hour of each job that precedes in the order; within a project, in the order of
-submission. Example, with one GPU per job:
+Jobs start by priority. Within a priority, the next job is always from the project with the fewest GPU-hours: those of
+its jobs in the last week, plus one hour for each of its jobs earlier in the order. Within a project, the order is that
+of submission. Example, with one GPU per job:
 
     project   used   waiting          order
-    vision    0.0    1, 2, 3          1, 2, 4, 3, 5: after jobs 1 and 2, vision has 2 hours, as much as speech has; the
-    speech    1.5    4, 5             next is job 4, as 1.5 < 2, and so on
+    vision    0.0    1, 2, 3          1, 2, 4, 3, 5: after jobs 1 and 2, vision has 2 hours, so
+    speech    1.5    4, 5             the next is job 4, because 1.5 < 2, and so on
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from broker.frozen import frozen
 
-HOURS_AHEAD = 1.0  # of each job in the order, as its duration is not known
-GPUS_MIN = 0.125  # of a job without accelerators, so that it counts at all
+HOURS_AHEAD = 1.0  # assumed for each job in the order, because its duration is unknown
+GPUS_MIN = 0.125  # for a job without accelerators, so that it counts at all
 
 
 @frozen
@@ -33,7 +33,7 @@ class Waiting:
 
 
 def order_queue(waiting: Sequence[Waiting], used_gpu_hours: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the ids of the waiting jobs in the order in which they start."""
+    """Return the IDs of the waiting jobs in the order in which they start."""
     order: list[int] = []
     hours = dict(used_gpu_hours)
     for priority in sorted({each.priority for each in waiting}, reverse=True):
@@ -57,10 +57,10 @@ def order_queue(waiting: Sequence[Waiting], used_gpu_hours: Mapping[str, float])
 def list_startable(
     ordered: Mapping[str, str], held: Mapping[str, str], *, total: int | None, by_project: Mapping[str, int]
 ) -> frozenset[str]:
-    """Return those of the waiting units that may start: each takes a slot, and one of its project if that has a limit.
+    """Return the waiting units that may start: each takes a slot, and one of its project if that has a limit.
 
     Both mappings are from a unit to its project; `ordered` is in the order of the queue. A unit whose project is full
-    does not block those behind it.
+    does not block the units behind it.
     """
     free = len(ordered) if total is None else total - len(held)
     used = Counter(held.values())

@@ -40,9 +40,9 @@ def _count_differences(a: Placement, b: Placement) -> int:
 
 
 def cut_to_rest(job: Job, *, now_s: float, spent_usd: float, restart_s: float | None = None) -> Task:
-    """Return the task with the rest of its goal: work by the share of saved steps, time, and money.
+    """Return the task with the rest of its goal: work (by the share of saved steps), time and budget.
 
-    `restart_s` are the seconds of a start as measured, if they replace those of the task.
+    `restart_s`: measured seconds of a start, if they replace those of the task.
     """
     job = job if restart_s is None else replace(job, task=expect_starts_of(job.task, restart_s))
     goal = job.task.goal
@@ -51,7 +51,7 @@ def cut_to_rest(job: Job, *, now_s: float, spent_usd: float, restart_s: float | 
     saved = job.progress.checkpoint_step if job.progress else None
     total = job.progress.total if job.progress else None
     share = min(1.0, saved / total) if saved and total else 0.0
-    # A plan's time starts when the gang runs; after an attempt, recovery precedes that.
+    # A plan's time begins when the gang runs; after an attempt, a recovery precedes that.
     recovery_s = job.task.checkpoint.restart_s if job.attempts else 0.0
     hours = (now_s - job.submitted_s + recovery_s) / 3600
     rest = replace(
@@ -70,5 +70,5 @@ def expect_starts_of(task: Task, start_s: float) -> Task:
 
 
 def drop_limits(task: Task) -> Task:
-    """Drop the deadline, so that a late job can still finish. The budget stays."""
+    """Drop the deadline, so that a late job can still finish. The budget is kept."""
     return replace(task, goal=replace(task.goal, deadline_hours=None)) if task.goal else task

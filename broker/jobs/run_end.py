@@ -15,9 +15,9 @@ from broker.types import Attempt, Progress
 class RunEnd:
     """The end of a run.
 
-    `failed_rank`: the rank whose program failed first; the last lines are from it. `is_whole`: every node runs and
-    answers, so the next attempt may use them. `unflushed`: the program succeeded, and this is why files that it wrote
-    did not arrive.
+    `failed_rank`: the rank whose program failed first, which printed the last lines. `is_whole`: every node is running
+    and responds, so the next attempt may reuse them. `unflushed`: the program succeeded, and this is the reason why
+    files that it wrote were not uploaded.
     """
 
     returncode: int | None = None
@@ -38,7 +38,7 @@ class ReportsEnd(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why the run ended, if the node knows more than the status; otherwise empty."""
+        """The reason for the run's end, if the node knows more than the status shows; otherwise empty."""
 
     @property
     def failed_rank(self) -> int | None:
@@ -46,13 +46,13 @@ class ReportsEnd(Protocol):
 
     @property
     def unflushed(self) -> str:
-        """Files that did not reach their mounted bucket, described; empty if all did."""
+        """Description of files that did not reach their mounted bucket; empty if all did."""
 
 
 def read_run_end(
     store: Store, logs: Path, *, attempt: Attempt, report: ReportsEnd, progress: Progress | None, is_whole: bool = False
 ) -> RunEnd:
-    """Add the last lines of the log, which the caller copies first."""
+    """Return the end of a run with the last lines of the log, which the caller must copy first."""
     lines = read_last_lines(store, logs, attempt=attempt, rank=report.failed_rank)
     return RunEnd(
         returncode=report.returncode,

@@ -1,9 +1,9 @@
 """Start the jobs of schedules when they are due, each due time exactly once.
 
-Any number of controllers may call `step`. One transaction compares the schedule with what the decision was made from,
-inserts the job under a request id of its own, records the due time and moves the schedule to the next one. A process
-that is killed before the commit has done nothing; after it, nothing is left to do. Due times are compared with the
-store's clock, which all controllers share.
+Any number of controllers may call `step`. One transaction compares the schedule with the basis of the decision,
+inserts the job under its own request ID, records the due time and advances the schedule to the next one. A process that
+is killed before the commit has done nothing; after the commit, nothing remains to be done. Due times are compared with
+the store's clock, which all controllers share.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from broker.types import DueOutcome, DueTime, EventKind, Job, JobSchedule, Plan,
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-SCHEDULE_REQUEST = "schedule/"  # begins the request ids of its jobs: schedule/NAME/UID of the schedule/DUE TIME
+SCHEDULE_REQUEST = "schedule/"  # begins the request IDs of its jobs: schedule/NAME/UID of the schedule/DUE TIME
 
 
 class LaunchesRuns(Protocol):
     """Plans and submits the job of a due time, as a launch by the owner of the schedule would."""
 
     def plan(self, schedule: JobSchedule, task: Task) -> Plan:
-        """Plan and check the task. Raises BrokerError to refuse the run, StateError to try again later."""
+        """Plan and check the task. Raises BrokerError to refuse the run, or StateError to retry later."""
         ...
 
     def submit(self, schedule: JobSchedule, task: Task, plan: Plan, *, request_id: str) -> Job:
@@ -49,9 +49,9 @@ class Scheduler:
         self._retry_s: dict[str, float] = {}
 
     def step(self) -> float:
-        """Do what is due; return seconds until the next step. Raises FencedError, StateError.
+        """Process due schedules; return seconds until the next step. Raises FencedError, StateError.
 
-        A schedule that fails delays itself only.
+        A schedule that fails delays only itself.
         """
         now_s = self._store.read_time_s()
         for name in self._store.schedules.list_due(now_s):
@@ -84,7 +84,7 @@ class Scheduler:
             return
         plan, refusal = None, None
         task = self._store.schedules.get_task(schedule)
-        if step.start_s is not None:  # planning takes a while: it is done before the transaction
+        if step.start_s is not None:  # planning takes a while, so it precedes the transaction
             try:
                 plan = self._launches.plan(schedule, task)
             except StateError:
@@ -93,8 +93,8 @@ class Scheduler:
                 refusal = error
         with self._store.transaction():
             if self._store.schedules.get(name) != schedule or self._decide(schedule, now_s)[1] != facts:
-                return  # another controller or a user was faster: the next step looks again
-            # A due time has a record already if the clock was far ahead when it was started, and was set back since.
+                return  # another controller or a user was faster: the next step checks again
+            # A due time already has a record if the clock was far ahead when it was started, and was set back since.
             for each in step.records:
                 if not self._store.schedules.has_outcome(schedule, each.due_s):
                     self._store.schedules.record(schedule, each)
@@ -104,7 +104,7 @@ class Scheduler:
             self._store.schedules.set_next(schedule, step.next_s)
 
     def _decide(self, schedule: JobSchedule, now_s: float) -> tuple[DueStep, Mapping[str, object]]:
-        """Return the decision, and what was read for it."""
+        """Return the decision and the facts behind it."""
         waiting = self._store.schedules.find_waiting(schedule)
         waiting_s = None if waiting is None else waiting.due_s
         is_busy = self._store.schedules.has_live_job(schedule)
@@ -114,7 +114,7 @@ class Scheduler:
     def _start(
         self, schedule: JobSchedule, task: Task, due_s: float, plan: Plan | None, refusal: BrokerError | None
     ) -> DueTime:
-        """Submit the job of a due time within the caller's transaction; return what became of the due time."""
+        """Submit the job of a due time within the caller's transaction; return the outcome of the due time."""
         if refusal is None:
             assert plan is not None
             try:
@@ -134,5 +134,5 @@ class Scheduler:
 
 
 def name_request(schedule: JobSchedule, due_s: float) -> str:
-    """Return the request id of the job of a due time."""
+    """Return the request ID of the job of a due time."""
     return f"{SCHEDULE_REQUEST}{schedule.name}/{schedule.uid}/{int(due_s)}"

@@ -1,4 +1,4 @@
-"""What happens to the due times of a schedule: decided here, from values; `scheduler.py` carries it out.
+"""Decide what happens to the due times of a schedule. Pure; `scheduler.py` carries out the decision.
 
 Example, `overlap: skip`, daily at 02:00, and no controller from Monday to Thursday noon:
 
@@ -31,10 +31,10 @@ class DueStep:
 
 
 def decide_step(schedule: JobSchedule, *, waiting_s: float | None, is_busy: bool, now_s: float) -> DueStep:
-    """Decide what to record and to start now. `waiting_s` is the due time that waits for the previous job.
+    """Decide what to record and start now. `waiting_s` is the due time that waits for the previous job.
 
-    A job starts for one due time at most: for the one that waits, else for the newest. Raises UsageError for a time
-    zone that this machine does not know.
+    A job starts for at most one due time: the waiting one, else the newest. Raises UsageError for a time zone that is
+    unknown on this machine.
     """
     due = None if schedule.next_s is None else find_due(schedule.spec, schedule.next_s, now_s)
     if due is None:
@@ -60,7 +60,7 @@ def decide_step(schedule: JobSchedule, *, waiting_s: float | None, is_busy: bool
 
 
 def _hold_back(schedule: JobSchedule, due_s: float, *, has_waiting: bool) -> DueTime:
-    """Return what becomes of a due time whose job cannot start yet: it waits, or is skipped."""
+    """Return the outcome of a due time whose job cannot start yet: it waits, or is skipped."""
     if schedule.spec.overlap is Overlap.QUEUE and not has_waiting:
         return DueTime(due_s=due_s, outcome=DueOutcome.WAITING)
     return DueTime(due_s=due_s, outcome=DueOutcome.SKIPPED, detail=FULL if has_waiting else BUSY)

@@ -1,8 +1,9 @@
 """Compare the forecasts made at submission with the jobs that have ended since. Pure.
 
 An interval is widened only on evidence: at least `JOBS_MIN` jobs, of which so few lie within the 80 % interval that
-chance explains it in one case out of ten at most. The factor is then the one with which it would have held its share
-(split conformal prediction, J. Lei and others, "Distribution-Free Predictive Inference for Regression", 2018).
+the probability of this by chance is at most 10 %. The factor is the one with which the interval would have contained
+its share (split conformal prediction, J. Lei and others, "Distribution-Free Predictive Inference for Regression",
+2018).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from broker.types.forecasts import QUANTILES, ForecastRecord
 
 JOBS_MIN = 10
 LEVELS = (0.5, 0.8, 0.9)
-LEVEL = 0.8  # of p10 to p90, which are shown
+LEVEL = 0.8  # of p10 to p90, the displayed interval
 CHANCE_MAX = 0.1
 FACTOR_MAX = 4.0
-WIDTH_MIN = 0.01  # of the median: a narrower half of an interval counts as this wide
+WIDTH_MIN = 0.01  # share of the median: a narrower half of an interval counts as this wide
 MEDIAN = QUANTILES.index(0.5)
 
 Metric = tuple[Sequence[float], float]  # quantiles, and the actual value
@@ -36,7 +37,7 @@ class JudgedForecast:
 
     @property
     def is_in_time(self) -> bool | None:
-        """Return whether the job met its deadline; None without one."""
+        """Whether the job met its deadline; None without one."""
         limit = self.forecast.deadline_hours
         return None if limit is None else self.hours <= limit
 
@@ -45,8 +46,8 @@ class JudgedForecast:
 class ForecastScore:
     """The calibration over `jobs` ended jobs. Coverage is by `LEVELS`; figures are None without jobs.
 
-    `bias` is forecast mean over actual mean, minus 1. `brier` is that of the chance of the deadline, over
-    `deadline_jobs`. `interval_factor` widens the intervals of later plans.
+    `bias` is forecast mean over actual mean, minus 1. `brier` is the Brier score of the chance of meeting the deadline,
+    over `deadline_jobs`. `interval_factor` widens the intervals of later plans.
     """
 
     jobs: int
@@ -83,10 +84,10 @@ def score_forecasts(judged: Sequence[JudgedForecast]) -> ForecastScore:
 
 
 def find_interval_factor(metrics: Sequence[Metric]) -> float:
-    """Return the factor on the 80 % interval that evidence of overconfidence demands; 1 without such evidence.
+    """Return the factor for the 80 % interval that corrects overconfidence; 1 without evidence of overconfidence.
 
-    Of 10 jobs, 5 within the interval are too few (a chance of 3 %), 6 are not (12 %): with 5, the factor is the
-    9th smallest of the 10 distances to the median, in widths of the interval's half.
+    Of 10 jobs, 5 within the interval are too few (probability 3 %), 6 are not (12 %). With 5, the factor is the
+    9th smallest of the 10 distances to the median, in units of the interval's half-width.
     """
     count = len(metrics)
     if count < JOBS_MIN:
@@ -112,12 +113,12 @@ def _measure_bias(
 
 
 def _measure_distance(quantiles: Sequence[float], actual: float) -> float:
-    """Return the distance to the median, in widths of that half of the 80 % interval."""
+    """Return the distance to the median, in units of that half of the 80 % interval."""
     middle = quantiles[MEDIAN]
     end = quantiles[QUANTILES.index(0.9 if actual > middle else 0.1)]
     return abs(actual - middle) / max(abs(end - middle), WIDTH_MIN * abs(middle), 1e-9)
 
 
 def _chance_at_most(inside: int, count: int) -> float:
-    """Return the chance that at most `inside` of `count` jobs lie within an interval that is right."""
+    """Return the probability that at most `inside` of `count` jobs lie within a correct interval."""
     return sum(math.comb(count, k) * LEVEL**k * (1 - LEVEL) ** (count - k) for k in range(inside + 1))

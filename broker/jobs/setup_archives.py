@@ -1,7 +1,7 @@
 """The setup archives of this installation: where they may be, and which have expired.
 
-Nodes write and read them (`agent/agent_setup_steps.py`). Each archive is a folder of objects; the newest of them, its
-manifest or the note of its last use, says how old it is. An interrupted upload expires in the same way.
+Nodes write and read them (`agent/agent_setup_steps.py`). Each archive is a folder of objects; the newest of them (its
+manifest, or the note of its last use) determines its age. An interrupted upload expires in the same way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from broker.storage import open_bucket
 from broker.storage.base import Bucket, StoredKey
 
 ROW = "setup_places"  # in the store's table `meta`
-KEPT_DAYS = 14.0  # after its last use; our choice: a job that is paused for a week still finds it
+KEPT_DAYS = 14.0  # after the last use; our choice: a job that is paused for a week still finds it
 MANIFEST = "manifest"  # as in `agent_setup_steps.py`
 
 
 @frozen
 class SetupArchive:
-    """An archive, or what an interrupted upload left of one. `used_s`: when it was last written or read."""
+    """An archive, or the remains of an interrupted upload. `used_s`: time when it was last written or read."""
 
     place: str
     name: str
@@ -33,14 +33,14 @@ class SetupArchive:
 
 
 def record_place(store: Store, place: str) -> None:
-    """Remember a bucket URL or folder, before a node may write there: its archives outlive the records of jobs."""
+    """Remember a bucket URL or folder before a node may write there: its archives outlive the records of jobs."""
     known = list_places(store)
     if place not in known:
         store.meta.put(ROW, json.dumps([*known, place]))
 
 
 def list_places(store: Store) -> Sequence[str]:
-    """Return every place where there may be archives; a damaged row counts as empty, and is replaced."""
+    """Return every place that may contain archives; a damaged row counts as empty, and is replaced."""
     try:
         return [str(each) for each in json.loads(store.meta.get(ROW) or "[]")]
     except (ValueError, TypeError):
@@ -66,7 +66,7 @@ def list_archives(place: str) -> Sequence[SetupArchive]:
 
 
 def choose_expired(archives: Iterable[SetupArchive], *, now_s: float) -> Sequence[SetupArchive]:
-    """Return the archives that nothing has used for KEPT_DAYS."""
+    """Return the archives that have not been used for KEPT_DAYS."""
     return [each for each in archives if now_s - each.used_s > KEPT_DAYS * 86400]
 
 

@@ -1,7 +1,7 @@
-"""Let the nodes of a job keep what `setup` did for its later starts, where that pays, and report what became of it.
+"""Let the nodes of a job archive the results of `setup` for later starts, if that pays off, and report the outcome.
 
 The agent does the work (`agent/agent_setup_steps.py`), because only a node knows how long `setup` took and how much it
-wrote. It gets the terms of the decision from here: the starts that the market model still expects, and prices.
+wrote. This module supplies the terms of the decision: the starts that the market model still expects, and prices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from broker.types import (
     make_event,
 )
 
-VARIABLE = "BROKER_SETUP_CACHE"  # as in the agent, which imports nothing of ours
-NAME = "setups"  # the folder beside those of the jobs' checkpoints
+VARIABLE = "BROKER_SETUP_CACHE"  # as in the agent, which does not import broker
+NAME = "setups"  # the folder next to those of the jobs' checkpoints
 EVENTS = {"used": EventKind.SETUP_RESTORED, "kept": EventKind.SETUP_KEPT, "not_kept": EventKind.SETUP_NOT_KEPT}
 
 
@@ -56,10 +56,10 @@ class SetupCache:
         self._planner = planner
         self._clock = clock
         self._config = config
-        self._reported: dict[int, set[str]] = {}  # attempt -> results that are among the job's events
+        self._reported: dict[int, set[str]] = {}  # attempt -> results that were added to the job's events
 
     def make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
-        """Return the variable by which nodes use and keep an archive; nothing for a task without `cache_setup`."""
+        """Return the variable that makes nodes use and keep an archive; empty for a task without `cache_setup`."""
         task = job.task
         if not task.recovery.caches_setup or not task.setup:
             return {}
@@ -83,7 +83,7 @@ class SetupCache:
         return {VARIABLE: json.dumps(order)}
 
     def report(self, job: Job, attempt: Attempt, report: GangReport) -> None:
-        """Record each new result of this attempt once, that of all nodes together."""
+        """Record each new result of this attempt once, combined over all nodes."""
         found = {each.result for each in report.setups}
         if not found:
             return
@@ -98,7 +98,7 @@ class SetupCache:
             self._store.events.add(describe_results(attempt, report.setups, result), job_id=job.id)
 
     def _forecast_preemptions(self, job: Job) -> float | None:
-        """Return the preemptions that are expected in the rest of the job; None without work to forecast."""
+        """Return the expected preemptions in the rest of the job; None without a known amount of work."""
         if job.task.goal is None or job.task.goal.work_hours is None:
             return None
         now_s = self._clock.now_s()
@@ -113,10 +113,10 @@ class SetupCache:
 
 
 def expect_starts(job: Job, attempt: Attempt, preemptions: float | None) -> float:
-    """Return how many more starts are expected after this one: one for each preemption.
+    """Return the expected number of starts after this one: one for each preemption.
 
     Without a forecast, a job on spot is expected to be preempted as often again as it has been, at least once: spot
-    that has lasted for a while is likely to last as long again, and one that was lost often will be.
+    that has lasted for a while is likely to last as long again, and spot that was lost often will be lost often again.
     """
     if preemptions is not None:
         return preemptions
@@ -134,7 +134,7 @@ def price_gib(placement: Placement, place: str) -> GibPrice:
 
 
 def describe_results(attempt: Attempt, setups: Sequence[SetupResult], result: str) -> Event:
-    """Return the event of one kind of result: the slowest node's times, and what its start would have cost more."""
+    """Return the event of one kind of result: the slowest node's times, and the additional cost of its start."""
     nodes = [each for each in setups if each.result == result]
     slowest, number = max(nodes, key=lambda each: each.took_s), attempt.number
     if EVENTS[result] is EventKind.SETUP_NOT_KEPT:
@@ -154,5 +154,5 @@ def describe_results(attempt: Attempt, setups: Sequence[SetupResult], result: st
 
 
 def _has_failed(attempt: Attempt) -> bool:
-    """Return whether its program failed by itself: what `setup` left may be the reason, so it runs again."""
+    """Return whether the program failed by itself: the results of `setup` may be the reason, so it must run again."""
     return attempt.outcome is not None and attempt.outcome.kind is OutcomeKind.PROGRAM_FAILED

@@ -1,8 +1,8 @@
-"""How long a start takes whose `setup` is restored from an archive, by own starts: of the job, or of an earlier one.
+"""Estimate the duration of a start that restores `setup` from an archive, from starts of the job or earlier ones.
 
 `checkpoint: {restart: ...}` and the job's first start include `setup`. A start that finds an archive is expected to
-take as long as earlier ones did. Before the first of them: as long as the start that kept the archive, less its
-`setup`, plus the time to read it. Example: a start of 700 s, of which `setup` took 600 s, and 5 GiB: 100 s + 54 s.
+take as long as earlier such starts. Before the first one: as long as the start that kept the archive, less its `setup`,
+plus the time to read the archive. Example: a start of 700 s, of which `setup` took 600 s, and 5 GiB: 100 s + 54 s.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from broker.state.store import Store
 from broker.types import Attempt, EventKind, Job, OutcomeKind, Placement, Task
 
 KINDS = (EventKind.SETUP_KEPT, EventKind.SETUP_RESTORED)
-STARTS_SEEN = 3  # the longest of as many counts, as for starts that run `setup`
-READ_BYTES_S = 100e6  # of an archive, as the agent assumes before it keeps one (decision 331)
-JOBS_MAX = 20  # earlier jobs that are read, the newest first
+STARTS_SEEN = 3  # the longest of this many counts, as for starts that run `setup`
+READ_BYTES_S = 100e6  # for an archive, as the agent assumes before it keeps one (decision 331)
+JOBS_MAX = 20  # number of earlier jobs that are read, the newest first
 
-# A cloud and a kind of machine: what the key of an archive covers of a node, as far as a placement tells.
+# A cloud and a kind of machine: the part of an archive's key that a placement determines.
 System = tuple[str, Kind]
 
 
 @frozen
 class RestoredStart:
-    """Seconds of a start with an archive, from the request to the first new step, and the machines it is for."""
+    """Seconds of a start with an archive, from the request to the first new step, and its applicable machines."""
 
     start_s: float
     systems: frozenset[System]
@@ -43,7 +43,7 @@ def find_system(placement: Placement) -> System:
 
 
 def expect_restored_start(job: Job, events: Sequence[EventRow]) -> RestoredStart | None:
-    """Return the start to expect from the job's archive; None without one, or if its next start runs `setup`. Pure.
+    """Return the expected start from the job's archive; None without one, or if its next start runs `setup`. Pure.
 
     `events` are those of `KINDS` of this job, oldest first. A later start of the same machines that ran `setup` again
     shows that the archive is not used, and a failure of the program makes `setup` run.
@@ -74,20 +74,21 @@ def expect_restored_start(job: Job, events: Sequence[EventRow]) -> RestoredStart
 
 
 def measure_starts(attempts: Sequence[Attempt]) -> dict[int, float]:
-    """Return the seconds of each start on new machines, up to the first new step, by the number of its attempt."""
+    """Return the seconds of each start on new machines, up to the first new step, by attempt number."""
     found, clusters = dict[int, float](), set[str]()
     for each in attempts:
-        if each.resumed_s is not None and each.cluster not in clusters:  # else it began on machines that were set up
+        if each.resumed_s is not None and each.cluster not in clusters:  # otherwise its machines were already set up
             found[each.number] = max(each.resumed_s - each.started_s, 0.0)
         clusters.add(each.cluster)
     return found
 
 
 def find_restored_start(store: Store, task: Task, *, now_s: float, job: Job | None = None) -> RestoredStart | None:
-    """Return the start to expect from an archive of this task, by the job's own starts, else by those of earlier jobs.
+    """Return the expected start from an archive of this task, from the job's own starts, else from those of earlier
+    jobs.
 
     None without `cache_setup`. An earlier job counts while its archive is kept, if it had the same `setup`, variables
-    and number of nodes; whether its files were the same is known on the nodes only.
+    and number of nodes; only the nodes know whether its files were the same.
     """
     if not task.recovery.caches_setup or not task.setup:
         return None
@@ -108,7 +109,7 @@ def find_restored_start(store: Store, task: Task, *, now_s: float, job: Job | No
 
 
 def _is_alike(one: Task, other: Task) -> bool:
-    """Return whether two tasks may share an archive, as far as their text tells."""
+    """Return whether two tasks may share an archive, judged by their text."""
 
     def read(task: Task) -> tuple[object, ...]:
         return task.setup, dict(task.envs), task.num_nodes, task.recovery.caches_setup, task.checkpoint.to

@@ -1,4 +1,4 @@
-"""The limits on live jobs, as `config.toml` states them."""
+"""The limits on live jobs, as set in `config.toml`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PREEMPT_AFTER = "5m"
 
 @frozen
 class SlotLimits:
-    """How many jobs may be live at a time, in total and of each named project; None is unlimited."""
+    """Maximum number of live jobs, in total and for each named project; None is unlimited."""
 
     total: int | None = None
     by_project: Mapping[str, int] = field(default_factory=dict)
-    preempt_after_s: float | None = None  # wait until a job takes the slot of a lower one; None: it never does
+    preempt_after_s: float | None = None  # wait before a job takes the slot of a lower-priority one; None: never
 
     @property
     def is_set(self) -> bool:
@@ -27,12 +27,12 @@ class SlotLimits:
         return self.total is not None or bool(self.by_project)
 
     def find(self, project: str) -> int | None:
-        """Return the limit that a job of the project waits for: its project's own, else the total."""
+        """Return the limit that applies to a job of the project: the project's own, else the total."""
         return self.by_project.get(project, self.total)
 
 
 def read_slot_limits(config: Config) -> SlotLimits:
-    """Read the settings of the queue. Raises UsageError that names an invalid setting."""
+    """Read the settings of the queue. Raises UsageError, which names the invalid setting."""
     settings = find_queue_settings(config)
     total = settings.get("max_live_jobs")
     by_project = settings.get("max_live_jobs_by_project", {})

@@ -1,8 +1,8 @@
 """The queue of jobs under `max_live_jobs` and the limits of projects: read from the store, decided by `queueing.py`.
 
-A slot is a status: a job that is neither PENDING nor ended has one. It is taken in a transaction that counts them, so
-that any number of controllers keeps the limit; a job returns its slot when it ends, or when clouds refuse its first
-machines and it is PENDING again. A job group has one slot. Replicas of services need none and take none.
+A slot is a status: a job that is neither PENDING nor ended has one. A slot is taken in a transaction that counts them,
+so that any number of controllers respects the limit; a job returns its slot when it ends, or when clouds refuse its
+first machines and it becomes PENDING again. A job group has one slot. Replicas of services neither need nor take slots.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from broker.state.queue import LiveJob
 from broker.state.store import Store
 from broker.types import EventKind, Job, JobStatus, JobWait, WaitReason, make_event
 
-LOOK_S = 2.0  # until the first job in the queue asks again; later ones wait longer
+LOOK_S = 2.0  # until the first job in the queue checks again; later ones wait longer
 LOOK_S_MAX = 10.0
-AGE_S_MAX = 1.0  # of a snapshot that jobs share
+AGE_S_MAX = 1.0  # maximum age of a snapshot that jobs share
 USAGE_AGE_S_MAX = 60.0
 USAGE_DAYS = 7.0
-EXPLAINED_MAX = 10  # of the newest jobs, if there is no limit
-IDS_MAX = 10_000  # in one query: databases limit its parameters
+EXPLAINED_MAX = 10  # number of newest jobs, if there is no limit
+IDS_MAX = 10_000  # per query: databases limit the number of parameters
 
 
 @frozen
 class _Facts:
-    """What never changes about a job: its `unit` is its job group or itself; None for a replica of a service."""
+    """Facts about a job that never change. `unit` is its job group or the job itself; None for a service's replica."""
 
     unit: str | None
     priority: int
     gpus: float
-    keeps_its_own: bool = False  # it saves in a mounted bucket, so that it reports no checkpoint
+    keeps_its_own: bool = False  # it saves in a mounted bucket, so it reports no checkpoint
 
 
-_UNKNOWN = _Facts(unit=None, priority=0, gpus=0.0)  # damaged, or dropped meanwhile: it blocks no other job
+_UNKNOWN = _Facts(unit=None, priority=0, gpus=0.0)  # damaged, or dropped in the meantime: it does not block other jobs
 
 
 @frozen
 class _Snapshot:
     """The queue at one time: the position of each waiting unit, from 1, and the units with slots.
 
-    `others` are jobs that wait for something else. A unit may start if it is `startable`; that stays true when those
-    before it have taken their slots. `projects` has those of the waiting units.
+    `others` are jobs that wait for something else. A unit may start if it is in `startable`; that remains true when the
+    units before it have taken their slots. `projects` are the projects of the waiting units.
     """
 
     time_s: float
@@ -60,14 +60,14 @@ class _Snapshot:
     others: Mapping[int, JobWait]
     startable: frozenset[str]
     projects: Mapping[str, str]
-    leading: frozenset[int]  # waiting jobs, of a job group only the first, which acts for it
+    leading: frozenset[int]  # waiting jobs; of a job group only the first, which acts for the group
 
     def knows(self, job_id: int, unit: str) -> bool:
         """Return whether the job had been submitted when this was read."""
         return unit in self.positions or unit in self.held or job_id in self.others
 
     def explain(self, job_id: int, unit: str | None, limits: SlotLimits) -> JobWait:
-        """Return why a PENDING job waits."""
+        """Return the reason why a PENDING job waits."""
         if job_id in self.others:
             return self.others[job_id]
         position = None if unit is None else self.positions.get(unit)
@@ -91,9 +91,9 @@ class JobQueue:
         self._usage: tuple[float, Mapping[str, float]] = (-math.inf, {})
 
     def admit(self, job: Job) -> float:
-        """Take a slot for a job that is PENDING, which makes it STARTING, and return 0; else return seconds to wait.
+        """Take a slot for a PENDING job, which makes it STARTING, and return 0; otherwise return seconds to wait.
 
-        Other jobs have their slots already: 0. Raises StateError, FencedError.
+        Jobs with any other status already have a slot: return 0. Raises StateError, FencedError.
         """
         if job.displaced_by is not None:
             return self._return_slot(job)
@@ -120,7 +120,7 @@ class JobQueue:
         return min(LOOK_S_MAX, LOOK_S + 0.01 * position)
 
     def _return_slot(self, job: Job) -> float:
-        """Make a displaced job, whose machines are gone, PENDING again; it keeps its place in the queue."""
+        """Make a displaced job, whose machines are gone, PENDING again; it keeps its position in the queue."""
         assert job.displaced_by is not None
         with self._store.transaction():
             self._store.jobs.set_status(job.id, JobStatus.PENDING)
@@ -130,7 +130,7 @@ class JobQueue:
         return LOOK_S
 
     def _list_holders(self) -> Sequence[Holder]:
-        """Return the jobs with slots. A job group and a replica of a service return none."""
+        """Return the jobs with slots that may be returned: not job groups or replicas of services."""
         projects = self._read_projects()
         return [
             Holder(
@@ -143,7 +143,7 @@ class JobQueue:
         ]  # fmt: skip
 
     def _take(self, job_id: int, unit: str, limits: SlotLimits) -> bool:
-        """Take a slot if there is one now; return whether the job has one."""
+        """Take a slot if one is free; return whether the job has one."""
         with self._store.transaction():
             projects = self._read_projects() if limits.by_project else {}
             held = self._list_units_with_slots(self._store.queue.list_live(has_started=True), projects)
@@ -154,9 +154,9 @@ class JobQueue:
         return False
 
     def explain(self, wanted: Collection[int]) -> Mapping[int, JobWait]:
-        """Return why those of the wanted jobs that are PENDING wait, by id. Reads only.
+        """Return the reasons why the PENDING jobs among these wait, by ID. Only reads.
 
-        Without a limit, no position has to be found, and only the newest jobs are looked at.
+        Without a limit, positions are not needed, and only the newest jobs are examined.
         """
         limits = self._read_limits()
         if not limits.is_set:
@@ -177,7 +177,7 @@ class JobQueue:
         return {job.id: others.get(job.id, JobWait(reason=WaitReason.START)) for job in pending}
 
     def _report_wait(self, job: Job, wait: JobWait) -> None:
-        """Record once per wait that the job waits; `explain` has its position at any time."""
+        """Record once per wait that the job waits; `explain` returns its position at any time."""
         if job.id in self._reported or wait.position is None:
             return
         self._reported.add(job.id)
@@ -188,7 +188,7 @@ class JobQueue:
             self._store.events.add(event, job_id=job.id)
 
     def _get_snapshot(self, limits: SlotLimits) -> _Snapshot:
-        """Read the queue, unless that was done a moment ago."""
+        """Return the queue, reading it again unless it was read a moment ago."""
         now_s = self._clock.now_s()
         if self._snapshot is None or not 0.0 <= now_s - self._snapshot.time_s < AGE_S_MAX:
             self._snapshot = self._read(limits, now_s)
@@ -228,7 +228,7 @@ class JobQueue:
     def _list_other_waits(
         self, pending: Sequence[LiveJob | Job], live_ids: set[int], now_s: float
     ) -> Mapping[int, JobWait]:
-        """Return the jobs that cannot use a slot now: they need others, or wait until clouds are asked again."""
+        """Return the jobs that cannot use a slot now: they depend on others, or wait to retry clouds."""
         waits = {each.id: JobWait(reason=WaitReason.NEEDS) for each in pending if live_ids & set(each.needs)}
         job_ids = [each.id for each in pending if each.id not in waits]
         newest: dict[int, EventRow] = {}
@@ -253,7 +253,7 @@ class JobQueue:
         return self._facts.get(job_id, _UNKNOWN)
 
     def _learn(self, first_id: int) -> None:
-        """Read what never changes about the live jobs from this id on."""
+        """Read the unchanging facts about live jobs, starting at this ID."""
         for each in self._store.queue.list_tasks(first_id):
             task = each.task
             unit: str | None = str(each.id) if task.group is None else f"group {each.pipeline}"
@@ -265,7 +265,7 @@ class JobQueue:
             )
 
     def _read_projects(self) -> Mapping[int, str]:
-        """Return the project of each job that a server has admitted for one."""
+        """Return the project of each job that a server admitted for a project."""
         return {
             int(name): each.project
             for each in self._store.commitments.list() if each.kind is Owned.JOB
@@ -273,7 +273,7 @@ class JobQueue:
         }  # fmt: skip
 
     def _read_usage(self, projects: Mapping[int, str], now_s: float) -> Mapping[str, float]:
-        """Return the GPU-hours of each project in the last days; without any project, nothing is read."""
+        """Return the GPU-hours of each project in the last USAGE_DAYS. Without projects, read nothing."""
         if not projects:
             return {}
         read_s, usage = self._usage

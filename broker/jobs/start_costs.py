@@ -1,4 +1,4 @@
-"""Measure how long the starts of a job spend in its program before the first new step, and what that costs. Pure."""
+"""Measure the time that a job's program takes at each start before the first new step, and its cost. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from broker.types.forecasts import JobForecast
 class StartCost:
     """The part of a job's starts that depends on its program: `setup`, loading data, restoring the checkpoint.
 
-    It lasts from the start of the program to its first new step, `mean_s` on average over `count` starts, during which
-    `paid_usd` was paid for machines. `starts_left` are expected until the job ends; at the price of its newest
-    placement, `left_usd` is what that part of them will cost. Both are None for an ended job and without a forecast.
+    It lasts from the start of the program to its first new step: `mean_s` on average over `count` starts, during which
+    `paid_usd` was paid for machines. `starts_left` starts are expected until the job ends; at the price of its newest
+    placement, this part of them will cost `left_usd`. Both are None for an ended job and without a forecast.
     """
 
     count: int
@@ -48,5 +48,5 @@ def measure_start_cost(job: Job, forecast: JobForecast | None) -> StartCost | No
 
 
 def _is_start_ahead(newest: Attempt) -> bool:
-    """Return whether the job has no machines that work or start."""
+    """Return whether the job has no working or starting machines."""
     return newest.ended_s is not None or newest.lost_s is not None

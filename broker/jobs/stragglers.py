@@ -1,14 +1,14 @@
-"""Find nodes that slow their gang down, and decide whether it pays to replace one. Pure.
+"""Find nodes that slow their gang down, and decide whether replacing one pays off. Pure.
 
-Nodes of a synchronous program finish each step together, so only the time before they wait for each other tells them
-apart: `own_s` in the progress lines of each node. A node is slow if it takes 1.5 times what the others take, at each of
-five steps in a row: of 0.8, 0.8 and 1.3 s the last one is slow, of 0.8, 0.8 and 1.1 s none. It stays slow until it
-takes less than 1.25 times as long at each of five steps in a row.
+Nodes of a synchronous program finish each step together, so only the time before they wait for each other distinguishes
+them: `own_s` in the progress lines of each node. A node is slow if it takes 1.5 times as long as the others at each of
+five steps in a row: of 0.8, 0.8 and 1.3 s, the last one is slow; of 0.8, 0.8 and 1.1 s, none is. It remains slow until
+it takes less than 1.25 times as long at each of five steps in a row.
 
-Replacing it costs the whole gang a restart, so it pays only if the rest of the job loses far more. With 10,000 steps
-left at 1.3 s instead of 0.8 s, the gang would lose 5,000 s. If a new node runs after 120 s, the program starts in 60 s,
-and 100 steps since the checkpoint run again (130 s), the restart costs 310 s: the node is replaced. With 1,000 steps
-left (500 s) it is not.
+Replacing it costs the whole gang a restart, so it only pays off if the rest of the job would lose far more. With 10,000
+steps remaining at 1.3 s instead of 0.8 s, the gang would lose 5,000 s. If a new node runs after 120 s, the program
+starts in 60 s, and 100 steps since the checkpoint run again (130 s), the restart costs 310 s: the node is replaced.
+With 1,000 steps remaining (500 s), it is not.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from statistics import median
 from broker.frozen import frozen
 from broker.types import OwnTime
 
-RATIO_MIN = 1.5  # a gang that it holds up loses a third of its time
+RATIO_MIN = 1.5  # a gang that waits for such a node loses a third of its time
 RATIO_END = 1.25
-STEPS_MIN = 5  # a pause for a checkpoint or another program is no property of the node
-SLOW_S_MIN = 120.0  # before a replacement: a neighbour's burst or a throttled disk often passes; our choice
-GAIN_RATIO_MIN = 2.0  # of the time saved over the time a restart costs, neither of which is known exactly; our choice
-HORIZON_S_MAX = 6 * 3600.0  # of time saved: for longer, nodes are rarely the same; our choice
-REPLACED_MAX = 3  # of a job: beyond that, the program is uneven rather than its nodes
+STEPS_MIN = 5  # a pause for a checkpoint or another program is not a property of the node
+SLOW_S_MIN = 120.0  # before a replacement: a noisy neighbour or a throttled disk is often temporary; our choice
+GAIN_RATIO_MIN = 2.0  # time saved over the time of a restart, neither of which is known exactly; our choice
+HORIZON_S_MAX = 6 * 3600.0  # of time saved: nodes are rarely the same for longer; our choice
+REPLACED_MAX = 3  # per job: beyond that, the program is uneven rather than its nodes
 APART_S_MIN = 1800.0  # between two replacements of a job
 
 
 @frozen
 class Straggler:
-    """A slow node; `own_s` and `usual_s`, the median of the others, are medians of the last steps."""
+    """A slow node; `own_s`, and `usual_s` (the median of the others), are medians over the last steps."""
 
     rank: int
     own_s: float
@@ -40,17 +40,17 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Follow, for one gang, which nodes are slow. Each node is reported once."""
+    """Track the slow nodes of one gang. Each node is reported once."""
 
     def __init__(self) -> None:
-        self._streaks: dict[int, int] = {}  # steps in a row that speak against the present state of a rank
+        self._streaks: dict[int, int] = {}  # steps in a row that contradict the current state of a rank
         self._last_step: dict[int, int] = {}
         self._times: dict[int, deque[tuple[float, float]]] = {}
         self._slow_since_s: dict[int, float] = {}
         self._reported: set[int] = set()
 
     def observe(self, times: Sequence[OwnTime], *, now_s: float = 0.0) -> Sequence[Straggler]:
-        """Return nodes that are slow now and were not reported before; `times` has at most one entry for each rank."""
+        """Return nodes that are slow now and were not reported before; `times` has at most one entry per rank."""
         for each in times:
             others = [other.own_s for other in times if other.rank != each.rank]
             if others and self._last_step.get(each.rank) != each.step:
@@ -88,7 +88,7 @@ class StragglerWatch:
 class Rest:
     """The rest of a job at one moment. `total` and `checkpoint_step` are None if its program does not report them.
 
-    `start_s`: seconds from the end of a node to the first step with another one.
+    `start_s`: seconds from the end of a node to the first step with its replacement.
     """
 
     step: int
@@ -119,9 +119,9 @@ class Gain:
 
 
 def estimate_gain(slow: Straggler, rest: Rest) -> Gain:
-    """Estimate what a replacement saves and costs. Nothing is saved if the end of the job is unknown.
+    """Estimate the time that a replacement saves and costs. Nothing is saved if the end of the job is unknown.
 
-    The gang takes as long as its slowest node, so each remaining step is shorter by the difference. Without a
+    The gang takes as long as its slowest node, so each remaining step becomes shorter by the difference. Without a
     checkpoint, all steps run again.
     """
     left = max(0, (rest.total or 0) - rest.step)
@@ -133,7 +133,7 @@ def estimate_gain(slow: Straggler, rest: Rest) -> Gain:
 def choose_replacement(
     lasting: Sequence[Straggler], rest: Rest, earlier: Sequence[Replacement], *, now_s: float
 ) -> tuple[Straggler, Gain] | None:
-    """Return the node to replace now; None if no replacement pays.
+    """Return the node to replace now; None if no replacement pays off.
 
     A rank is replaced once: if the new node is slow too, the rank's share of the data is the cause.
     """

@@ -15,11 +15,11 @@ from broker.types import Job, JobStatus, Secret, Task
 def submit_tasks(
     store: Store, tasks: Sequence[Task], *, name: str | None = None, request_id: str | None = None, hedge: int = HEDGE
 ) -> Sequence[Job]:
-    """Submit all tasks or none, in an order that can run; the same `request_id` submits nothing twice.
+    """Submit all tasks or none, in an order that can run; with the same `request_id`, nothing is submitted twice.
 
     Several tasks form a pipeline: each waits for the tasks in its `needs`, or by default for the preceding one. Those
     of a job group start together.
-    Raises UsageError for circular needs or an unknown task in them.
+    Raises UsageError for circular dependencies, or a dependency on an unknown task.
     """
     if len(tasks) == 1:
         return [store.jobs.add(name or tasks[0].name or "job", tasks[0], request_id, hedge=hedge)]
@@ -28,7 +28,7 @@ def submit_tasks(
     jobs: dict[int, Job] = {}
     with store.transaction():
         base = name or tasks[0].pipeline or "pipeline"
-        pipeline = f"{base}-{store.draw_uid()}"  # it names a folder, so it must be unique
+        pipeline = f"{base}-{store.draw_uid()}"  # the name of a folder, so it must be unique
         for index in order_indexes(tasks):
             jobs[index] = store.jobs.add(
                 names[index],
@@ -60,8 +60,8 @@ def retry_job(
 ) -> Job:
     """Submit a new job with the old one's task, checkpoints and attempt numbers; the same `request_id` creates one job.
 
-    `check` gets the task with its secrets before submission and may raise to prevent it. `on_added` is called in the
-    transaction that adds the job. Raises UsageError.
+    `check` receives the task with its secrets before submission, and may raise to prevent it. `on_added` is called in
+    the transaction that adds the job. Raises UsageError.
     """
     if submitted := store.jobs.find_request(request_id):
         return submitted
@@ -99,9 +99,8 @@ def retry_group(
 ) -> Sequence[Job]:
     """Submit all jobs of an ended job group as a new group, which starts together; each resumes from its checkpoints.
 
-    The new group has a name of its own, so no generation, loss or end of the old one counts in it. The same
-    `request_id` creates one group. `check` and `on_added` are those of `retry_job`, for all tasks. Raises
-    UsageError.
+    The new group has its own name, so generations, losses and ends of the old group do not count in it. The same
+    `request_id` creates one group. `check` and `on_added` are as in `retry_job`, for all tasks. Raises UsageError.
     """
     name = members[0].pipeline
     if submitted := _find_group_request(store, request_id):

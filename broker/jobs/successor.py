@@ -1,4 +1,4 @@
-"""Bring up the machines of a job's next attempt while the present one works, so that a refusal costs nothing.
+"""Bring up the machines of a job's next attempt while the current one works, so that a refusal costs nothing.
 
 Only machines overlap. The next attempt begins after the program of this one has ended and its nodes are confirmed gone.
 The record is the cluster (or the open intents) under the name of the next attempt: a new controller finds it, and `up`
@@ -32,30 +32,30 @@ class Successor:
         self._task: asyncio.Task[Cluster | None] | None = None  # brings them up, or takes them down
         self._refusals = 0  # consecutive
         self._next_try_s = 0.0
-        self._has_quota = True  # for machines beside the present ones
+        self._has_quota = True  # for machines in addition to the current ones
 
     @property
     def is_busy(self) -> bool:
-        """Return whether machines are coming up or going down."""
+        """Whether machines are being started or released."""
         return self._task is not None
 
     def can_overlap(self, job: Job) -> bool:
-        """Return whether machines may run in addition to the present ones.
+        """Return whether machines may run in addition to the current ones.
 
-        Not with a budget: the lease of the present nodes assumes that only they are paid for. Not in a job group: all
+        Not with a budget: the lease of the current nodes assumes that only they are paid for. Not in a job group: all
         tasks of a group move together.
         """
         has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
         return self._has_quota and not has_budget and job.task.group is None
 
     def expect_overlap_hours(self, job: Job, cloud: str) -> float:
-        """Return the part of a move to that cloud during which the job works on: the boot of its next machines."""
+        """Return the hours of a move to that cloud during which the job continues: the boot of its next machines."""
         if not self.can_overlap(job):
             return 0.0
         return sum(self._timer.expect_s(cloud, answer) for answer in Answer) / 3600
 
     def is_up(self, job: Job) -> bool:
-        """Return whether machines of the next attempt are up: the rest of its start is `setup` and what follows."""
+        """Return whether machines of the next attempt are up, so that `setup` is the next step of its start."""
         cluster = self._store.clusters.get(job.name_cluster(job.next_attempt))
         return cluster is not None and cluster.attempt == job.next_attempt and cluster.status is ClusterStatus.UP
 
@@ -73,7 +73,7 @@ class Successor:
         return requested[0] if requested else None
 
     def begin(self, job: Job, plan: Plan) -> None:
-        """Begin to bring them up at the first place of the plan that has capacity, or resume that."""
+        """Begin or resume bringing up machines at the first place of the plan that has capacity."""
         if self._task is None and self._clock.now_s() >= self._next_try_s:
             name, number = job.name_cluster(job.next_attempt), job.next_attempt
             self._task = asyncio.ensure_future(
@@ -81,16 +81,16 @@ class Successor:
             )
 
     def begin_release(self, job: Job) -> None:
-        """Begin to take them down."""
+        """Begin releasing the machines."""
         if self._task is None:
             self._task = asyncio.ensure_future(self.release(job))
 
     async def release(self, job: Job) -> None:
-        """Take them down; return once they are confirmed gone."""
+        """Release the machines; return once they are confirmed gone."""
         await self._provisioner.down(job.name_cluster(job.next_attempt))
 
     def check(self) -> bool:
-        """Return whether they have just come up. Note a refusal, after which the present machines are kept."""
+        """Return whether the machines have just come up. After a refusal, the current machines are kept."""
         if self._task is None or not self._task.done():
             return False
         task, self._task = self._task, None
@@ -107,7 +107,7 @@ class Successor:
         return False
 
     async def stop(self) -> None:
-        """Stop as if this process had ended: requested machines stay for the next attempt, or for `down`."""
+        """Stop as if this process had ended: requested machines remain for the next attempt, or for `down`."""
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()

@@ -16,7 +16,7 @@ class RunSummary:
 
     steps: int
     steps_total: int | None
-    steps_lost: int  # done, but missing in the checkpoint that the next attempt resumed from
+    steps_lost: int  # completed, but missing from the checkpoint that the next attempt resumed from
     recoveries: int
     recovery_s: float  # from each loss to the next attempt's first step, summed
     total_s: float  # from submission to the end, or to now
@@ -52,7 +52,7 @@ def summarize(
 
 
 def _measure_recovery_s(old: Attempt, new: Attempt) -> float:
-    """Return the recovery time; a program that reports no steps counts as recovered when it started."""
+    """Return the recovery time in seconds; a program that reports no steps counts as recovered when it started."""
     since_s = old.lost_s if old.lost_s is not None else old.ended_s
     until_s = new.resumed_s if new.resumed_s is not None else new.running_s
     return max(0.0, until_s - since_s) if since_s is not None and until_s is not None else 0.0

@@ -15,8 +15,8 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, EventKind, Job, RunStatus, make_event
 
 LOOK_S = 0.5
-END_S = 15.0  # from a cancel until the program is killed and the first files are on their way
-FLUSH_SILENCE_S = 60.0  # without an upload report
+END_S = 15.0  # from a cancel until the program is killed and the first uploads have begun
+FLUSH_SILENCE_S = 60.0  # seconds without an upload report
 
 
 class AttemptTeardown:
@@ -31,7 +31,7 @@ class AttemptTeardown:
         self._flush = ""  # as last reported
 
     async def terminate(self, attempt: Attempt) -> None:
-        """Terminate the nodes; return once they are confirmed gone: no other attempt may start before that."""
+        """Terminate the nodes; return once they are confirmed gone, because no other attempt may start before that."""
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
 
@@ -40,13 +40,14 @@ class AttemptTeardown:
     ) -> bool:
         """Send SIGTERM and wait up to `grace_s` for the program to save its state; return whether it had succeeded.
 
-        Unless that is final, wait longer while a node reports that it is uploading written files: the node limits that.
+        Unless `is_final`, wait longer while a node reports that it is uploading written files; the node limits that
+        time.
         """
         run_id = get_run_id(attempt, cluster)
         try:
             await self._gang.cancel(cluster, run_id)
         except CloudError:
-            return False  # its nodes end next, and the program with them
+            return False  # its nodes are terminated next, and the program with them
         until_s = self._clock.now_s() + grace_s
         while self._clock.now_s() < until_s:
             report = await self._gang.poll(cluster, run_id)
@@ -61,7 +62,7 @@ class AttemptTeardown:
         return False
 
     def report_flush(self, job_id: int, report: GangReport) -> None:
-        """Report once why a cluster is kept although its program has ended."""
+        """Report, once, the reason why a cluster is kept although its program has ended."""
         if report.flush and report.flush != self._flush:
             self._store.events.add(make_event(EventKind.FLUSHING, text=report.flush), job_id=job_id)
         self._flush = report.flush
@@ -87,11 +88,11 @@ class AttemptTeardown:
         await self.terminate(live)
 
     async def _release_next(self, job: Job) -> None:
-        """Take down the machines of the next attempt: `up` may have been interrupted, or have run ahead of a move."""
+        """Release machines of the next attempt: `up` may have been interrupted, or have prepared a move."""
         await self._provisioner.down(job.name_cluster(job.next_attempt))
 
     def close(self, attempt: Attempt) -> None:
-        """Close the attempt's record. Its cost is the cluster's without that of earlier attempts on the same nodes."""
+        """Close the attempt's record. Its cost is the cluster's minus that of earlier attempts on the same nodes."""
         now_s = self._clock.now_s()
         attempts = self._store.jobs.list_attempts(attempt.job_id)
         earlier = (old.usd for old in attempts if old.cluster == attempt.cluster and old.number < attempt.number)
@@ -105,10 +106,10 @@ class AttemptTeardown:
 
 
 def find_grace_s(job: Job) -> float:
-    """Return how long a cancelled program may take.
+    """Return the seconds that a cancelled program may take to end.
 
-    It has no state to save, but files it wrote to a mounted bucket may still be on the node's disk. An auxiliary task
-    of a group is ended in its ordinary course, and may have something left to do.
+    It has no state to save, but files that it wrote to a mounted bucket may still be on the node's disk. An auxiliary
+    task of a group is ended regularly, and may have work to complete.
     """
     if job.task.group is not None and not job.task.group.is_primary:
         return END_S

@@ -20,13 +20,13 @@ from broker.state.store import Store
 log = logging.getLogger(__name__)
 
 BEAT_EVERY_S = 2.0
-CLAIMS_MAX = 200  # at once, so that processes that start together share the jobs
-SKEW_S_MAX = 5.0  # between this machine's clock and the store's, before a warning
-SHARE_S = 3.0  # how long a free job is left to processes that have fewer; one of them may just have been lost
-REST_S = 5.0  # how long a job that was given up, for balance or after an unexpected end, is left to others
+CLAIMS_MAX = 200  # per call, so that processes that start together share the jobs
+SKEW_S_MAX = 5.0  # difference between this machine's clock and the store's that causes a warning
+SHARE_S = 3.0  # time for which a free job is left to processes with fewer jobs; one of them may just have been lost
+REST_S = 5.0  # time for which a job that was given up (for balance, or after an unexpected end) is left to others
 
 
-Key = int | str  # a job's id, or a service's name
+Key = int | str  # a job's ID, or a service's name
 
 
 def list_keys(store: Store) -> Sequence[Key]:
@@ -42,11 +42,11 @@ class Workload(Protocol):
         ...
 
     def is_mine(self, key: Key) -> bool:
-        """Return whether this process may start the next step of it."""
+        """Return whether this process may start the next step of this job or service."""
         ...
 
     def is_lost(self, key: Key) -> bool:
-        """Return whether another process may already drive it."""
+        """Return whether another process may already drive this job or service."""
         ...
 
     def list_cancelled(self) -> Sequence[int]:
@@ -57,18 +57,18 @@ class Workload(Protocol):
         """Return whether this process collects machines and prunes records."""
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
-        """Allow the block to write for it, or for `HOUSEKEEPING`. Raises FencedError if it is not ours."""
+        """Allow writes for this job, service or `HOUSEKEEPING` in the block. Raises FencedError if it is not ours."""
         ...
 
     def finish(self, key: Key) -> None:
-        """Note that this process has stopped driving it."""
+        """Record that this process has stopped driving this job or service."""
 
     def resign(self) -> None:
-        """Leave the jobs to other processes, at once."""
+        """Leave the jobs to other processes at once."""
 
 
 class LeaderWorkload:
-    """Every unfinished job of a state folder: one daemon leads, and an epoch fences the one before it."""
+    """Every unfinished job of a state folder: one daemon leads, and an epoch fences its predecessor."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
@@ -91,7 +91,7 @@ class LeaderWorkload:
         return False
 
     def list_cancelled(self) -> Sequence[int]:
-        """Return the live jobs whose cancellation was requested, by one query."""
+        """Return the live jobs whose cancellation was requested, using one query."""
         return self._store.jobs.list_cancel_requested_ids()
 
     def does_housekeeping(self) -> bool:
@@ -103,7 +103,7 @@ class LeaderWorkload:
         return nullcontext()
 
     def finish(self, key: Key) -> None:
-        """Do nothing: the next one to lead drives it again."""
+        """Do nothing: the next leader drives it again."""
 
     def resign(self) -> None:
         """Give up the leadership, so that the next daemon starts without waiting."""
@@ -111,7 +111,7 @@ class LeaderWorkload:
 
 
 class SharedWorkload:
-    """The jobs and services that this process has claimed: about as many as every other process has."""
+    """The jobs and services that this process has claimed, about as many as every other process."""
 
     def __init__(self, store: Store, clock: Clock, *, name: str | None = None) -> None:
         self._store = store
@@ -122,7 +122,8 @@ class SharedWorkload:
         self._driven: set[Key] = set()  # returned by `refresh` and not finished yet
         self._given_up: dict[int, float] = {}  # jobs to leave to others, and until when
         self._free_since_s: dict[int, float] = {}  # free jobs beyond the fair share
-        self._spared_until_s: dict[int, float] = {}  # jobs claimed beyond the fair share, which are not given up before
+        # jobs claimed beyond the fair share, which are not given up earlier
+        self._spared_until_s: dict[int, float] = {}
         self._cancelled: Sequence[int] = ()
         self._beat_s = -math.inf
         self._is_cut_off = self._is_skewed = False
@@ -130,7 +131,7 @@ class SharedWorkload:
     def refresh(self, stats: DaemonStats | None = None) -> Sequence[Key]:
         """Renew the lease if it is due, give up surplus jobs, claim free ones. No failure of the store is fatal.
 
-        Until the store answers again, the jobs continue: their next write decides whether they are still ours.
+        Until the store responds again, the jobs continue: their next write shows whether they are still ours.
         """
         try:
             self._renew(stats)
@@ -190,9 +191,9 @@ class SharedWorkload:
             self._given_up[job_id] = now_s + REST_S
 
     def _release_idle(self) -> None:
-        """Release what is given up and not being driven: no end of a step will release it.
+        """Release claims that were given up and are not being driven, because the end of a step will not release them.
 
-        The store did not answer when its claim was released, or its claim was granted and the answer was lost.
+        The store did not respond when the claim was released, or the claim was granted and the response was lost.
         """
         idle = [
             each
@@ -204,10 +205,10 @@ class SharedWorkload:
             self._epochs = {number: epoch for number, epoch in self._epochs.items() if number not in idle}
 
     def _claim(self) -> None:
-        """Claim free jobs up to the fair share, and any that the others have left for `SHARE_S`.
+        """Claim free jobs up to the fair share, and any that the other processes have left for `SHARE_S`.
 
-        The share counts every process with a lease, also one that was just lost. Jobs claimed beyond it are kept until
-        such a lease has ended: then the share is larger.
+        The share counts every process with a lease, even one that was just lost. Jobs claimed beyond it are kept until
+        such a lease has ended, which increases the share.
         """
         free = [job_id for job_id in self._store.claims.find_free(CLAIMS_MAX) if job_id not in self._given_up]
         now_s = self._clock.now_s()
@@ -239,7 +240,7 @@ class SharedWorkload:
         return self._cancelled
 
     def does_housekeeping(self) -> bool:
-        """Return whether this process holds the claim of the housekeeping."""
+        """Return whether this process holds the claim for housekeeping."""
         return HOUSEKEEPING in self._epochs
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
@@ -252,7 +253,7 @@ class SharedWorkload:
         return hold_claim(number, epoch)
 
     def finish(self, key: Key) -> None:
-        """Release the job; leave it to others for a while, if it is not finished."""
+        """Release the job; leave it to others for a while if it is not finished."""
         self._driven.discard(key)
         number = self._find_number(key)
         if number is None:

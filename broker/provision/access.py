@@ -1,4 +1,4 @@
-"""Renew ssh access to nodes that run and cannot be reached: this machine's address may have changed since the launch.
+"""Renew ssh access to running nodes that cannot be reached: this machine's address may have changed since the launch.
 
 The firewall of a node admits ssh from one address. From another network, a healthy gang would look unreachable.
 """
@@ -21,7 +21,7 @@ WAIT_S_MAX = 15.0  # limit for a caller; the renewal continues for the next call
 
 
 class AccessRenewer:
-    """Renew access for transports, before they give a node up. Reads clouds on first use: creating them takes 1 s."""
+    """Renew access for transports before they give up on a node. Reads clouds on first use: creating them takes 1 s."""
 
     def __init__(self, clouds: Mapping[str, Cloud], *, clock: Clock) -> None:
         self._clouds = clouds
@@ -30,7 +30,7 @@ class AccessRenewer:
         self._running: dict[tuple[str, str, str], asyncio.Task[bool]] = {}
 
     async def renew(self, node: Node) -> bool:
-        """Return whether a rule was changed just now, so that another connection is worth trying. Raises nothing."""
+        """Return whether a rule was just changed, so that another connection is worth trying. Never raises."""
         cloud = self._clouds.get(node.cloud)
         if not isinstance(cloud, RenewsAccess):
             return False

@@ -1,13 +1,13 @@
-"""Adoption: after a restore or a reset, record running nodes that carry our tag but are in no record, by their tags.
+"""Adoption: after a restore or a reset, record running nodes that carry our tag but have no record, by their tags.
 
-A pure function of the listed nodes and the records decides; then each gang is adopted in one commit. The rest of the
-lost state (the running program and its start time) is read from the nodes by the job's controller.
+A pure function of the listed nodes and the records decides; then each gang is adopted in one commit. The job's
+controller reads the rest of the lost state (the running program and its start time) from the nodes.
 
     tags                                                 becomes
     a live job's newest attempt, its gang complete       the job's live attempt; the controller polls it as usual
     a live job's newest attempt, nodes missing           the same with an outcome: torn down, then the next one starts
-    an attempt of a live job that a newer one followed   not adopted: the collector terminates it
-    anything else                                        a cluster without a job, which a user takes down
+    an older attempt of a live job                       not adopted: the collector terminates it
+    anything else                                        a cluster without a job, for a user to take down
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from broker.types import (
 
 log = logging.getLogger(__name__)
 
-# Minimum time between the first and the last list that a cloud is compared by; at least four times its list lag.
+# Minimum time between the first and the last list used to compare a cloud; at least four times its list lag.
 SETTLED_S_MIN = 60.0
 UNKNOWN_TYPE = "unknown"  # lists do not contain the instance type
 JOB_CLUSTER = re.compile(r"job-(\d{1,18})(?:-[a-z0-9]+)?-\d+")
 
 
 class AdoptionAction(StrEnum):
-    """The action for a gang that was found by its tags."""
+    """The action for a gang found by its tags."""
 
     CONTINUE = "CONTINUE"
     REPLACE = "REPLACE"
@@ -61,7 +61,7 @@ class AdoptionAction(StrEnum):
 
 @frozen
 class Adoption:
-    """The decision for one gang. `spare`: nodes of the same name that a search had requested elsewhere."""
+    """The decision for one gang. `spare`: nodes with the same name that a search had requested elsewhere."""
 
     action: AdoptionAction
     cluster: str
@@ -74,7 +74,7 @@ class Adoption:
 def decide(nodes: Iterable[Node], jobs: Mapping[int, Job]) -> Sequence[Adoption]:
     """Decide for each gang.
 
-    `nodes`: ours, alive, in no record and no intent. `jobs`: the jobs that their tags may name, by id.
+    `nodes`: our live nodes without a record or intent. `jobs`: the jobs that their tags may name, by ID.
     """
     gangs: dict[tuple[str, int], list[Node]] = defaultdict(list)
     for node in sorted(nodes, key=lambda node: (node.rank, node.id)):
@@ -95,7 +95,7 @@ def decide(nodes: Iterable[Node], jobs: Mapping[int, Job]) -> Sequence[Adoption]
 
 
 def find_job(name: str, attempt: int, jobs: Mapping[int, Job]) -> Job | None:
-    """Return the job whose attempt has a cluster of this name, including the random part."""
+    """Return the job whose attempt has a cluster with this name, including the random part."""
     job_id = read_job_id(name)
     job = None if job_id is None else jobs.get(job_id)
     return job if job is not None and job.name_cluster(attempt) == name else None
@@ -119,7 +119,7 @@ def _decide_job(name: str, attempt: int, gang: Sequence[Node], job: Job) -> Adop
     ]
     if not whole:
         return Adoption(action=AdoptionAction.REPLACE, cluster=name, attempt=attempt, nodes=tuple(gang), job=job)
-    # A search may have had two launches under way: the gang that ran first has the program.
+    # A search may have had two launches in progress: the gang that ran first has the program.
     chosen = min(whole, key=lambda nodes: (any(n.state is NodeState.PENDING for n in nodes), nodes[0].created_s))
     spare = tuple(node for node in gang if node.token != chosen[0].token)
     return Adoption(
@@ -137,11 +137,11 @@ class Adopter:
         self._owner = owner
 
     def is_done(self) -> bool:
-        """Return whether every cloud was compared with the records since these were created or restored."""
+        """Return whether every cloud was compared with the records since the records were created or restored."""
         return all(self._store.meta.is_adopted(name) for name in self._clouds)
 
     async def adopt_all(self) -> Sequence[str]:
-        """Return the names of adopted clusters. A cloud whose list fails is compared again by the next call."""
+        """Adopt nodes on all clouds; return the cluster names. A cloud whose list fails is retried by the next call."""
         names: list[str] = []
         for cloud in self._clouds.values():
             try:
@@ -153,7 +153,7 @@ class Adopter:
     async def adopt(self, cloud: Cloud) -> Sequence[str]:
         """Adopt the nodes of one cloud. It counts as adopted after two complete lists some time apart.
 
-        A single list may be late or empty. Raises CloudError.
+        A single list may be outdated or empty. Raises CloudError.
         """
         if self._store.meta.is_adopted(cloud.name):
             return ()
@@ -172,7 +172,7 @@ class Adopter:
         return all(account == node.account for node in nodes if account and node.account)
 
     def _find_strangers(self, listed: Iterable[Node]) -> Sequence[Node]:
-        """Return live nodes without a record. A node whose token is in the store is recorded, or lost."""
+        """Return live nodes without a record. Nodes whose token is in the store are either recorded or lost."""
         alive = [node for node in listed if node.owner == self._owner and node.state is not NodeState.TERMINATED]
         tokens = self._store.intents.list_known_tokens({node.token for node in alive})
         recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
@@ -229,9 +229,9 @@ class Adopter:
         return cluster.name
 
     def _record_intents(self, cluster: Cluster, adoption: Adoption) -> None:
-        """Record the tokens, so that `down` looks for their nodes and their keys are kept.
+        """Record the tokens, so that `down` finds their nodes and their keys are kept.
 
-        The intents of spare nodes stay open: the collector terminates those nodes.
+        The intents of spare nodes remain open: the collector terminates those nodes.
         """
         for nodes, is_kept in ((adoption.nodes, True), (adoption.spare, False)):
             for token in sorted({node.token for node in nodes}):
@@ -249,7 +249,7 @@ class Adopter:
                     self._store.intents.close(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
-        """End earlier attempts, whose records are out of date, and mark their clusters for termination."""
+        """End earlier attempts, whose records are outdated, and mark their clusters for termination."""
         for attempt in job.attempts:
             if attempt.ended_s is None:
                 usd = self._store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s)
@@ -260,13 +260,13 @@ class Adopter:
                 self._store.clusters.put(replace(cluster, status=ClusterStatus.TERMINATING))
 
     def _find_name(self, tag: str) -> str:
-        """Return the tag, with a suffix if a cluster of that name exists already."""
+        """Return the tag, with a suffix if a cluster with that name already exists."""
         names = (tag, *(f"{tag}-adopted-{n}" for n in range(1, 1000)))
         return next(name for name in names if self._store.clusters.get(name) is None)
 
 
 def make_placement(nodes: Sequence[Node]) -> Placement:
-    """Return a placement with the location and the price of the nodes; the rest is unknown."""
+    """Return a placement with the location and price of the nodes; the rest is unknown."""
     first = nodes[0]
     zones = {node.zone for node in nodes}
     usd_hour = sum(node.usd_hour for node in nodes) / len(nodes)
@@ -284,7 +284,7 @@ def make_placement(nodes: Sequence[Node]) -> Placement:
 
 
 def _is_whole(listed: NodeList) -> bool:
-    """Return whether no region may hide our nodes. In a region that this login may not list, it has created none."""
+    """Return whether no region can hide our nodes. Regions that this login may not list cannot contain its nodes."""
     return all(isinstance(error, AuthError) for error in listed.unseen.values())
 
 

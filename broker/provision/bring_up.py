@@ -31,7 +31,7 @@ RETRY_S_MAX = 60.0
 
 @contextmanager
 def lock_name(folder: Path, name: str) -> Iterator[None]:
-    """Lock a cluster name for one command; the kernel releases the lock with the process, however it ends.
+    """Lock a cluster name for one command; the kernel releases the lock when the process ends for any reason.
 
     Raises UsageError while another command holds the lock.
     """
@@ -71,9 +71,9 @@ class ClusterBuilder:
         self._down = down
 
     def make_spec(self, task: Task, placement: Placement, *, job_id: int | None) -> MachineSpec:
-        """Return what the task requires of each node besides its instance type.
+        """Return what the task requires of each node in addition to its instance type.
 
-        Where nodes are hosts that the agent runs on, the agent starts containers: the machine boots its default image.
+        If nodes are hosts that the agent runs on, the agent starts containers: the machine boots its default image.
         """
         resources = placement.get_resources(task)
         is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
@@ -88,16 +88,16 @@ class ClusterBuilder:
         )
 
     def _find_group(self, task: Task, job_id: int | None) -> str:
-        """Return the name of the job group whose tasks exchange data with this one, else an empty one."""
+        """Return the name of the job group whose tasks exchange data with this task; otherwise ""."""
         if job_id is None or task.group is None or not task.group.is_connected:
             return ""
         job = self._store.jobs.get(job_id)
         return "" if job is None else job.pipeline
 
     async def make_room(self, name: str, attempt: int) -> float:
-        """Tear down a stale cluster of this name; return the start time of the one that is to come up.
+        """Tear down a stale cluster with this name; return the start time of the new one.
 
-        Raises UsageError if the name stands for a stopped or running cluster.
+        Raises UsageError if the name belongs to a stopped or running cluster.
         """
         existing = self._store.clusters.get(name)
         if existing and (existing.status is ClusterStatus.TERMINATING or existing.attempt != attempt):
@@ -105,12 +105,12 @@ class ClusterBuilder:
             existing = None
         if existing and existing.status is ClusterStatus.STOPPED:
             raise UsageError(f"cluster {name} is stopped", hints=(f"start it with `broker start {name}`",))
-        if existing and existing.status is ClusterStatus.UP:  # another command was faster to the lock
+        if existing and existing.status is ClusterStatus.UP:  # another command acquired the lock first
             raise UsageError(f"cluster {name} is already up", hints=(f"run a task on it with `broker exec {name}`",))
         return existing.created_s if existing else self._clock.now_s()
 
     async def bring_up(self, spec: LaunchSpec, plan: Plan, *, retry_until_up: bool) -> Cluster:
-        """Return the running cluster. `retry_until_up`: search again after a CapacityError, with a growing backoff."""
+        """Bring the cluster up and return it. `retry_until_up`: retry after a CapacityError, with a growing backoff."""
         for tries in count():
             try:
                 return await self._search(spec, plan)
@@ -123,14 +123,14 @@ class ClusterBuilder:
         raise AssertionError("unreachable: the loop has no end")
 
     async def replace_node(self, spec: LaunchSpec, *, rank: int) -> Cluster:
-        """Return the cluster with a new node of that rank in place of one that is confirmed gone.
+        """Replace a node that is confirmed gone by a new node of the same rank; return the changed cluster.
 
         The new node is launched at the cluster's placement, because the nodes communicate with each other. Its intent
         is committed first; one commit then adds the node to the record and closes the intent.
 
-        Raises CloudError if that placement has no capacity, and then nothing is left of the launch; UsageError if the
-        cluster was taken down meanwhile. If cancelled, the intent stays open: a later call resumes it, and `down` or
-        the collector terminates its node.
+        Raises CloudError if that placement has no capacity, after cleaning up the launch, and UsageError if the cluster
+        was taken down in the meantime. If cancelled, the intent remains open: a later call resumes it, or `down` or the
+        collector terminates its node.
         """
         launcher = self._failover.launcher
         launch = launcher.begin(spec, replace(spec.cluster.placement, node_count=1), rank=0, is_addition=True)
@@ -160,7 +160,7 @@ class ClusterBuilder:
         name = spec.cluster.name
         resumed = [intent.request.placement for intent in self._store.intents.list_open(name)]
         zones = [replace(zone, alternative=0) for placement in resumed for zone in split_zones(placement)]
-        # A zone is requested once, even if it stands for another alternative since the task file was changed.
+        # A zone is requested once, even if it belongs to a different alternative since the task file was changed.
         others = (estimate for estimate in plan.estimates if replace(estimate.placement, alternative=0) not in zones)
         ordered = join_zones(others, self._clouds, spec.make_spec)
         try:
@@ -175,12 +175,12 @@ class ClusterBuilder:
             self._surplus.begin(result.surplus, spec.on_event)
 
     def _enter(self, spec: LaunchSpec, placement: Placement, nodes: Sequence[Node]) -> Cluster:
-        """Record the cluster and close the intent in one commit: at every moment a record names the nodes."""
+        """Record the cluster and close the intent in one commit, so that the nodes are recorded at all times."""
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
             current = self._store.clusters.get(name)
-            is_going = current is not None and current.status is ClusterStatus.TERMINATING  # its intent closes later
+            is_going = current is not None and current.status is ClusterStatus.TERMINATING  # the intent closes later
             if is_going or not self._store.intents.is_open(nodes[0].token):
                 raise make_down_error(name)
             self._store.clusters.put(cluster)

@@ -1,4 +1,4 @@
-"""Garbage collection: terminate nodes that carry our tag and are in no record; delete resources without a cluster.
+"""Garbage collection: terminate nodes that carry our tag but have no record; delete resources without a cluster.
 
 Cloud lists are read before the records, so that a node recorded in between is not mistaken for lost.
 """
@@ -23,9 +23,9 @@ from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, N
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call still under way
-UP_S_MAX = 3600.0  # no `up` of a living process takes longer: an older open intent is orphaned
-SWEEP_EVERY_S = 3600.0  # even if no cluster has gone: the last sweep may have skipped resources in use
+GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call in progress
+UP_S_MAX = 3600.0  # no `up` of a live process takes longer: an older open intent is orphaned
+SWEEP_EVERY_S = 3600.0  # even if no cluster has ended: the last sweep may have skipped resources in use
 
 
 class Collector:
@@ -56,7 +56,7 @@ class Collector:
 
     @contextmanager
     def spare(self, name: str) -> Iterator[None]:
-        """Protect the intents of `name`, however old, while this process brings it up."""
+        """Protect the intents of `name`, regardless of age, while this process brings it up."""
         self._spared[name] += 1
         try:
             yield
@@ -65,7 +65,7 @@ class Collector:
 
     @contextmanager
     def spare_gang(self, name: str) -> Iterator[None]:
-        """Protect the intents of `name`, which is up, while this process replaces a node of it."""
+        """Protect the intents of the running cluster `name` while this process replaces one of its nodes."""
         self._repaired[name] += 1
         try:
             yield
@@ -73,13 +73,14 @@ class Collector:
             self._repaired[name] -= 1
 
     async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
-        """Return what `collect` would end now: unrecorded nodes and names of dead clusters. Raises CloudError."""
+        """Return what `collect` would terminate now: unrecorded nodes and names of dead clusters. Raises CloudError."""
         orphaned = {request.token for request in self._find_orphans()}
         nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud, orphaned)]
         return nodes, self._find_dead_names()
 
     async def collect(self) -> int:
-        """Return how many nodes, launches and clusters were ended. An error of one cloud does not affect the others."""
+        """Collect; return the number of ended nodes, launches and clusters. An error of one cloud does not affect
+        others."""
         count = 0
         for cloud in self._clouds.values():
             try:
@@ -91,7 +92,7 @@ class Collector:
         orphans = [request for request in self._find_orphans() if request.cluster not in names]
         works = [
             *(
-                self._try(self._terminate, orphan, f"cannot give back a gang of {orphan.cluster} now")
+                self._try(self._terminate, orphan, f"cannot release a gang of {orphan.cluster} now")
                 for orphan in orphans
             ),
             *(self._try(self._down, name, f"cannot take down {name} now") for name in names),
@@ -109,7 +110,7 @@ class Collector:
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         for node in lost:
-            self._store.bills.record(node)  # before the call: if this process is killed, the cost is on record
+            self._store.bills.record(node)  # before the call: if this process is killed, the cost is recorded
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
@@ -117,9 +118,9 @@ class Collector:
         return len(lost)
 
     async def _find_lost_nodes(self, cloud: Cloud, orphaned: Collection[str] = ()) -> Sequence[Node]:
-        """Return listed nodes that are in no record.
+        """Return listed nodes without a record.
 
-        In a cloud that is not adopted yet, only nodes that this store has requested: others may be at work.
+        In a cloud that is not adopted yet, only nodes that this store has requested: others may be in use.
         `orphaned`: tokens whose open intents do not protect their nodes.
         """
         listed = await cloud.list_nodes(self._owner)
@@ -142,7 +143,7 @@ class Collector:
         ]
 
     def _close_bills(self, listed: Iterable[Node]) -> None:
-        """Close the bills of collected nodes, which are in no record that would note their end."""
+        """Close the bills of collected nodes, which have no record that would show their end."""
         for node in listed:
             if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.bills.is_open(node):
                 self._store.bills.record(node)
@@ -183,7 +184,7 @@ class Collector:
 
 
 class ResourceSweeper:
-    """Delete other resources that clusters leave behind, such as firewall groups, templates and disks."""
+    """Delete other resources of ended clusters, such as firewall groups, templates and disks."""
 
     def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
         self._clouds = clouds
@@ -195,9 +196,9 @@ class ResourceSweeper:
         ] = {}  # cloud -> time of the last sweep, and the clusters at that time
 
     async def sweep(self) -> int:
-        """Delete resources that belong to no cluster of ours; return how many.
+        """Delete our resources that do not belong to any of our clusters; return their number.
 
-        A sweep takes dozens of calls, so it is skipped while no cluster has gone since the last one. A failed sweep is
+        A sweep takes dozens of calls, so it is skipped if no cluster has ended since the last one. A failed sweep is
         repeated by the next call.
         """
         keep = self._list_names()
@@ -222,9 +223,9 @@ class ResourceSweeper:
 
 
 async def _sum_concurrently(works: Sequence[Coroutine[Any, Any, int]]) -> int:
-    """Run all concurrently and return the sum: the end of one gang may take 15 minutes to confirm.
+    """Run all concurrently, because confirming the end of one gang may take 15 minutes; return the sum.
 
-    The first error cancels the others: a collector that was replaced must not terminate anything more.
+    The first error cancels the others: a replaced collector must not terminate anything else.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     if not tasks:
@@ -241,11 +242,11 @@ async def _sum_concurrently(works: Sequence[Coroutine[Any, Any, int]]) -> int:
 
 
 def _is_replacement(request: NodeRequest, cluster: Cluster) -> bool:
-    """Return whether this may be the replacement for a lost node of the cluster, requested by any process."""
+    """Return whether this request may be for the replacement of a lost node of the cluster, by any process."""
     is_short = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
     return is_short and request.placement.node_count < len(cluster.nodes)
 
 
 def _is_recorded(node: Node, cluster: Cluster | None) -> bool:
-    """Return whether the cluster names this node. While it comes up it names none: open intents protect its nodes."""
+    """Return whether the cluster's record contains this node. Until a cluster is up, intents protect its nodes."""
     return cluster is not None and any(recorded.id == node.id for recorded in cluster.nodes)

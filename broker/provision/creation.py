@@ -28,10 +28,10 @@ from broker.types.outcomes import EventKind, make_event
 from broker.wording import make_place
 
 CREATE_TRIES_MAX = 6
-UNCLEAR_S_MAX = 60.0  # a placement whose calls stay unanswered for longer is abandoned
-ANSWER_S_MAX = 300.0  # longer than any SDK waits by itself: after that a call counts as unanswered
-ANSWER_GRACE_S = 60.0  # a launch given back while its call is under way waits this long for the answer
-REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that mean: nothing was created
+UNCLEAR_S_MAX = 60.0  # a placement whose calls remain unanswered for longer is abandoned
+ANSWER_S_MAX = 300.0  # longer than the timeout of any SDK: after that, a call counts as unanswered
+ANSWER_GRACE_S = 60.0  # a launch that is released during a call waits this long for the answer
+REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that mean that nothing was created
 
 
 class NodeCreator:
@@ -53,7 +53,7 @@ class NodeCreator:
         self._write_boot = write_boot
 
     async def create(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
-        """Call the cloud until it creates or refuses, always with the same token.
+        """Call the cloud until it creates the nodes or refuses, always with the same token.
 
         Raises the refusal; ThrottledError or TransientError at the limits of scenarios 3 and 4.
         """
@@ -72,7 +72,7 @@ class NodeCreator:
                 last = error
                 self._offers.note_failed_call(cloud.name)
                 if self._offers.measure_wait_s(cloud.name):
-                    break  # all jobs together have used up the cloud's retry budget
+                    break  # the cloud's retry budget, shared by all jobs, is used up
                 wait_s = draw_backoff_s(tries)
                 next_s = wait_s if tries + 1 < CREATE_TRIES_MAX else None
                 spec.on_event(make_event(EventKind.CALL_FAILED, place=place, error=error.message, wait_s=next_s))
@@ -95,7 +95,7 @@ class NodeCreator:
         raise kind(f"no clear answer from {cloud.name} to {calls}; last error: {last.message}", hints=last.hints)
 
     async def _call(self, launch: Launch, request: NodeRequest) -> Sequence[Node]:
-        """Make the call in a task of its own: a launch that is released stops waiting, and its answer still arrives.
+        """Make the call in a separate task: a released launch stops waiting, but the answer still arrives.
 
         Raises UnknownOutcomeError after `ANSWER_S_MAX` without an answer.
         """
@@ -108,7 +108,7 @@ class NodeCreator:
         return call.result()
 
     async def _note_account(self, launch: Launch) -> None:
-        """Write the account into the intent before a call: afterwards lists of another account prove nothing.
+        """Record the account in the intent before a call, because lists of another account are no evidence afterwards.
 
         Raises AccountError if an earlier process used this token in another account.
         """
@@ -126,7 +126,8 @@ class NodeCreator:
             self._store.intents.note_account(launch.request.token, account)
 
     async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
-        """Return the nodes with this token as soon as lists show the whole gang, else what they show once settled."""
+        """Return the nodes with this token once lists show the whole gang, else those listed after lists have
+        settled."""
         start_s = self._clock.now_s()
         while True:
             listed = (await self._lister.list(cloud)).by_token.get(request.token, [])
@@ -136,7 +137,7 @@ class NodeCreator:
             await self._clock.sleep(min(1.0, cloud.settle_s))
 
     async def hear_out(self, launch: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
-        """Wait for the answer, note its nodes, and return the error if it is a refusal. Silence proves nothing."""
+        """Wait for the answer, record its nodes, and return the error if it is a refusal. Silence proves nothing."""
         if not await self._is_done_within(call, ANSWER_GRACE_S):
             call.cancel()
             await asyncio.wait([call])
@@ -148,7 +149,7 @@ class NodeCreator:
         return error if isinstance(error, REFUSED) else None
 
     async def _is_done_within(self, call: asyncio.Task[Sequence[Node]], limit_s: float) -> bool:
-        """Return whether the call has ended by then; it is not cancelled."""
+        """Return whether the call has ended within the limit; it is not cancelled."""
         timer = asyncio.ensure_future(self._clock.sleep(limit_s))
         try:
             await asyncio.wait({call, timer}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,17 +1,17 @@
-"""The failover search: request placements in the plan's order until one gives a whole gang.
+"""The failover search: request placements in the plan's order until one provides a whole gang.
 
-`candidates.py` holds the order, `launch.py` the states of each launch, `failures.py` the reasons for the final error.
+`candidates.py` defines the order, `launch.py` the states of each launch, `failures.py` the reasons for the final error.
 
  1. Launches that an earlier process began are resumed, all at once.
  2. The best candidate is requested. It has until its hedge timer (`hedge_timer.py`) expires.
- 3. Once every launch under way is late or its region is suspect, the next candidate is requested too, in another zone
-    if possible, up to `hedge` launches at once. An abandoned launch does not count.
+ 3. Once every launch in progress is late or its region is suspect, the next candidate is requested too, in another
+    zone if possible, up to `hedge` launches at once. An abandoned launch does not count.
  4. A placement that has refused, now or in an earlier search (`refusals.py`), is skipped and kept as a last resort.
- 5. A placement in a suspect region, or in a region or cloud that has failed for good, is not requested. The suspect
-    ones are postponed until the launch there has ended.
- 6. The first gang that runs is kept, the better one if two run at once; the other launches are given back in the
+ 5. A placement in a suspect region, or in a region or cloud that has failed permanently, is not requested. Suspect ones
+    are postponed until the launch there has ended.
+ 6. The first running gang is kept, or the better one if two run at once; the other launches are released in the
     background.
- 7. Without a candidate and without a launch under way, the search fails with the reasons of all placements.
+ 7. Without a candidate and without a launch in progress, the search fails with the reasons of all placements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from broker.wording import make_place
 
 @frozen
 class FailoverResult:
-    """The gang that is kept, and the launches to give back once the gang is recorded."""
+    """The gang that is kept, and the launches to release once the gang is recorded."""
 
     placement: Placement
     nodes: Sequence[Node]
@@ -79,9 +79,10 @@ class Failover:
     ) -> FailoverResult:
         """Return the first whole gang, best placement first. `resumed`: placements that an earlier process requested.
 
-        Raises CapacityError if all refused for now (its cause is the last refusal, None if no cloud was asked), the
-        AuthError or InvalidRequestError itself if no later search would differ, and the errors of `spec.check_budget`.
-        After a CloudError nothing is left; after any other error the launches under way stay as open intents.
+        Raises CapacityError if all refused temporarily (its cause is the last refusal, or None if no cloud was called),
+        the AuthError or InvalidRequestError itself if a later search would not differ, and the errors of
+        `spec.check_budget`. After a CloudError, nothing remains; after any other error, launches in progress remain as
+        open intents.
         """
         search = _FailoverSearch(
             spec,
@@ -121,10 +122,10 @@ class _FailoverSearch:
         self._clock = clock
         self._candidates = candidates
         self._failures = SearchFailures()
-        self._launches: list[Launch] = []  # under way
+        self._launches: list[Launch] = []  # in progress
         self._doubt = asyncio.Event()  # a region has become suspect, or a launch was abandoned
         self._has_begun = False
-        self._is_exhausted = False  # no candidate was left at the last look
+        self._is_exhausted = False  # no candidate was available at the last check
         self._has_reported_last = False
 
     async def run(self) -> FailoverResult:
@@ -143,12 +144,12 @@ class _FailoverSearch:
                 self._note_failure(launch)
 
     async def cancel(self) -> None:
-        """Stop as if the process had ended: the intents stay open."""
+        """Stop as if the process had ended: the intents remain open."""
         tasks = [task for launch in self._launches for task in launch.cancel()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_due(self) -> None:
-        """Begin all launches that are due; the module's docstring gives the rules."""
+        """Begin all launches that are due; see the module's docstring for the rules."""
         while (placement := self._candidates.take_resumed()) is not None:
             self._begin(len(self._launches), placement)
         while self._has_room() and all(self._measure_left_s(launch) <= 0 for launch in self._launches):
@@ -173,7 +174,7 @@ class _FailoverSearch:
         return self._offers.measure_reask_s(placement) <= 0 and not self._is_region_suspect(placement)
 
     def _is_region_suspect(self, placement: Placement) -> bool:
-        """Return whether a launch under way makes its region suspect: a second launch there would show no more."""
+        """Return whether a launch in progress makes its region suspect: a second launch there would not show more."""
         region = placement.offer.cloud, placement.offer.region
         suspect = [launch.placement.offer for launch in self._launches if launch.is_suspect]
         return any((offer.cloud, offer.region) == region for offer in suspect)
@@ -197,7 +198,7 @@ class _FailoverSearch:
         return not self._failures.is_excluded(placement)
 
     def _select_requestable(self, rank: int, zones: Sequence[Placement]) -> Sequence[Placement]:
-        """Return the zones of one placement that may be requested now; note why the others may not."""
+        """Return the zones of one placement that may be requested now; record why the others may not."""
         if not zones or not self._is_usable(zones[0]):
             return ()
         if wait_s := self._offers.measure_wait_s(zones[0].offer.cloud):
@@ -219,7 +220,7 @@ class _FailoverSearch:
         return requestable
 
     async def _wait(self) -> None:
-        """Wait until a launch ends or becomes late or suspect, or a last resort beside late launches is due."""
+        """Wait until a launch ends or becomes late or suspect, or a last resort is due while launches are late."""
         left_s = [s for s in map(self._measure_left_s, self._launches) if s > 0]
         if not left_s and self._has_room():
             waiting = [place for place in self._candidates.list_last_resort() if not self._is_region_suspect(place)]
@@ -236,7 +237,7 @@ class _FailoverSearch:
                 alarm.cancel()
 
     def _measure_left_s(self, launch: Launch) -> float:
-        """Return seconds until this launch is later than usual for its cloud; not above 0: late, suspect, abandoned."""
+        """Return seconds until this launch is later than usual; 0 or less if it is late, suspect or abandoned."""
         if launch.state is LaunchState.ABANDONED or launch.is_suspect:
             return 0.0
         created_s = launch.created_s
@@ -252,7 +253,7 @@ class _FailoverSearch:
         return FailoverResult(placement=placement, nodes=running.task.result(), surplus=surplus)
 
     def _note_failure(self, launch: Launch) -> None:
-        """Note why a launch failed. Raises an error that is not a cloud's: taken down, over budget, or a bug."""
+        """Record why a launch failed. Raises errors that are not a cloud's: taken down, over budget, or a bug."""
         error, placement = launch.task.exception(), launch.placement
         if not isinstance(error, CloudError):
             assert error is not None, "only launches that failed come here"
@@ -283,7 +284,7 @@ class _FailoverSearch:
         self._offers.note_failed_call(launch.cloud.name)
 
     def _report_last(self) -> None:
-        """Report once that the search waits for suspect regions only because no other placement is left."""
+        """Report once that the search only waits for suspect regions because no other placement remains."""
         is_last = self._is_exhausted and all(launch.is_suspect for launch in self._launches)
         if is_last and not self._has_reported_last:
             self._has_reported_last = True

@@ -1,4 +1,4 @@
-"""Why one search has got no gang: the refusals of placements, and the errors that no later launch would change."""
+"""The reasons why a search found no gang: refusals of placements, and errors that a later launch would not change."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from broker.provision.launch import describe
 from broker.provision.zones import split_zones
 from broker.types import Placement
 
-REASONS_MAX, PLACES_MAX, HINTS_MAX = 8, 6, 4  # in an error
+REASONS_MAX, PLACES_MAX, HINTS_MAX = 8, 6, 4  # limits of the final error
 
 
 class SearchFailures:
     """Collect why placements were refused or skipped, and explain it in one error."""
 
     def __init__(self) -> None:
-        self._lasting: dict[str, CloudError] = {}  # by cloud, region or placement: no later launch changes these
+        # by cloud, region or placement: a later launch would not change these
+        self._lasting: dict[str, CloudError] = {}
         self._refused: dict[tuple[str, str], list[Placement]] = {}  # cloud and reason -> placements
-        self._remembered: set[tuple[str, str]] = set()  # of those, reasons of earlier searches only
+        self._remembered: set[tuple[str, str]] = set()  # those with reasons only from earlier searches
         self._hints: dict[str, None] = {}
         self._has_temporary = False
         self.last_error: CloudError | None = None  # the newest refusal that may change with time
 
     def is_excluded(self, placement: Placement) -> bool:
-        """Return whether its cloud or region has failed for good."""
+        """Return whether the placement's cloud or region has failed permanently."""
         return placement.offer.cloud in self._lasting or _name_region(placement) in self._lasting
 
     def exclude_cloud(self, cloud: str, error: CloudError) -> None:
@@ -36,19 +37,19 @@ class SearchFailures:
         self._lasting[_name_region(placement)] = error
 
     def exclude_placement(self, placement: Placement, error: CloudError) -> None:
-        """Exclude a placement from this search, and remember its refusal for the final error."""
+        """Exclude a placement from this search, and record its refusal for the final error."""
         self._lasting[describe(placement)] = error
         self._refused.setdefault((placement.offer.cloud, error.message), []).extend(split_zones(placement))
 
     def note_refusal(self, placement: Placement, error: CloudError) -> None:
-        """Note a refusal by the cloud in this search."""
+        """Record a refusal by the cloud in this search."""
         self.last_error = error
         self.note_reason(placement, error.message)
         self._remembered.discard((placement.offer.cloud, error.message))
         self._hints.update(dict.fromkeys(error.hints))
 
     def note_remembered(self, placement: Placement, reason: str, hints: Iterable[str]) -> None:
-        """Note a refusal from an earlier search, because of which the cloud was not asked."""
+        """Record a refusal from an earlier search, because of which the cloud was not called."""
         key = placement.offer.cloud, reason
         if key not in self._refused:
             self._remembered.add(key)
@@ -56,7 +57,7 @@ class SearchFailures:
         self.note_reason(placement, reason)
 
     def note_reason(self, placement: Placement, reason: str) -> None:
-        """Remember a temporary refusal for the final error; the placement may be retried."""
+        """Record a temporary refusal for the final error; the placement may be retried."""
         self._has_temporary = True
         self._refused.setdefault((placement.offer.cloud, reason), []).extend(split_zones(placement))
 
@@ -65,7 +66,7 @@ class SearchFailures:
         if self._lasting and not self._has_temporary:
             return next(iter(self._lasting.values()))
         suffixes = {
-            key: " (remembered, not asked again yet)" if key in self._remembered else "" for key in self._refused
+            key: " (earlier refusal, not retried yet)" if key in self._remembered else "" for key in self._refused
         }
         details = [f"{_join(places)} ({key[0]}): {key[1]}{suffixes[key]}" for key, places in self._refused.items()]
         details += [f"{name}: {error.message}" for name, error in self._lasting.items() if isinstance(error, AuthError)]

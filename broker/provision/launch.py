@@ -1,4 +1,4 @@
-"""One launch: the attempt to get one gang of nodes at one placement, as a state machine.
+"""One launch: the attempt to acquire one gang of nodes at one placement, as a state machine.
 
 A launch begins with its intent: a committed record of the request, with the idempotency token of its create calls.
 
@@ -11,22 +11,22 @@ A launch begins with its intent: a committed record of the request, with the ide
  1. The cloud creates the whole gang, and every node boots: REQUESTED, CREATED, RUNNING.
  2. The cloud refuses (capacity, quota, login, invalid request): nothing was created. REQUESTED, CLOSED.
  3. A call is throttled or fails without a reason: it is repeated with the same token after a backoff. After
-    `CREATE_TRIES_MAX` calls, or once all jobs together have used up the cloud's retry budget: ABANDONED (see 6).
+    `CREATE_TRIES_MAX` calls, or once the cloud's retry budget, shared by all jobs, is used up: ABANDONED (see 6).
  4. A call is not answered: UNKNOWN. If lists show the whole gang under its token, CREATED; else the call is repeated
     with the same token, for `UNCLEAR_S_MAX` at most. Then ABANDONED (see 6).
  5. An earlier process left the intent open, so its call may have been answered: the launch begins as UNKNOWN, and its
     call is repeated with the same token.
- 6. ABANDONED: no further call is made. Nodes that carry the token are looked for and terminated, and only then is the
-    error reported and the intent closed: CLOSED. A refusal that follows UNKNOWN ends here too, because the call before
-    it may have created nodes.
- 7. Only a part of the gang is created, or a node ends or does not boot in time: CREATED, RELEASING, CLOSED. The error
-    is a CapacityError of that zone.
- 8. Another command takes the cluster down, which closes the intent. Nodes that arrive later are terminated by the
-    launch itself: CREATED, RELEASING, CLOSED, with a UsageError.
- 9. Another placement has its gang first: the launch is given back in whatever state it is. It waits up to
-    `ANSWER_GRACE_S` for a call under way, because the answer names the nodes, and terminates them: RELEASING, CLOSED.
+ 6. ABANDONED: no further call is made. Nodes that carry the token are searched for and terminated; only then, the error
+    is reported and the intent closed: CLOSED. A refusal that follows UNKNOWN ends here too, because the preceding call
+    may have created nodes.
+ 7. Only part of the gang is created, or a node ends or does not boot in time: CREATED, RELEASING, CLOSED. The error is
+    a CapacityError for that zone.
+ 8. Another command takes the cluster down, which closes the intent. The launch itself terminates nodes that arrive
+    later: CREATED, RELEASING, CLOSED, with a UsageError.
+ 9. Another placement has its gang first: the launch is released, in any state. It waits up to
+    `ANSWER_GRACE_S` for a call in progress, because the answer names the nodes, and terminates them: RELEASING, CLOSED.
     If no call was made: REQUESTED, CLOSED.
-10. The process ends: the intent stays open. The next process continues with 5, or the collector terminates the nodes.
+10. The process ends: the intent remains open. The next process continues with 5, or the collector terminates the nodes.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from broker.types.outcomes import Event
 from broker.wording import describe_place, make_place
 
 HEDGE = 2
-UNCLEAR_MIN = 2  # calls that failed without a reason before the whole region is suspect
+UNCLEAR_MIN = 2  # number of calls that failed without a reason after which the whole region is suspect
 
 
 class LaunchState(StrEnum):
-    """The states of a launch; the module's docstring lists how it passes through them."""
+    """The states of a launch; the module's docstring lists the transitions."""
 
-    REQUESTED = "requested"  # the intent is committed; no call may have created anything without an answer
-    UNKNOWN = "unknown"  # a call, perhaps of an earlier process, was not answered: nodes may exist
+    REQUESTED = "requested"  # the intent is committed; no unanswered call may have created nodes
+    UNKNOWN = "unknown"  # a call, possibly of an earlier process, was not answered: nodes may exist
     CREATED = "created"  # the nodes are known and recorded, and are booting
-    RUNNING = "running"  # every node of the gang runs
-    ABANDONED = "abandoned"  # no further call: nodes that nothing has named are looked for and terminated
-    RELEASING = "releasing"  # nodes are being terminated: incomplete, taken down, or not needed
-    CLOSED = "closed"  # nothing is left, and the intent is closed
+    RUNNING = "running"  # every node of the gang is running
+    ABANDONED = "abandoned"  # no further calls: unreported nodes are searched for and terminated
+    RELEASING = "releasing"  # nodes are being terminated: the gang is incomplete, taken down, or not needed
+    CLOSED = "closed"  # nothing remains, and the intent is closed
 
 
 _NEXT = {
@@ -74,7 +74,7 @@ _NEXT = {
     LaunchState.RUNNING: {LaunchState.RELEASING},
     LaunchState.ABANDONED: {LaunchState.RELEASING, LaunchState.CLOSED},
     LaunchState.RELEASING: {LaunchState.CLOSED},
-    LaunchState.CLOSED: {LaunchState.RELEASING},  # given back after it failed: its end is confirmed once more
+    LaunchState.CLOSED: {LaunchState.RELEASING},  # released after it failed: its end is confirmed once more
 }
 
 
@@ -82,7 +82,7 @@ _NEXT = {
 class LaunchSpec:
     """The parameters of a launch that do not depend on the placement.
 
-    `hedge`: number of placements that may be requested at once. `check_budget` is called before each call that may
+    `hedge`: maximum number of placements requested at once. `check_budget` is called before each call that may
     cost money; an error that it raises ends the search.
     """
 
@@ -103,11 +103,11 @@ class Launch:
     rank: int  # position in the plan: 0 is best
     state: LaunchState
     begun_s: float
-    entered_s: dict[LaunchState, float] = field(init=False)  # each state that it has been in -> since when, first time
+    entered_s: dict[LaunchState, float] = field(init=False)  # each state entered so far -> time of the first entry
     unclear_count: int = 0  # calls that failed without a reason
-    error: CloudError | None = None  # why it was abandoned
+    error: CloudError | None = None  # reason why it was abandoned
     nodes: tuple[Node, ...] = ()
-    on_doubt: Callable[[], None] = lambda: None  # called when the search may have to request another placement
+    on_doubt: Callable[[], None] = lambda: None  # called when the search may need to request another placement
     call: asyncio.Task[Sequence[Node]] | None = None  # the newest create call
     task: asyncio.Task[Sequence[Node]] = field(init=False)  # the whole launch; its result is the running gang by rank
 
@@ -115,7 +115,7 @@ class Launch:
         self.entered_s = {self.state: self.begun_s}
 
     def enter(self, state: LaunchState, now_s: float) -> None:
-        """Change the state. Entering the current state again changes nothing."""
+        """Change the state. Entering the current state again has no effect."""
         assert state is self.state or state in _NEXT[self.state], f"a launch goes from {self.state} to {state}"
         self.state = state
         self.entered_s.setdefault(state, now_s)
@@ -127,43 +127,42 @@ class Launch:
 
     @property
     def actual_placement(self) -> Placement:
-        """The zone of its nodes, of the zones that were requested; all of them while there are no nodes."""
+        """The zone of its nodes, out of the requested zones; all of those while there are no nodes."""
         return find_actual_placement(self.placement, self.nodes)
 
     @property
     def was_unanswered(self) -> bool:
-        """Return whether a call with this token went unanswered, even in an earlier process."""
+        """Whether a call with this token was not answered, even in an earlier process."""
         return LaunchState.UNKNOWN in self.entered_s
 
     @property
     def created_s(self) -> float | None:
-        """When the cloud confirmed the create call, seconds since the epoch; None before."""
+        """Time when the cloud confirmed the create call, in seconds since the epoch; None before."""
         return self.entered_s.get(LaunchState.CREATED)
 
     @property
     def is_region_suspect(self) -> bool:
-        """Return whether the whole region may be at fault; a single failed call may be transient, or affect only its
-        zone."""
+        """Whether the whole region may be at fault; a single failed call may be transient, or only affect its zone."""
         return self.unclear_count >= UNCLEAR_MIN or isinstance(self.error, ThrottledError)
 
     @property
     def is_suspect(self) -> bool:
-        """Return whether its region is suspect and has not yet created the gang."""
+        """Whether its region is suspect and has not yet created the gang."""
         return self.is_region_suspect and self.created_s is None
 
     def note_unclear(self) -> None:
-        """Count a call without a clear answer, and put the region in doubt."""
+        """Count a call without a clear answer, and notify the search."""
         self.unclear_count += 1
         self.on_doubt()
 
     def abandon(self, error: CloudError, now_s: float) -> None:
-        """Stop waiting for a clear answer; whether nodes were created is determined afterwards."""
+        """Stop waiting for a clear answer; a later check determines whether nodes were created."""
         self.enter(LaunchState.ABANDONED, now_s)
         self.error = error
         self.on_doubt()
 
     def cancel(self) -> Sequence[asyncio.Task[Sequence[Node]]]:
-        """Stop as if the process had ended: the intent stays open for the next process."""
+        """Stop as if the process had ended: the intent remains open for the next process."""
         tasks = [self.task] if self.call is None else [self.task, self.call]
         for task in tasks:
             task.cancel()
@@ -173,7 +172,7 @@ class Launch:
 def make_token(owner: str, cluster: str, attempt: int, placement: Placement, serial: int) -> str:
     """Return the idempotency token of a launch: the same before and after a crash.
 
-    `serial` counts the closed intents of this cluster name. A cloud answers a token whose nodes have ended with those
+    `serial` counts the closed intents of this cluster name. For a token whose nodes have ended, a cloud returns those
     nodes, so a later launch of the same placement needs another token.
     """
     offer = placement.offer
@@ -188,7 +187,7 @@ def describe(placement: Placement) -> str:
 
 
 def make_down_error(name: str) -> UsageError:
-    """Make the error for a launch whose cluster was taken down meanwhile."""
+    """Make the error for a launch whose cluster was taken down in the meantime."""
     return UsageError(f"{name} was terminated while it was starting")
 
 

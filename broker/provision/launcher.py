@@ -1,4 +1,4 @@
-"""Begin launches, carry them through their states, and terminate what they created; `launch.py` lists the scenarios.
+"""Begin launches, drive them through their states, and terminate what they created; `launch.py` lists the scenarios.
 
 An intent is committed before each create call; its token makes a repeated call harmless.
 """
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Launcher:
-    """Begin launches, carry them through their states, and terminate what is not kept."""
+    """Begin launches, drive them through their states, and terminate what is not kept."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Launcher:
 
         `is_addition`: the nodes join a cluster that is up; its record does not change.
 
-        Raises the errors of `spec.check_budget`, and UsageError if the cluster was taken down since the first launch.
+        Raises the errors of `spec.check_budget`, and UsageError if the cluster was taken down after the first launch.
         """
         resumed = self.find_intent(spec.cluster, placement)
         if resumed is None:
@@ -83,7 +83,7 @@ class Launcher:
         return launch
 
     def find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
-        """Return the open intent of this placement and attempt, which an earlier process has left."""
+        """Return the open intent of an earlier process for this placement and attempt; None if there is none."""
         requests = [intent.request for intent in self._store.intents.list_open(cluster.name)]
         same = (
             request for request in requests if request.placement == placement and request.attempt == cluster.attempt
@@ -91,9 +91,9 @@ class Launcher:
         return next(same, None)
 
     async def give_back(self, launch: Launch) -> Sequence[Node]:
-        """Terminate the nodes of a launch that is not needed, confirm their end, and return them.
+        """Terminate the nodes of an unneeded launch, confirm their end, and return them.
 
-        Raises TransientError if the cloud does not confirm; the intent then stays open for the collector.
+        Raises TransientError if the cloud does not confirm it; the intent then remains open for the collector.
         """
         launch.task.cancel()
         await asyncio.wait([launch.task])
@@ -112,14 +112,14 @@ class Launcher:
     async def _release(self, launch: Launch) -> Sequence[Node]:
         launch.enter(LaunchState.RELEASING, self._clock.now_s())
         with self._store.transaction(is_durable=False):
-            pass  # raises FencedError: a leader that was replaced must not end nodes that its successor may use
+            pass  # raises FencedError: a replaced leader must not terminate nodes that its successor may use
         gone = await self.terminate(launch.cloud, launch.request, known=launch.nodes)
         launch.enter(LaunchState.CLOSED, self._clock.now_s())
         return gone
 
     async def terminate(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
         """Terminate the nodes of this intent, confirm their end, and only then close the intent; return the nodes."""
-        request = self._store.intents.get_request(request.token) or request  # its account may have been noted since
+        request = self._store.intents.get_request(request.token) or request  # its account may have been recorded since
         known = known or self._store.intents.list_nodes(request.token)
         gone = await confirm_gone(
             cloud,
@@ -151,7 +151,7 @@ class Launcher:
             token=make_token(f"{self._owner}{self._store.meta.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
             spec=spec.make_spec(placement),
-            # All nodes of a gang are in one account: another login can neither see nor terminate the existing ones.
+            # All nodes of a gang are in one account: another login can neither list nor terminate the existing ones.
             account=next((node.account for node in cluster.nodes if node.account), "") if is_addition else "",
         )
         with self._store.transaction():
@@ -166,7 +166,7 @@ class Launcher:
         return request
 
     async def _see_through(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
-        """Return the running gang. On a CloudError nothing is left of the launch."""
+        """Return the running gang. After a CloudError, nothing of the launch remains."""
         launch.nodes = tuple(await self._create(launch, spec))
         created_s = self._clock.now_s()
         launch.enter(LaunchState.CREATED, created_s)
@@ -175,10 +175,10 @@ class Launcher:
             self._store.intents.note_nodes(launch.request.token, launch.nodes)
         await self._end_unless_open(launch)
         node_count = launch.placement.node_count
-        if len(launch.nodes) < node_count:  # the rest will not come, and these nodes cost money
+        if len(launch.nodes) < node_count:  # the rest will not be created, and these nodes cost money
             await self._release(launch)
             raise CapacityError(f"created only {len(launch.nodes)} of {node_count} nodes", scope="zone")
-        if not launch.was_unanswered:  # else the time includes that of an earlier process or call
+        if not launch.was_unanswered:  # otherwise the time includes an earlier process or call
             self._hedge_timer.note(launch.cloud.name, Answer.CREATED, created_s - launch.begun_s)
         running = await self._wait_running(launch, spec)
         await self._end_unless_open(launch)
@@ -209,16 +209,16 @@ class Launcher:
         return running
 
     async def _end_unless_open(self, launch: Launch) -> None:
-        """Terminate the nodes if the intent was closed: the command that took the cluster down may not have seen them.
+        """Terminate the nodes if the intent was closed: the command that took the cluster down may have missed them.
 
-        Raises UsageError then.
+        Raises UsageError in that case.
         """
         if not self._store.intents.is_open(launch.request.token):
             await self._release(launch)
             raise make_down_error(launch.request.cluster)
 
     async def _create(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
-        """Return the nodes that were created. Before a CloudError is raised, nodes that may exist are terminated."""
+        """Return the created nodes. Before raising a CloudError, terminate any nodes that may exist."""
         try:
             return await self._creator.create(launch, spec)
         except CloudError as error:
@@ -233,9 +233,9 @@ class Launcher:
 
 
 class SurplusReleaser:
-    """Give back, in the background, the launches that a search did not need.
+    """Release, in the background, the launches that a search did not need.
 
-    Their intents stay open until the cloud confirms the end; if the process dies, the collector continues.
+    Their intents remain open until the cloud confirms the end; if the process dies, the collector continues.
     """
 
     def __init__(self, launcher: Launcher, *, clock: Clock) -> None:
@@ -253,10 +253,11 @@ class SurplusReleaser:
         for launch in launches:
             task = asyncio.ensure_future(self._give_back(launch, on_event))
             self._tasks[launch.request.token] = task
-            task.add_done_callback(lambda _, token=launch.request.token: self._tasks.pop(token, None))  # type: ignore[misc]
+            # type: ignore[misc]
+            task.add_done_callback(lambda _, token=launch.request.token: self._tasks.pop(token, None))
 
     async def finish(self) -> None:
-        """Wait for all launches that are being given back."""
+        """Wait for all launches that are being released."""
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
@@ -273,7 +274,7 @@ class SurplusReleaser:
 
 
 def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:
-    """Return the cloud's reasons for nodes that ended by themselves, or that the time was up."""
+    """Return the cloud's reasons for nodes that ended on their own, or that the timeout was reached."""
     causes = sorted({node.reason for node in gone} - {"", NodeEnd.TERMINATED, NodeEnd.MISSING})
     if causes:
         return f"a node terminated by itself ({', '.join(causes)})"

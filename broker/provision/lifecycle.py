@@ -39,7 +39,8 @@ class Provisioner:
         owner: str,
         write_boot: Callable[[NodeRequest], str] = lambda request: "",
     ) -> None:
-        """`write_boot` returns a node's boot script: for one token the same text before and after a crash."""
+        """Create the provisioner. `write_boot` returns a boot script: the same text for one token, even after a
+        crash."""
         self._clouds = clouds
         self._store = store
         self._clock = clock
@@ -78,16 +79,17 @@ class Provisioner:
         check_budget: Callable[[], None] | None = None,
         retry_until_up: bool = False,
     ) -> Cluster:
-        """Return the cluster with its whole gang running, at the first placement with capacity. Resumes if repeated.
+        """Bring up the whole gang at the first placement with capacity, and return the cluster. A repeated call
+        resumes.
 
-        While launches are late, up to `hedge` placements are requested at once. Launches that are not needed are given
-        back in the background; `finish` waits for that. `check_budget` is called before each call that may cost money;
+        While launches are late, up to `hedge` placements are requested at once. Unneeded launches are released in the
+        background; `finish` waits for that. `check_budget` is called before each call that may cost money;
         its error ends the search. `retry_until_up`: repeat the search with a growing backoff until it succeeds.
         """
         existing = self._store.clusters.get(name)
         if existing and existing.status is ClusterStatus.UP and existing.attempt == attempt:
             return await self.refresh(existing)
-        # A job's cluster needs no lock: the epoch fences leaders, and a suspended one must not block the next.
+        # A job's cluster needs no lock: the epoch fences leaders, and a suspended leader must not block the next one.
         lock = lock_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
         with lock, self._collector.spare(name):
             cluster = Cluster(
@@ -110,7 +112,7 @@ class Provisioner:
             return await self._builder.bring_up(spec, plan, retry_until_up=retry_until_up)
 
     def hint_console(self, cluster: Cluster, node_id: str) -> str | None:
-        """Return a hint to the console output of a node that does not finish booting; None if its cloud keeps none."""
+        """Return a hint about the console output of a node that does not finish booting; None if there is none."""
         cloud = self._clouds.get(cluster.placement.offer.cloud)
         node = next((node for node in cluster.nodes if node.id == node_id), None)
         if node is None or not isinstance(cloud, SupportsConsole):
@@ -118,7 +120,7 @@ class Provisioner:
         return f"`{cloud.name_console(node)}` shows the console output of the node"
 
     async def finish(self) -> None:
-        """Wait until surplus launches are confirmed gone; `collect` ends those that the cloud does not confirm."""
+        """Wait until surplus launches are confirmed gone; `collect` handles those that the cloud does not confirm."""
         await self._surplus.finish()
 
     async def refresh(
@@ -126,9 +128,9 @@ class Provisioner:
     ) -> Cluster:
         """Return the cluster with its nodes as the cloud lists them; lost nodes of a gang are TERMINATED.
 
-        The list is at most `age_s_max` old; with 0 it is requested from now on. `answering`: ids of nodes whose agent
-        has just answered: they are alive even if a list omits them. Raises CloudError if the list fails, or if it does
-        not cover the account and region of a node that neither answers nor is listed.
+        The list is at most `age_s_max` old; with 0, it is requested after the call. `answering`: IDs of nodes whose
+        agent has just responded, which are alive even if a list omits them. Raises CloudError if the list fails, or if
+        it does not cover the account and region of a node that neither responds nor is listed.
         """
         cloud = self._get_cloud(cluster.placement)
         listing = await self._lister.list(cloud, age_s_max=age_s_max)
@@ -153,13 +155,13 @@ class Provisioner:
         return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
 
     def measure_start_s(self, cloud: str) -> float:
-        """Return the learned time in seconds after which new nodes of this cloud usually run."""
+        """Return the learned time in seconds after which new nodes of this cloud are usually running."""
         return sum(self._failover.hedge_timer.measure_s(cloud, answer) for answer in Answer)
 
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600
     ) -> Cluster:
-        """Replace a node that is confirmed gone while the others work; see `ClusterBuilder.replace_node`."""
+        """Replace a node that is confirmed gone while the others continue; see `ClusterBuilder.replace_node`."""
         spec = LaunchSpec(
             cluster=cluster,
             make_spec=lambda placement: self._builder.make_spec(task, placement, job_id=cluster.job_id),
@@ -179,7 +181,7 @@ class Provisioner:
         await self._get_cloud(cluster.placement).terminate_nodes([node])
 
     def avoid_machine(self, cluster: Cluster, node: Node, *, until_s: float) -> None:
-        """Create no node on this node's machine before `until_s`, where the cloud could give it out again."""
+        """Do not create a node on this node's machine before `until_s`, if the cloud could assign the machine again."""
         cloud = self._get_cloud(cluster.placement)
         if isinstance(cloud, CanAvoid):
             cloud.avoid_machine(node, until_s=until_s)
@@ -193,7 +195,7 @@ class Provisioner:
                 return
             if cluster and cluster.status is not ClusterStatus.TERMINATING:
                 self._store.clusters.put(replace(cluster, status=ClusterStatus.TERMINATING))
-        # Concurrently: a region that does not answer must not delay the termination of nodes elsewhere.
+        # Concurrently: a region that does not respond must not delay the termination of nodes elsewhere.
         works = [self._terminate(intent.request) for intent in intents]
         if cluster and cluster.nodes:
             works.append(self._end_nodes(cluster))
@@ -205,12 +207,12 @@ class Provisioner:
         with self._store.transaction():
             current = self._store.clusters.get(name)
             if current is None or current.created_s != cluster.created_s:
-                return  # another process finished this, and the name may already stand for a new cluster
+                return  # another process finished this, and the name may already belong to a new cluster
             self._store.clusters.delete(name)
             self._store.events.add(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
 
     async def _end_nodes(self, cluster: Cluster) -> None:
-        """Terminate the recorded nodes, and all others that carry the cluster's name and a token of ours."""
+        """Terminate the recorded nodes, and all others that carry the cluster's name and one of our tokens."""
         tokens = self._store.intents.list_tokens(cluster.name)
         gone = await confirm_gone(
             self._get_cloud(cluster.placement),
@@ -224,7 +226,7 @@ class Provisioner:
         self._failover.launcher.record(gone)
 
     async def stop(self, name: str) -> None:
-        """Stop a cluster and wait until every node is stopped. Raises UsageError if its cloud cannot."""
+        """Stop a cluster and wait until every node is stopped. Raises UsageError if its cloud cannot stop nodes."""
         cluster, cloud = self._find_stoppable(name)
         await cloud.stop_nodes([node.id for node in cluster.nodes])
         await self._wait_all(cluster, NodeState.STOPPED)
@@ -234,7 +236,7 @@ class Provisioner:
             self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
-        """Start a stopped cluster and wait until every node runs. Raises CloudError without capacity."""
+        """Start a stopped cluster and wait until every node is running. Raises CloudError without capacity."""
         cluster, cloud = self._find_stoppable(name)
         await cloud.start_nodes([node.id for node in cluster.nodes])
         with self._store.transaction():
@@ -244,7 +246,7 @@ class Provisioner:
         return self._change_status(name, ClusterStatus.UP)
 
     async def find_lost(self) -> tuple[Sequence[Node], Sequence[str]]:
-        """Return what `collect` would end: nodes, and names of clusters."""
+        """Return what `collect` would terminate: nodes, and names of clusters."""
         return await self._collector.find()
 
     def is_adopted(self) -> bool:
@@ -252,22 +254,22 @@ class Provisioner:
         return self._adopter.is_done()
 
     async def adopt(self) -> Sequence[str]:
-        """Record our running nodes that are in no record; return the names of their clusters. See `adoption.py`."""
+        """Record our running nodes that have no record; return the names of their clusters. See `adoption.py`."""
         return await self._adopter.adopt_all()
 
     async def collect(self) -> int:
-        """Terminate what this installation owns without a record; return how many nodes, launches and clusters."""
+        """Terminate resources of this installation without a record; return their number."""
         return await self._collector.collect() + await self.sweep()
 
     async def sweep(self) -> int:
-        """Delete resources besides nodes that gone clusters have left behind; return how many."""
+        """Delete remaining resources of ended clusters, other than nodes; return their number."""
         return await self._sweeper.sweep()
 
     async def _terminate(self, request: NodeRequest) -> None:
         await self._failover.launcher.terminate(self._get_cloud(request.placement), request)
 
     def _get_cloud(self, placement: Placement) -> Cloud:
-        """Return the cloud. Raises AuthError if its login or package is no longer there."""
+        """Return the cloud. Raises AuthError if its login or package is no longer available."""
         name = placement.offer.cloud
         if name not in self._clouds:
             raise AuthError(

@@ -1,4 +1,4 @@
-"""Share lists of a cloud's nodes between all callers: ten thousand jobs make no more calls than one."""
+"""Share lists of a cloud's nodes between all callers, so that ten thousand jobs make no more calls than one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)
 TRIES_MAX = 8
 
 
-Place = tuple[str, str]  # account ("": not known) and region
+Place = tuple[str, str]  # account ("" if unknown) and region
 
 
 class Listing:
@@ -31,7 +31,7 @@ class Listing:
         self._listed = listed
 
     def find_doubt(self, place: Place) -> CloudError | None:
-        """Return why a node of this place may live though the list omits it; None if the list covers the place."""
+        """Return why an omitted node of this place may be alive; None if the list covers the place."""
         (account, region), login = place, self._listed.account
         if account and login and account != login:
             return AccountError(
@@ -62,7 +62,7 @@ class _Shared:
 
 
 class Lister:
-    """List each cloud's nodes of one owner. Callers that arrive while a list is under way share the next one."""
+    """List each cloud's nodes of one owner. Callers that arrive while a list is in progress share the next one."""
 
     def __init__(self, owner: str, *, clock: Clock) -> None:
         self._owner = owner
@@ -70,12 +70,12 @@ class Lister:
         self._shared: dict[str, _Shared] = {}
 
     async def list(self, cloud: Cloud, *, age_s_max: float = 0.0, tries_max: int = TRIES_MAX) -> Listing:
-        """Return a list that was requested from now on, or at most `age_s_max` ago. Retries throttled and failed calls.
+        """Return a list requested after the call, or at most `age_s_max` ago. Retries throttled and failed calls.
 
         Raises the CloudError of the last of `tries_max` tries.
         """
         newest = self._shared.setdefault(cloud.name, _Shared()).newest
-        # A list from the future counts as expired: the wall clock was set back, and it would hide losses until then.
+        # A list from the future counts as expired: the clock was set back, and the list would hide losses until then.
         if newest is not None and age_s_max > 0 and 0.0 <= self._clock.now_s() - newest.asked_s <= age_s_max:
             return newest
         for tries in range(tries_max - 1):
@@ -93,7 +93,7 @@ class Lister:
             if shared.running is None or shared.running.done():
                 shared.running = _begin(self._ask(cloud, after=None))
                 return await asyncio.shield(shared.running)
-            # The list under way may predate the caller's last action; only the next one counts.
+            # The list in progress may predate the caller's last action; only the next one counts.
             shared.following = _begin(self._ask(cloud, after=shared.running))
         return await asyncio.shield(shared.following)
 

@@ -1,4 +1,4 @@
-"""Poll nodes until all of them run, or until all are confirmed gone. Every wait has a limit."""
+"""Poll nodes until all of them are running, or until all are confirmed gone. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ WAIT_LOOK_S_MAX = 2.0  # while nodes boot, each second costs money and time; all
 TERMINATE_AGAIN_S = 15.0  # repeat a terminate call that the cloud may have accepted and forgotten
 GONE_S_MAX = 900.0
 RESUMED_S_MIN = 60.0
-# Both must hold: time alone failed in simulations where one slow call lay between two empty lists.
+# Both are required: time alone failed in simulations with one slow call between two empty lists.
 MISSES_MIN = 4
 MISSING_S_MIN = 120.0
-GAP_S_MAX = 60.0  # limit for the time counted between two lists; a throttled list is retried for as long
-UNSEEN_SETTLES = 6.0  # in multiples of `settle_s`: how long lists must lack a node whose create was never answered
+GAP_S_MAX = 60.0  # maximum time counted between two lists; a throttled list is retried for that long
+# in multiples of `settle_s`: time for which lists must lack a node whose create call was never answered
+UNSEEN_SETTLES = 6.0
 
 
 async def confirm_gone(
@@ -37,19 +38,19 @@ async def confirm_gone(
 ) -> Sequence[Node]:
     """Terminate nodes and poll until the cloud lists each as TERMINATED; return them as last seen.
 
-    Nodes with known ids are terminated before the first list is requested, because lists may fail. A node that lists
-    omit counts as gone only if a terminate call for it was accepted and it stays missing (`Absence`), in lists that
-    cover its account and region. If fewer than `expected_count` nodes were ever seen, a create call may still take
+    Nodes with known IDs are terminated before the first list is requested, because lists may fail. A node that lists
+
+    omit counts as gone only if a terminate call for it was accepted and it remains missing (`Absence`), in lists that
+    cover its account and region. If fewer than `expected_count` nodes were ever listed, a create call may still take
     effect: lists of all `places` must then omit them for `UNSEEN_SETTLES * settle_s`, where the time between two such
     lists counts up to `settle_s`.
-
-    Raises AccountError or AuthError if this login cannot see one of the places, TransientError at the limit, and the
+    Raises AccountError or AuthError if this login cannot list one of the places, TransientError at the limit, and the
     CloudError of a list that fails.
     """
     start_s = clock.now_s()
     ending = _Ending(cloud, known, clock)
     absence = Absence(cloud.settle_s)
-    covered = Stopwatch(cloud.settle_s)  # advances while lists cover all places: a region's silence is not evidence
+    covered = Stopwatch(cloud.settle_s)  # advances while lists cover all places: a missing region is not evidence
     look_s = LOOK_S
     looks = 0
     while clock.now_s() - start_s < GONE_S_MAX:
@@ -72,7 +73,7 @@ async def confirm_gone(
         elif not live and is_whole:
             return ending.list_gone(now_s)
         elif isinstance(doubt, AuthError):
-            await ending.terminate_due()  # nodes that this list was the first to show
+            await ending.terminate_due()  # nodes that appeared first in this list
             raise doubt
         await clock.sleep(look_s)
         look_s = min(LOOK_S_MAX, look_s * 1.2)
@@ -83,7 +84,7 @@ async def confirm_gone(
 
 
 def find_doubt(listing: Listing, places: Collection[Place]) -> CloudError | None:
-    """Return why a node of these places may live though the list omits it; a login error before a temporary one."""
+    """Return why an omitted node of these places may be alive; login errors precede temporary ones."""
     doubts = [doubt for place in places if (doubt := listing.find_doubt(place))]
     return min(doubts, key=lambda doubt: not isinstance(doubt, AuthError), default=None)
 
@@ -98,12 +99,12 @@ class _Ending:
         self.seen: dict[str, Node] = {node.id: node for node in known}
 
     def note(self, listed: Sequence[Node]) -> Collection[str]:
-        """Take over the nodes of a list; return their ids."""
+        """Add the nodes of a list; return their IDs."""
         self.seen.update((node.id, node) for node in listed)
         return {node.id for node in listed}
 
     def list_live(self) -> list[Node]:
-        """Return all that no list has shown as TERMINATED; a node that was only missing may still run."""
+        """Return all nodes that no list has shown as TERMINATED; a node that was only missing may still be running."""
         return [node for node in self.seen.values() if node.state is not NodeState.TERMINATED or is_missing(node)]
 
     def has_accepted(self, nodes: Sequence[Node]) -> bool:
@@ -133,17 +134,17 @@ class _Ending:
 
 
 def is_missing(node: Node) -> bool:
-    """Return whether it counts as TERMINATED only because lists have omitted it."""
+    """Return whether the node counts as TERMINATED only because lists have omitted it."""
     return node.state is NodeState.TERMINATED and node.reason == NodeEnd.MISSING
 
 
 def _was_missing(node: Node, present: Collection[str]) -> bool:
-    """Return whether it was believed gone before and is still missing."""
+    """Return whether the node was already considered gone and is still missing."""
     return is_missing(node) and node.id not in present
 
 
 class Absence:
-    """Track nodes that lists omit: believed gone after `MISSES_MIN` lists and `MISSING_S_MIN` seconds.
+    """Track nodes that lists omit: considered gone after `MISSES_MIN` lists and `MISSING_S_MIN` seconds.
 
     One absence is not evidence: lists may be empty or incomplete for a while. If lists never lag, two in a row suffice.
     """
@@ -151,10 +152,11 @@ class Absence:
     def __init__(self, settle_s: float) -> None:
         self._misses_min, self._missing_s_min = (MISSES_MIN, MISSING_S_MIN) if settle_s else (2, 0.0)
         self._stopwatch = Stopwatch(GAP_S_MAX)
-        self._misses: dict[str, tuple[int, float]] = {}  # node id -> lists without it, since when
+        # node ID -> number of lists without it, and the time of the first
+        self._misses: dict[str, tuple[int, float]] = {}
 
     def note(self, node_id: str, *, is_listed: bool, now_s: float) -> bool:
-        """Note one list; return whether the node is believed gone."""
+        """Record one list; return whether the node is considered gone."""
         seen_s = self._stopwatch.observe(now_s)
         if is_listed:
             self._misses.pop(node_id, None)
@@ -173,10 +175,10 @@ def _mark_gone(node: Node, now_s: float) -> Node:
 
 
 def measure_left_s(nodes: Sequence[Node], timeout_s: float, clock: Clock) -> float:
-    """Return how much of `timeout_s` is left for nodes to run, counted from when they were created.
+    """Return the remaining part of `timeout_s` for nodes to start running, counted from their creation.
 
-    An earlier process has already waited for them: a daemon that is restarted repeatedly would otherwise pay for nodes
-    that never boot. The result is at least `RESUMED_S_MIN`, which lists need to show their current state.
+    An earlier process may already have waited for them: otherwise, a repeatedly restarted daemon would pay for nodes
+    that never boot. The result is at least `RESUMED_S_MIN`, so that lists can show the current state.
     """
     age_s = clock.now_s() - max(node.created_s for node in nodes)
     return min(timeout_s, max(timeout_s - age_s, RESUMED_S_MIN))
@@ -210,7 +212,7 @@ async def wait_running(
         try:
             listing = await lister.list(cloud, tries_max=1)
         except CloudError:
-            continue  # also for an expired login: the nodes cost money, and the caller terminates them at the limit
+            continue  # even for an expired login: the nodes cost money, and the caller terminates them at the limit
         before = dict(nodes)
         nodes.update((node.id, node) for node in listing.by_token.get(token, ()))
         if nodes != before:

@@ -13,12 +13,12 @@ from broker.types import IntentEnd, Placement
 
 CAPACITY_REFUSAL_S = 600.0
 QUOTA_REFUSAL_S = 3600.0
-REFUSAL_S_MAX = 4 * 3600.0  # however often a placement refuses
+REFUSAL_S_MAX = 4 * 3600.0  # regardless of the number of refusals
 REFUSAL_S_SHORT = 60.0  # after an unclear answer
-REASK_S = 30.0  # minimum interval, for all jobs together, between requests to a full placement as a last resort
+REASK_S = 30.0  # minimum interval, over all jobs, between last-resort requests to a full placement
 REASK_S_MAX = 120.0
-PROBE_S = 120.0  # other searches wait this long for the one that probes an expired refusal
-# Modelled on the retry quota of AWS SDKs: bursts are free, a storm of ten thousand jobs is not.
+PROBE_S = 120.0  # other searches wait this long for the search that probes an expired refusal
+# Modelled on the retry quota of AWS SDKs: it allows bursts, but not a storm of ten thousand jobs.
 FAILURES_MAX = 60.0
 FAILURE_REFILL_S = 2.0
 
@@ -26,8 +26,8 @@ FAILURE_REFILL_S = 2.0
 class UnavailableOffers:
     """Circuit breaker per placement.
 
-    Closed: no refusal is known. Open: refused, not requested before the refusal expires. Half-open: one launch probes,
-    all others wait.
+    Closed: no refusal is known. Open: refused, and not requested before the refusal expires. Half-open: one launch
+    probes, and all others wait.
     """
 
     def __init__(self, store: Store) -> None:
@@ -38,25 +38,25 @@ class UnavailableOffers:
         return tuple(self._store.refusals.list_active(self._store.clock.now_s()))
 
     def list_covering(self, placement: Placement, active: Iterable[Refusal]) -> Sequence[Refusal]:
-        """Return the refusals that forbid to request this placement now."""
+        """Return the refusals that currently block requests to this placement."""
         return [refusal for refusal in active if refusal.covers(placement)]
 
     def measure_reask_s(self, placement: Placement) -> float:
-        """Return seconds until this placement may be requested as a last resort despite its refusals; 0: now."""
+        """Return the seconds until this refused placement may be requested as a last resort; 0 means now."""
         active = self.list_active()
         covering = [refusal for zone in split_zones(placement) for refusal in self.list_covering(zone, active)]
         due_s = max((max(refusal.reask_s, refusal.probed_until_s) for refusal in covering), default=0.0)
         return max(0.0, due_s - self._store.clock.now_s())
 
     def begin(self, placement: Placement) -> None:
-        """Note that a launch begins there: if a refusal has just expired, this launch is the probe for all searches."""
+        """Record that a launch begins there: if a refusal has just expired, it is the probe for all searches."""
         for zone in split_zones(placement):
             self._store.refusals.begin_probe(zone, lasts_s=PROBE_S)
 
     def refuse(self, placement: Placement, error: CloudError, *, is_region_wide: bool = False) -> None:
-        """Record a refusal; if several zones were requested as one, for each of them.
+        """Record a refusal, separately for each zone if several zones were requested as one.
 
-        `is_region_wide`: calls failed repeatedly without a reason, so the fault is the region's, not the zone's.
+        `is_region_wide`: calls failed repeatedly without a reason, so the region is at fault, not the zone.
         """
         with self._store.transaction():
             for zone in split_zones(placement):
@@ -68,7 +68,7 @@ class UnavailableOffers:
         if isinstance(error, QuotaError):
             zone, lasts_s, reask_s = None, QUOTA_REFUSAL_S, math.inf
         elif isinstance(error, ThrottledError) or (is_region_wide and isinstance(error, TransientError)):
-            zone = None  # clouds count calls per account and region, and services fail per region
+            zone = None  # clouds limit calls per account and region, and services fail per region
         elif isinstance(error, CapacityError):
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
@@ -88,11 +88,11 @@ class UnavailableOffers:
         )
 
     def forgive(self, placement: Placement) -> None:
-        """Delete the refusals that cover a placement, after it has granted nodes."""
+        """Delete the refusals that cover a placement, after it has provided nodes."""
         self._store.refusals.forgive(placement)
 
     def note_failed_call(self, cloud: str) -> None:
-        """Take one from the retry budget that all jobs share: a call was refused, throttled or lost."""
+        """Take one token from the retry budget that all jobs share: a call was refused, throttled or lost."""
         self._store.retries.take(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
     def measure_wait_s(self, cloud: str) -> float:
@@ -101,7 +101,7 @@ class UnavailableOffers:
 
 
 def find_intent_end(error: CloudError) -> IntentEnd:
-    """Return how an intent ends by this error: by quota, without a clear answer, or by a refusal."""
+    """Return how this error ends an intent: by quota, without a clear answer, or by a refusal."""
     if isinstance(error, QuotaError):
         return IntentEnd.QUOTA_EXCEEDED
     return IntentEnd.UNCLEAR if isinstance(error, ThrottledError | TransientError) else IntentEnd.REFUSED

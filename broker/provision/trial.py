@@ -1,6 +1,6 @@
 """A trial launch on a real account within a spending limit: every step of a cluster's life cycle, in order.
 
-Create, connect, run a command, write to a bucket, stop and start, terminate, look for leaks. The last two always run,
+Create, connect, run a command, write to a bucket, stop and start, terminate, check for leaks. The last two always run,
 even after a failure or an interruption. The cluster is recorded like any other, so that `broker down` and `broker gc`
 find the nodes of a killed trial.
 """
@@ -30,9 +30,9 @@ from broker.types import Autostop, Cluster, NodeState, Plan, RunStatus
 MARK = "broker-check"
 PROGRAM = f"echo {MARK}; uname -srm; python3 --version; nvidia-smi -L 2>/dev/null || true"
 RUN_ID = 1
-CONNECT_S_MAX = 900.0  # large GPU images boot for minutes
+CONNECT_S_MAX = 900.0  # large GPU images take minutes to boot
 RUN_S_MAX = 300.0
-BUCKET_S_MAX = 180.0  # after a refusal the node retries with a growing backoff
+BUCKET_S_MAX = 180.0  # after a refusal, the node retries with a growing backoff
 LOOK_S = 1.0
 IDLE_MINUTES = 10  # after which the node terminates itself if this machine dies
 
@@ -60,7 +60,7 @@ class Step:
 
 
 class Skip(Exception):
-    """Raised if the step does not apply; the message says why."""
+    """Raised if the step does not apply; the message gives the reason."""
 
 
 class SpendingLimitReached(Exception):
@@ -68,7 +68,7 @@ class SpendingLimitReached(Exception):
 
 
 class Trial:
-    """Bring one node up and take it down under the name `name`. `plan` lists the placements to try, cheapest first."""
+    """Bring one node up and take it down, as cluster `name`. `plan` lists the placements to try, cheapest first."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Trial:
 
     async def _write_from_here(self) -> str:
         if not self._folder:
-            raise Skip("no bucket was named: `--bucket s3://BUCKET/FOLDER`")
+            raise Skip("no bucket given: pass `--bucket s3://BUCKET/FOLDER`")
         content = uuid.uuid4().hex.encode()
 
         def write_and_read() -> bytes | None:
@@ -183,7 +183,7 @@ class Trial:
         return f"{self._folder}: written, read, deleted from this machine"
 
     async def _create(self) -> str:
-        await self._provisioner.down(self._name)  # of an earlier trial that was killed
+        await self._provisioner.down(self._name)  # of an earlier, killed trial
         autostop = Autostop(idle_minutes=IDLE_MINUTES, is_down=True)
         self._cluster = await self._provisioner.up(self._name, self._plan, autostop=autostop)
         await self._provisioner.finish()
@@ -230,15 +230,15 @@ class Trial:
                 f"the command ended with status {report.status.value}{last}", returncode=report.returncode or 1
             )
         if MARK not in " ".join(lines):
-            raise TransientError("the command ran, but its output did not arrive")
-        return ", ".join(line.rpartition(") ")[2] for line in lines if not line.endswith(MARK)) or "the output arrived"
+            raise TransientError("the command ran, but its output was not received")
+        return ", ".join(line.rpartition(") ")[2] for line in lines if not line.endswith(MARK)) or "output received"
 
     async def _write_from_node(self) -> str:
         """Read and delete the outcome and the log of the run, which the node's agent writes to the bucket."""
         if not self._folder:
-            raise Skip("no bucket was named")
+            raise Skip("no bucket given")
         if not self._folder.startswith(SCHEMES):
-            raise Skip(f"nodes write to {', '.join(SCHEMES)} only")
+            raise Skip(f"nodes only write to {', '.join(SCHEMES)}")
         bucket = open_bucket(self._folder)
         keys = (name_outcome(1), name_log(1))
 
@@ -284,9 +284,9 @@ class Trial:
         left = [node.id for node in listed if node.cluster == self._name and node.state is not NodeState.TERMINATED]
         if left:
             raise TransientError(
-                f"still there: {', '.join(left)}", hints=(f"`broker down {self._name}`", "`broker gc`")
+                f"nodes remain: {', '.join(left)}", hints=(f"`broker down {self._name}`", "`broker gc`")
             )
-        result = f"no nodes are left; {swept} other resources deleted" if swept else "nothing is left"
+        result = f"no nodes remain; {swept} other resources deleted" if swept else "nothing remains"
         return f"{result}; no answer from {', '.join(sorted(listed.unseen))}" if listed.unseen else result
 
     async def _wait_until(self, condition: Callable[[], Awaitable[bool]], limit_s: float) -> bool:

@@ -1,6 +1,6 @@
-"""Group placements of a plan that differ in their zone only, if the cloud can search several zones in one call.
+"""Group placements of a plan that only differ in their zone, if the cloud can search several zones in one call.
 
-The price is the plan's in every zone of a group, so the plan's order is kept. Refusals are recorded per zone.
+All zones of a group have the same price, so the plan's order is kept. Refusals are recorded per zone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def join_zones(
     clouds: Mapping[str, Cloud],
     make_spec: Callable[[Placement], MachineSpec],
 ) -> Iterator[Placement]:
-    """Yield placements lazily in the plan's order; neighbours that differ in their zone only are joined."""
+    """Yield placements lazily in the plan's order; neighbours that only differ in their zone are joined."""
     group: list[Estimate] = []
     for estimate in estimates:
         if group and not _is_twin(group[0], estimate):

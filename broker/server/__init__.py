@@ -1,1 +1,1 @@
-"""The server: the verbs of `broker.client.wire` over HTTP, for several users and any number of laptops."""
+"""The server: the verbs of `broker.client.wire` over HTTP, for several users and any number of machines."""

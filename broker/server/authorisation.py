@@ -1,4 +1,4 @@
-"""Authorisation: the role of a token against the verb, and the owner of the resources that the verb changes."""
+"""Authorisation: check the role of a token for a verb, and the owner of the resources that the verb changes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ORDER = (Role.VIEWER, Role.USER, Role.ADMIN)
 
 
 def has_role(token: Token, needed: Role) -> bool:
-    """Return whether a token has at least this role."""
+    """Return whether the token has at least this role."""
     return ORDER.index(token.role) >= ORDER.index(needed)
 
 
 def check_role(token: Token, verb: Verb) -> None:
-    """Raise DeniedError unless the token has the role of the verb."""
+    """Raise DeniedError unless the token has the role that the verb requires."""
     if not has_role(token, verb.role):
         raise DeniedError(
-            f"`{verb.name}` requires the role `{verb.role.value}`, and {token.user} has `{token.role.value}`",
+            f"`{verb.name}` requires the role `{verb.role.value}`, but {token.user} has `{token.role.value}`",
             hints=["ask an administrator of the server for another token"],
         )
 
 
 def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[str, Any]) -> None:
-    """Check the role, and for users that everything the verb changes is their own. Raises DeniedError."""
+    """Check the role and, for users, that they own everything that the verb changes. Raises DeniedError."""
     check_role(token, verb)
     if has_role(token, Role.ADMIN):
         return
@@ -42,7 +42,7 @@ def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[st
         if kind is Owned.CLUSTER and context.store.clusters.get(name) is None:
             if context.store.intents.list_open(name) and owner != token.user:
                 raise _deny(kind, name, owner)
-            continue  # a new cluster, or one that is gone: its name is free
+            continue  # a new cluster, or one that is gone: the name is free
         if kind is Owned.SERVICE and context.store.services.get(name) is None:
             continue
         if kind is Owned.SCHEDULE:
@@ -60,7 +60,7 @@ def _deny(kind: Owned, name: str, owner: str | None) -> DeniedError:
 
 
 def list_changed(context: Context, verb: Verb, arguments: Mapping[str, Any]) -> Iterator[tuple[Owned, str]]:
-    """List the clusters, services and jobs (by id) that the arguments of a verb name."""
+    """List the clusters, services and jobs (by ID) that are named in the arguments of a verb."""
     request = arguments.get("request")
     if verb.name == "run_sweep" and isinstance(request, SweepRequest):  # the same sweep of another user
         group = name_sweep(request)
@@ -82,4 +82,4 @@ def _find_job_ids(context: Context, name: str) -> list[str]:
     try:
         return [str(job.id) for job in jobs.find_jobs(context, [name])]
     except UsageError:
-        return []  # unknown: the verb itself says so
+        return []  # unknown: the verb itself reports it

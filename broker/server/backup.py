@@ -14,11 +14,11 @@ from broker.errors import BrokerError, FencedError
 log = logging.getLogger(__name__)
 
 BACKUP_S = 60.0
-CONFIRM_S = 10.0  # so that requests find a recent confirmation
+CONFIRM_S = 10.0  # keeps the confirmation recent for requests
 
 
 async def keep_backup(home: Path) -> None:
-    """Back up until cancelled, then once more. Raises FencedError once another server has replaced this one."""
+    """Back up until cancelled, then one final time. Raises FencedError once another server has replaced this one."""
     clock = SystemClock()
     url = find_backup_url(home)
     if url is None or find_state_url(home) is not None:
@@ -38,7 +38,7 @@ async def keep_backup(home: Path) -> None:
 
 
 def _step(backups: Backups, home: Path, *, is_due: bool) -> None:
-    """Confirm the epoch and write changes; failures other than a fence are recorded and retried."""
+    """Confirm the epoch and write changes; failures other than FencedError are recorded and retried."""
     try:
         backups.refresh()
         if is_due:

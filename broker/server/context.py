@@ -29,24 +29,24 @@ LOCAL = "local"
 
 
 class DisconnectedError(Exception):
-    """The client of a reading verb is gone."""
+    """The client of a reading verb has disconnected."""
 
 
 class RequestClock(SystemClock):
-    """A clock whose sleeps end once the client of a request is gone."""
+    """A clock whose sleeps end once the client of a request has disconnected."""
 
     def __init__(self, gone: threading.Event) -> None:
         self._gone = gone
 
     async def sleep(self, duration_s: float) -> None:
-        """Wait in real time. Raises DisconnectedError if the client has gone."""
+        """Wait in real time. Raises DisconnectedError if the client has disconnected."""
         if self._gone.is_set():
             raise DisconnectedError
         await super().sleep(duration_s)
 
 
 class Interruption:
-    """Cancels the work of a verb in its event loop, from another thread: the Ctrl-C of a verb on a server."""
+    """Cancels the work of a verb in its event loop, from another thread: the equivalent of Ctrl-C on a server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class Interruption:
 
 @frozen
 class Policy:
-    """The operator's choices: which process runs the controllers, and whether tasks may run on the server itself."""
+    """The operator's choices: the process that runs the controllers, and whether tasks may run on the server itself."""
 
     has_controller: bool = True
     has_local_cloud: bool = False
@@ -137,7 +137,7 @@ class ServerContext(Context):
         super().check_notify(tasks)
 
     def own_jobs(self, jobs: Sequence[Job]) -> None:
-        """Record the owner and the project of jobs as they are added: the limit of a project counts them at once."""
+        """Record the owner and project of jobs as they are added: the limit of a project counts them at once."""
         if self._token is None:
             return
         for job in jobs:
@@ -147,23 +147,23 @@ class ServerContext(Context):
             self.bind(tuple(dict.fromkeys((*self._names, *(str(each.id) for each in jobs)))))
 
     def bind(self, names: Sequence[str]) -> None:
-        """Record the jobs or the service that the admitted launch has started."""
+        """Record the jobs or the service started by the admitted launch."""
         if self._commitment is not None and tuple(names) != self._names:
             self._names = tuple(names)
             self.store.commitments.bind(self._commitment, names)
 
     def settle(self) -> None:
-        """Note that the launch has ended, so that only the resources it has started count."""
+        """Record that the launch has ended, so that only the resources that it has started count."""
         if self._commitment is not None:
             self.store.commitments.settle(self._commitment)
 
     async def run_paid(self, work: Coroutine[object, object, T]) -> T:
-        """Await `work` unless or until the client interrupts it."""
+        """Await `work` until it ends or the client interrupts it."""
         return await self._interruption.guard(work)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
-        """The clouds that are set up here. Programs on the local cloud run as the server's own user."""
+        """The clouds that are set up here. Programs on the local cloud would run as the server's own user."""
         found = super().clouds
         if self._policy.has_local_cloud:
             return found

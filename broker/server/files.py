@@ -1,4 +1,4 @@
-"""Files that clients sent: archives unpacked once, into a folder named by the SHA-256 of the archive."""
+"""Files sent by clients: archives, each unpacked once into a folder named after the SHA-256 of the archive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARCHIVE_MAX = 16 * 2**30
 
 
 class FileStore:
-    """The folder of uploads; an unpacked one never changes."""
+    """The folder of uploads; an unpacked upload never changes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class FileStore:
         return (self._folder / digest).is_dir()
 
     async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, name: str) -> None:
-        """Write, compare and unpack an archive. Raises InvalidRequestError if its digest differs."""
+        """Write, verify and unpack an archive. Raises InvalidRequestError if its digest differs."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         archive = self._folder / f".{digest}-{name}.tar"
         found, size = hashlib.sha256(), 0
@@ -53,7 +53,7 @@ class FileStore:
         try:
             aside.mkdir(mode=0o700)
             with tarfile.open(archive) as file:
-                file.extractall(aside, filter="data")  # refuses names and links that lead outside
+                file.extractall(aside, filter="data")  # refuses names and links that point outside
             if not self.has(digest):
                 aside.rename(self._folder / digest)
         except (tarfile.TarError, OSError) as error:
@@ -63,7 +63,7 @@ class FileStore:
             shutil.rmtree(aside, ignore_errors=True)
 
     def localize_map(self, request: MapRequest, *, may_use_files: bool) -> MapRequest:
-        """Localize the task. Raises UsageError for a path of this machine, or one that only the client has."""
+        """Localize the task. Raises UsageError for a path on this machine, or one that only exists on the client."""
         for flag, place in (("--input", request.input), ("--output", request.output)):
             scheme = place.partition("://")[0] if "://" in place else ""
             if not scheme or (scheme == "file" and not may_use_files):
@@ -74,7 +74,7 @@ class FileStore:
         return replace(request, task=self.localize(request.task))
 
     def localize(self, task: Task) -> Task:
-        """Replace uploaded paths with those of this machine. Raises UsageError for any other path of this machine."""
+        """Replace uploaded paths with paths on this machine. Raises UsageError for any other local path."""
 
         def fix(path: str) -> str:
             if "://" in path and not path.startswith("file:"):

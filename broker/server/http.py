@@ -57,8 +57,8 @@ from broker.types import Task
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 5.0  # between blank lines, which keep the connection of a quiet verb alive
-THREADS_MAX = 128  # verbs that run at the same time
+BEAT_S = 5.0  # between blank lines, which keep the connection of a silent verb alive
+THREADS_MAX = 128  # number of concurrent verbs
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
     (LimitError, 403),
@@ -74,7 +74,7 @@ UNKNOWN_TOKEN = AuthError(
     hints=("ask an administrator of the server for a new one, then `broker login URL --token-file FILE`",),
 )
 LOGIN = "/v1/login"
-OPEN = ("/healthz", "/readyz", "/openapi.json", LOGIN)  # without a token
+OPEN = ("/healthz", "/readyz", "/openapi.json", LOGIN)  # routes without a token
 TOKEN = web.RequestKey("token", Token)
 
 
@@ -98,7 +98,7 @@ class Server:
         self._is_leaving = asyncio.Event()
 
     def make_app(self) -> web.Application:
-        """Return the application with all routes behind one guard."""
+        """Return the application, with all routes behind one guard."""
         app = web.Application(middlewares=[self._guard], client_max_size=MESSAGE_MAX)
         app.router.add_get("/healthz", self._show_health)
         app.router.add_get("/readyz", self._show_readiness)
@@ -126,7 +126,7 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Check the token and the protocol, and turn errors into JSON. Logs paths only, never bodies or headers."""
+        """Check the token and protocol, and convert errors to JSON. Only paths are logged, never bodies or headers."""
         try:
             if self._pages.has(request):
                 if (refusal := self._pages.check(request)) is not None:
@@ -163,7 +163,7 @@ class Server:
         return web.json_response({"status": "ok"})
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
-        """Answer 200 if the store can be read, else 503."""
+        """Respond with 200 if the store can be read, else 503."""
         self._context.store.jobs.count()
         return web.json_response({"status": "ready"})
 
@@ -236,7 +236,7 @@ class Server:
             del self._running[wanted.id]
 
     async def _run_for_page(self, token: Token, name: str, arguments: Mapping[str, Any]) -> object:
-        """Run a verb to its end for a user of the pages. Raises BrokerError."""
+        """Run a verb to completion for a user of the pages. Raises BrokerError."""
         verb = VERBS[name]
         signature = read_signature(verb.function)
         wanted = VerbRequest(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)
@@ -249,7 +249,7 @@ class Server:
                     return decode(frame["result"], signature.result)
 
     def _read_request(self, verb: Verb, body: dict[str, Any], token: Token) -> VerbRequest:
-        """Decode the arguments. Raises InvalidRequestError for a missing, unknown or invalid one."""
+        """Decode the arguments. Raises InvalidRequestError for a missing, unknown or invalid argument."""
         signature = read_signature(verb.function)
         if unknown := sorted(set(body) - set(signature.arguments)):
             raise InvalidRequestError(f"`{verb.name}` has no argument `{unknown[0]}`")
@@ -259,7 +259,7 @@ class Server:
         return VerbRequest(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)
 
     def _localize(self, value: Any) -> Any:
-        """Check tasks as those of a file are, and point them to the files that were uploaded."""
+        """Check tasks like those from a file, and point them to the uploaded files."""
         from broker.task.checking import check_task
 
         if isinstance(value, Task):
@@ -294,7 +294,7 @@ def read_required(verb: Verb) -> set[str]:
 
 
 async def _collect(running: Running) -> web.Response:
-    """Answer with one object: the result or the error, and the notes. Questions are refused without `?yes=true`."""
+    """Respond with one object: the result or the error, and the notes. Questions are refused without `?yes=true`."""
     notes: list[str] = []
     calls: dict[str, list[Any]] = {}
     while True:
@@ -326,7 +326,7 @@ def _refuse(error: BrokerError, status: int | None = None) -> web.Response:
 
 
 def _check_protocol(request: web.Request) -> None:
-    """Raise UsageError for a client of another protocol; requests without the header are not from a `broker`."""
+    """Raise UsageError for another protocol version; requests without the header are not from `broker`."""
     given = request.headers.get(HEADER, str(PROTOCOL))
     if given != str(PROTOCOL):
         older = "client" if given.isdigit() and int(given) < PROTOCOL else "server"
@@ -340,7 +340,7 @@ async def _read_object(request: web.Request) -> dict[str, Any]:
     text = await request.read()
     try:
         found = json.loads(text or b"{}")
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair can be neither stored nor shown
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate can be neither stored nor shown
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

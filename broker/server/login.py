@@ -1,6 +1,7 @@
-"""The two routes of a login through an OIDC issuer: what the client needs to begin, and the token in the end.
+"""The two routes of a login through an OIDC issuer: the first returns what the client needs to begin, the second a
+token.
 
-A nonce binds both (`nonces.py`). Logins of the pages (`page_login.py`) end in the same way.
+A nonce binds them together (`nonces.py`). Logins to the pages (`page_login.py`) end in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ UNKNOWN = "(unknown)"
 
 @frozen
 class Begin:
-    """What a client sends to the issuer."""
+    """The values that a client sends to the issuer."""
 
     authorization_endpoint: str
     client_id: str
@@ -35,7 +36,7 @@ class Begin:
 
 @frozen
 class Proof:
-    """What a completed login has to show: the issuer's code, and the secrets of whoever began it."""
+    """The proof of a completed login: the issuer's code, and the secrets of the client that began it."""
 
     code: str
     verifier: str
@@ -52,7 +53,7 @@ class IssuerLogins:
         self._issuer: Issuer | None = None
 
     def get_issuer(self, settings: OidcSettings) -> Issuer:
-        """Return the issuer of these settings, with what is known of it."""
+        """Return the issuer of these settings, with its cached documents."""
         if self._issuer is None or self._issuer.settings != settings:
             self._issuer = Issuer(settings, clock=self._context.clock, fetch=self._fetch)
         return self._issuer
@@ -65,7 +66,7 @@ class IssuerLogins:
         token = await issuer.exchange(code=proof.code, verifier=proof.verifier, redirect_uri=proof.redirect_uri)
         try:
             identity = await issuer.verify(token, nonce=proof.nonce)
-        except DeniedError:  # of a user of the issuer; strangers cannot fill the audit log
+        except DeniedError:  # only for users of the issuer, so strangers cannot fill the audit log
             self._context.store.audit.add(user=UNKNOWN, verb="login", target="", outcome=DeniedError.__name__)
             raise
         nonces.spend(nonce)
@@ -95,7 +96,7 @@ class BrowserLogins:
         return self._logins.get_issuer(settings)
 
     async def begin(self) -> Begin:
-        """Return what a client needs to send its user to the issuer. Raises UsageError without one."""
+        """Return the values with which a client sends its user to the issuer. Raises UsageError without an issuer."""
         issuer = self._get_issuer()
         endpoint = await issuer.find_endpoint("authorization_endpoint")
         return Begin(
@@ -104,7 +105,7 @@ class BrowserLogins:
         )  # fmt: skip
 
     async def finish(self, body: dict[str, Any]) -> tuple[Identity, str]:
-        """Exchange the code of a login for an expiring token of this server; return who it is, and its value.
+        """Exchange the code of a login for an expiring token of this server; return the identity and the token's value.
 
         Raises AuthError, DeniedError, InvalidRequestError.
         """

@@ -1,4 +1,4 @@
-"""Nonces of logins: signed and dated by this process, so that none is stored before a login succeeds, and used once."""
+"""Nonces of logins, used once. They are signed and dated by this process, so none is stored before a login succeeds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from broker.clock import Clock
 from broker.errors import AuthError
 
-NONCE_S = 900.0  # from the begin of a login to its end
+NONCE_S = 900.0  # from the beginning of a login to its end
 
 
 class Nonces:
-    """The nonces of one kind of login, which knows none of another kind or process. `hints` say how to try again."""
+    """The nonces of one kind of login; nonces of other kinds or processes are invalid. `hints` are for retrying."""
 
     def __init__(self, clock: Clock, *, hints: Sequence[str]) -> None:
         self._clock = clock
@@ -30,11 +30,11 @@ class Nonces:
         return f"{text}.{self._sign(text).hex()}"
 
     def derive(self, nonce: str, purpose: str) -> str:
-        """Return a value of 43 characters that only this process can compute from a nonce, another for each purpose."""
+        """Return 43 characters that only this process can compute from a nonce, different for each purpose."""
         return base64.urlsafe_b64encode(self._sign(f"{purpose}/{nonce}")).decode().rstrip("=")
 
     def check(self, nonce: str) -> None:
-        """Raise AuthError for a nonce that was not made here, an old one, or one that was used."""
+        """Raise AuthError for a nonce that was not made here, has expired, or was used."""
         text, _, signature = nonce.rpartition(".")
         now_s = self._clock.now_s()
         is_nonce = re.fullmatch(r"[0-9]{1,12}\.[0-9a-f]{32}", text) and re.fullmatch(r"[0-9a-f]{64}", signature)
@@ -46,7 +46,7 @@ class Nonces:
             raise AuthError("this login was already completed", hints=self._hints)
 
     def spend(self, nonce: str) -> None:
-        """Accept the nonce of a verified login, once: two requests may have waited for the issuer together."""
+        """Accept the nonce of a verified login, once: two requests may have waited for the issuer concurrently."""
         self.check(nonce)
         now_s = self._clock.now_s()
         self._used = {each: until_s for each, until_s in self._used.items() if until_s > now_s}

@@ -1,10 +1,10 @@
-"""Verify the ID tokens of an OIDC issuer (OpenID Connect Core 1.0, 3.1.3.7), and decide who the user is here.
+"""Verify the ID tokens of an OIDC issuer (OpenID Connect Core 1.0, 3.1.3.7), and map them to users of this server.
 
     discovery document -> authorization code -> ID token -> signature by the issuer's keys -> claims -> user and role
 
-Only asymmetric algorithms are accepted, whatever a token's header says, and only keys of the issuer's own set, so that
-neither `none` nor an HMAC with a public key passes. A key that is unknown makes the set be fetched again, at most once
-a minute; a set older than an hour is never used.
+Only asymmetric algorithms are accepted, regardless of a token's header, and only keys of the issuer's own set, so that
+neither `none` nor an HMAC with a public key passes. An unknown key causes the set to be fetched again, at most once a
+minute; a set older than an hour is never used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from broker.state.people import Role
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
 KEY_TYPES = ("RSA", "EC", "OKP")  # `oct` keys are shared secrets
-LEEWAY_S = 60.0  # between the clocks of the issuer and of this server
-ISSUED_S_MAX = 600.0  # an ID token is used at once
+LEEWAY_S = 60.0  # allowed difference between the clocks of the issuer and this server
+ISSUED_S_MAX = 600.0  # maximum age; an ID token is used immediately
 REFETCH_S, STALE_S = 60.0, 3600.0
 TOKEN_MAX = 16_384
 BODY_MAX = 2**20
@@ -37,20 +37,20 @@ class Fetches(Protocol):
     """HTTP to the issuer."""
 
     async def __call__(self, url: str, form: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-        """GET a JSON object, or POST a form for one. Raises AuthError for a refusal, TransientError without answer."""
+        """GET a JSON object, or POST a form for one. Raises AuthError if refused, TransientError without a response."""
         ...
 
 
 @frozen
 class Identity:
-    """A user whom the issuer has authenticated, with the role that its claims map to."""
+    """A user authenticated by the issuer, with the role to which the claims map."""
 
     user: str
     role: Role
 
 
 class Issuer:
-    """The issuer of one server: its discovery document and its keys, kept for an hour."""
+    """The issuer of one server: its discovery document and its keys, cached for an hour."""
 
     def __init__(self, settings: OidcSettings, *, clock: Clock, fetch: Fetches) -> None:
         self.settings = settings
@@ -100,7 +100,7 @@ class Issuer:
         return identify(claims, self.settings)
 
     async def _find_keys(self, header: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Return the keys that a header may mean; fetch them again if none does, at most once a minute."""
+        """Return the keys that match a header; fetch them again if none does, at most once a minute."""
         now_s = self._clock.now_s()
         if self._keys is None or not 0 <= now_s - self._keys[0] < STALE_S:
             self._keys = (now_s, await self._fetch_keys())
@@ -131,7 +131,7 @@ class Issuer:
 
 
 def read_header(token: str) -> Mapping[str, Any]:
-    """Read the header of a signed token. Raises AuthError for another form, and for any algorithm but ours."""
+    """Read the header of a signed token. Raises AuthError if it is malformed, or for unaccepted algorithms."""
     try:
         if len(token) > TOKEN_MAX or token.count(".") != 2:
             raise ValueError
@@ -147,7 +147,7 @@ def read_header(token: str) -> Mapping[str, Any]:
 
 
 def _match_keys(keys: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the keys for signatures with the header's key ID; without one, all that may be meant."""
+    """Return the keys with the header's key ID; without one, all keys that may have signed the token."""
     fitting = [
         each for each in keys
         if each.get("kty") in KEY_TYPES and each.get("use", "sig") == "sig"
@@ -157,7 +157,7 @@ def _match_keys(keys: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) ->
 
 
 def check_claims(claims: Mapping[str, Any], settings: OidcSettings, *, nonce: str, now_s: float) -> None:
-    """Raise AuthError for a token of another issuer, for another client, of another login, or out of date."""
+    """Raise AuthError for a token of another issuer, client or login, or a token that is not valid now."""
     audience = claims.get("aud")
     audiences = [audience] if isinstance(audience, str) else audience if isinstance(audience, list) else []
     if claims.get("iss") != settings.issuer:
@@ -187,7 +187,7 @@ def _read_s(claims: Mapping[str, Any], name: str) -> float:
 
 
 def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
-    """Map verified claims to a user and a role. Raises DeniedError, which never shows other users' data."""
+    """Map verified claims to a user and a role. Raises DeniedError, which never contains other users' data."""
     user = claims.get(settings.user_claim)
     if not isinstance(user, str) or not re.fullmatch(USER, user):
         raise DeniedError(
@@ -220,7 +220,7 @@ def _check_address(claims: Mapping[str, Any], settings: OidcSettings) -> None:
 
 
 async def fetch_json(url: str, form: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """Ask the issuer, within ten seconds and a megabyte, without following redirects."""
+    """Query the issuer, within ten seconds and a megabyte, without redirects. Raises AuthError, TransientError."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=10)

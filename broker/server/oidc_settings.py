@@ -1,4 +1,4 @@
-"""The table `[oidc]` of `config.toml`: which issuer authenticates users, and what its claims mean here."""
+"""The table `[oidc]` of `config.toml`: the issuer that authenticates users, and the mapping of its claims."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ HOURS, HOURS_MAX = 12.0, 24.0 * 90
 
 @frozen
 class OidcSettings:
-    """How users log in through an OIDC issuer.
+    """Settings for logins through an OIDC issuer.
 
-    `user_claim` names the user; `role_claim` holds values that `roles` maps. A user without a mapped value gets
-    `default_role`, and is refused where that is None. `allowed_domains`: of the verified e-mail address; empty: any.
-    `pages_url`: this server's address in browsers; empty: that of the request. `pages_client_id`: of the pages, where
-    the issuer has another client for web applications; empty: `client_id` with its secret.
+    `user_claim` is the claim with the user's name; `role_claim` holds values that `roles` maps. A user without a mapped
+    value gets `default_role`, or is refused if that is None. `allowed_domains`: of the verified e-mail address; empty
+    means any. `pages_url`: this server's address in browsers; empty means that of the request. `pages_client_id`: the
+    client of the pages, if the issuer has a separate client for web applications; empty means `client_id` with its
+    secret.
     """
 
     issuer: str
@@ -73,7 +74,7 @@ class _OidcTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_oidc_settings(home: Path) -> OidcSettings | None:
-    """Read the table; None without one. Raises UsageError that names the setting."""
+    """Read the table; None without one. Raises UsageError, which names the setting."""
     found = find_oidc(home)
     if found is None:
         return None
@@ -91,7 +92,7 @@ def read_oidc_settings(home: Path) -> OidcSettings | None:
     if "openid" not in table.scopes.split():
         raise UsageError(f"{path}: `scopes` must contain `openid`")
     if not 0 < table.token_hours <= HOURS_MAX:
-        raise UsageError(f"{path}: `token_hours` must be at most {HOURS_MAX:g}, and positive")
+        raise UsageError(f"{path}: `token_hours` must be positive and at most {HOURS_MAX:g}")
     _check_pages(table.pages, path)
     return OidcSettings(
         issuer=table.issuer, client_id=table.client_id,
@@ -124,7 +125,7 @@ def _read_secret(home: Path, path: str, name: str | None) -> Secret | None:
 
 
 def check_endpoint(url: str, name: str) -> None:
-    """Raise UsageError unless the URL is encrypted, or of this machine."""
+    """Raise UsageError unless the URL uses HTTPS or refers to this machine."""
     try:
         parts = urlsplit(url)
         is_safe = bool(parts.hostname) and (

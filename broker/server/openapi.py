@@ -14,7 +14,7 @@ ERROR = {
     "type": "object",
     "required": ["kind", "message", "hints", "details"],
     "properties": {
-        "kind": {"type": "string", "description": "class of broker/errors.py"},
+        "kind": {"type": "string", "description": "class in broker/errors.py"},
         "message": {"type": "string"},
         "hints": {"type": "array", "items": {"type": "string"}},
         "details": {"type": "array", "items": {"type": "string"}},
@@ -51,7 +51,7 @@ def describe_api() -> dict[str, Any]:
         paths[f"/v1/{verb.name}"] = {
             "post": {
                 "operationId": verb.name,
-                "summary": text.partition("\n")[0],
+                "summary": " ".join(text.partition("\n\n")[0].split()),
                 "description": f"Requires the role `{verb.role.value}`. Callbacks: {callbacks}.",
                 "tags": [verb.target.split(":")[0].rpartition(".")[2]],
                 "parameters": [{"name": HEADER, "in": "header", "schema": {"const": str(PROTOCOL)}}],
@@ -74,7 +74,7 @@ def describe_api() -> dict[str, Any]:
 def _describe_answers(result: dict[str, Any]) -> dict[str, Any]:
     texts = {"type": "array", "items": {"type": "string"}}
     whole = {"type": "object", "properties": {"result": result, "notes": texts, "calls": {"type": "object"}}}
-    frames = {"type": "string", "description": "one frame a line: note, call, ask, result or error"}
+    frames = {"type": "string", "description": "one frame per line: note, call, ask, result or error"}
     refused = {
         "type": "object",
         "required": ["error"],

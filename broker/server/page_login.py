@@ -3,8 +3,8 @@
     GET /login/issuer    cookie: nonce N    302 to the issuer: state, nonce and code challenge, all derived from N
     GET /login/callback  cookie: N, code, state    the code and the verifier of N for an ID token with the nonce of N
 
-Nothing is stored before a login succeeds. N is in a cookie of the browser that began the login and is sent nowhere
-else, so a code or a callback of another browser is worth nothing here. N is accepted once.
+Nothing is stored before a login succeeds. N is in a cookie of the browser that began the login and is not sent anywhere
+else, so a code or a callback of another browser is useless here. N is accepted once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 START, CALLBACK = "/login/issuer", "/login/callback"
 ERROR_MAX = 100
-STATE, NONCE, VERIFIER = "state", "nonce", "verifier"  # purposes of what is derived from a cookie
+STATE, NONCE, VERIFIER = "state", "nonce", "verifier"  # purposes of the values derived from a cookie
 
 
 @frozen
 class Departure:
-    """Where a browser goes to log in, and the cookie that it needs when it returns."""
+    """The URL at which a browser logs in, and the cookie that it needs when it returns."""
 
     url: str
     cookie: str
-    is_secure: bool  # browsers reach this server by HTTPS
+    is_secure: bool  # browsers reach this server through HTTPS
 
 
 @frozen
@@ -50,7 +50,7 @@ class Arrival:
 
 
 class PageLogins:
-    """The logins to the pages of one server. `own_url` is the address by which the request came."""
+    """The logins to the pages of one server. `own_url` is the server's address in the request."""
 
     def __init__(self, context: Context, *, fetch: Fetches = fetch_json) -> None:
         self._context = context
@@ -58,7 +58,7 @@ class PageLogins:
         self._nonces = Nonces(context.clock, hints=["open the login page again"])
 
     def find_start(self) -> str | None:
-        """Return the link that begins a login; None without `[oidc]`, or where it is invalid."""
+        """Return the link that begins a login; None without `[oidc]`, or if it is invalid."""
         try:
             settings = read_oidc_settings(self._context.config.home)
         except UsageError as error:  # a token still works
@@ -67,7 +67,7 @@ class PageLogins:
         return None if settings is None else settings.pages_url.rstrip("/") + START
 
     async def begin(self, own_url: str) -> Departure:
-        """Begin a login. Raises UsageError without an issuer, AuthError and TransientError of the issuer."""
+        """Begin a login. Raises UsageError without an issuer, and AuthError or TransientError from the issuer."""
         issuer, redirect_uri = self._get_issuer(own_url)
         endpoint = await issuer.find_endpoint("authorization_endpoint")
         cookie = self._nonces.make()
@@ -103,7 +103,7 @@ class PageLogins:
         return Arrival(token=made.value, is_secure=redirect_uri.startswith("https:"))
 
     def _get_issuer(self, own_url: str) -> tuple[Issuer, str]:
-        """Return the issuer, as the client that the pages are there, and where it sends browsers back to."""
+        """Return the issuer, with the client of the pages, and the URL to which it redirects browsers."""
         settings = read_oidc_settings(self._context.config.home)
         if settings is None:
             raise UsageError("this server has no login through an issuer", hints=["log in with a token"])

@@ -1,4 +1,4 @@
-"""The dashboard of a server: the same pages as `broker dashboard`, by role, and users and audit for administrators."""
+"""The dashboard of a server: the same pages as `broker dashboard`, by role, plus users and audit for administrators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from broker.types import Job
 
 PREFIX = "/admin/"
 LOGIN, LOGOUT = "/login", "/logout"
-LOGIN_COOKIE = "broker_login"  # of a login through the issuer, until it ends
+LOGIN_COOKIE = "broker_login"  # cookie of a login through the issuer, until the login ends
 STATIC = "/static/"
 ADMIN_PAGES = {USERS: "Users", AUDIT: "Audit"}
 VISITOR = web.RequestKey("visitor", Token)
@@ -34,7 +34,7 @@ RunVerb = Callable[[Token, str, Mapping[str, Any]], Awaitable[object]]
 
 
 class ServerPages:
-    """The pages of one server, and what each user may see and do there; `run_verb` runs a verb for a user."""
+    """The pages of one server, and the permissions of users there; `run_verb` runs a verb for a user."""
 
     def __init__(
         self, context: Context, *, make_context: MakeContext, authenticate: Authenticate, run_verb: RunVerb
@@ -50,7 +50,7 @@ class ServerPages:
         self._dashboard.close()
 
     async def show_metrics(self, request: web.Request) -> web.Response:
-        """Answer with the metrics, which are not a page: the API decides who may read them."""
+        """Respond with the metrics, which are not a page: the API checks the permission to read them."""
         return await self._dashboard.show_metrics(request)
 
     def add_routes(self, app: web.Application) -> None:
@@ -71,7 +71,7 @@ class ServerPages:
         return request.match_info.route.resource in self._resources
 
     def check(self, request: web.Request) -> web.StreamResponse | None:
-        """Return the refusal of a request for a page, or None for a user who may see it."""
+        """Return the refusal of a request for a page; None if the user may see it."""
         if request.path in (LOGIN, START, CALLBACK) or request.path.startswith(STATIC):
             return None
         token = self._sessions.find(request)
@@ -86,7 +86,7 @@ class ServerPages:
         return None
 
     def list_targets(self, request: web.Request) -> Mapping[str, str]:
-        """Return the pages that the visitor may see, and the page of the session."""
+        """Return the pages that the visitor may see, including the page of the session."""
         token = request.get(VISITOR)
         if token is None:
             return {}
@@ -97,14 +97,14 @@ class ServerPages:
         return self._sessions.make_ticket(request[VISITOR])
 
     def may_act(self, request: web.Request, context: Context, job: Job) -> bool:
-        """Return whether the visitor may cancel and retry a job. The verbs decide again, over all that they change."""
+        """Return whether the visitor may cancel and retry a job. The verbs check everything that they change again."""
         token = request[VISITOR]
         if not has_role(token, VERBS["cancel_jobs"].role):
             return False
         return has_role(token, Role.ADMIN) or context.store.owners.get(Owned.JOB, str(job.id)) == token.user
 
     async def act(self, request: web.Request, verb: str, job_id: int) -> int:
-        """Cancel or retry by the verb of the API, which checks the owner and the limits, and is in the audit."""
+        """Cancel or retry a job with the verb of the API, which checks the owner and the limits, and is audited."""
         token = request[VISITOR]
         if verb == "retry":
             given: dict[str, Any] = {"job": str(job_id), "secrets": {}, "request_id": None}
@@ -143,16 +143,17 @@ class ServerPages:
         except BrokerError as error:
             return self._refuse_login(request, error)
         answer = redirect(departure.url)
-        answer.set_cookie(  # `Strict` would keep it from the redirect back, which comes from another site
+        answer.set_cookie(  # with `Strict`, it would not be sent with the redirect, which comes from another site
             LOGIN_COOKIE, departure.cookie, httponly=True, samesite="Lax", path=LOGIN, secure=departure.is_secure,
             max_age=int(NONCE_S),
         )  # fmt: skip
         return answer
 
     async def _finish_login(self, request: web.Request) -> web.StreamResponse:
-        """Begin a session for the user whom the issuer sends back.
+        """Begin a session for the user whom the issuer redirects back.
 
-        Browsers send no `Strict` cookie along a redirect from another site, so this response is a page that reloads.
+        Browsers do not send `Strict` cookies with a redirect from another site, so this response is a page that
+        reloads.
         """
         try:
             cookie = request.cookies.get(LOGIN_COOKIE, "")
@@ -161,7 +162,7 @@ class ServerPages:
             answer = self._refuse_login(request, error)
         else:
             session = self._sessions.begin(arrival.token.value, is_own=True)
-            assert session is not None, "its token was made just now"
+            assert session is not None, "its token was just created"
             answer = self._show(request, "Logged in", element("p", element("a", "Continue to the overview", href="/")))
             answer.headers["Refresh"] = "0; url=/"
             _set_session(answer, session, is_secure=arrival.is_secure)

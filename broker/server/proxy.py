@@ -1,4 +1,4 @@
-"""Users whom a proxy in front of the server has authenticated, such as oauth2-proxy or an identity-aware proxy."""
+"""Users authenticated by a proxy in front of the server, such as oauth2-proxy or an identity-aware proxy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET_MIN = 16
 
 @frozen
 class TrustedProxy:
-    """A proxy at `addresses` that names the user in `header`, and proves itself by the secret in its own header."""
+    """A proxy at `addresses` that sends the user in `header`, and a secret in a separate header."""
 
     header: str
     addresses: tuple[str, ...]
@@ -29,7 +29,7 @@ class TrustedProxy:
 
     @classmethod
     def read(cls, *, header: str, addresses: Sequence[str], secret_file: Path | None, role: Role) -> TrustedProxy:
-        """Check the options. Raises UsageError."""
+        """Check the options. Raises UsageError for an invalid one."""
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", header) or header.lower() in ("authorization", "host"):
             raise UsageError(f"invalid header name `{header}`", hints=["for example `X-Forwarded-User`"])
         if not addresses or secret_file is None:
@@ -53,7 +53,7 @@ class TrustedProxy:
         return cls(header=header, addresses=found, secret=Secret(value=secret), role=role)
 
     def find_user(self, peer: str | None, headers: Mapping[str, str]) -> Token | None:
-        """Return the user of a request; None unless it comes from the proxy, with its secret and one valid name."""
+        """Return the user of a request; None unless it comes from the proxy, with its secret and a valid name."""
         user = headers.get(self.header, "")
         given = headers.get(SECRET_HEADER, "")
         if not peer or str(_unmap(peer)) not in self.addresses:

@@ -25,11 +25,11 @@ from broker.types import Job, Plan, Service
 log = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 900.0
-DRIVING = ("run_map", "run_sweep")  # end with their connection, as the commands do; a repeated command continues
-RECORDED = ("on_submitted", "on_recorded")  # the work that these report has already begun
+DRIVING = ("run_map", "run_sweep")  # end with their connection, like the commands; a repeated command continues
+RECORDED = ("on_submitted", "on_recorded")  # callbacks that report work that has already begun
 STARTING_JOBS = ("launch_jobs", "retry_job", "retry_group", *DRIVING)
-INTERRUPT_S_MAX = 20.0  # less than clients wait for an answer
-FRAMES_MAX = 256  # waiting to be sent: a slow client slows the verb down instead of filling the memory
+INTERRUPT_S_MAX = 20.0  # less than the time that clients wait for a response
+FRAMES_MAX = 256  # waiting to be sent: a slow client slows down the verb instead of filling the memory
 Frame = Mapping[str, Any]
 
 
@@ -83,11 +83,11 @@ class Running:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the verb has ended; its frames may still be in transit."""
+        """Whether the verb has ended; its frames may still be in transit."""
         return self._ended.is_set()
 
     def leave(self) -> None:
-        """Note that the client is gone: a reading verb ends, any other continues without it."""
+        """Record that the client has disconnected: a reading verb ends, any other continues without the client."""
         self._gone.set()
         self.answer(is_accepted=False)
         for _ in range(FRAMES_MAX):
@@ -97,12 +97,12 @@ class Running:
                 return
 
     def answer(self, *, is_accepted: bool) -> None:
-        """Answer the open question; a second answer is ignored."""
+        """Answer the open question; later answers are ignored."""
         if not self._answer.done():
             self._answer.set_result(is_accepted)
 
     async def next_frame(self, timeout_s: float) -> Frame | None:
-        """Return the next frame; None if there is none for `timeout_s` seconds."""
+        """Return the next frame; None if there is none within `timeout_s` seconds."""
         try:
             frame = await asyncio.wait_for(self._frames.get(), timeout_s)
         except TimeoutError:
@@ -114,7 +114,7 @@ class Running:
         return frame
 
     def run(self) -> None:
-        """Run the verb to its end, in the thread of the caller."""
+        """Run the verb to completion, in the caller's thread."""
         verb, token = self._request.verb, self._request.token
         is_reading = verb.role is Role.VIEWER
         is_driving = verb.name in DRIVING or is_reading
@@ -151,7 +151,7 @@ class Running:
         finally:
             try:
                 context.settle()
-                if not is_reading:  # recorded before the client knows
+                if not is_reading:  # recorded before the client is informed
                     context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome=outcome)
             except Exception as error:  # the client must not wait forever
                 log.exception("the end of %s of %s could not be recorded", verb.name, token.user)
@@ -163,16 +163,17 @@ class Running:
             self._loop.call_soon_threadsafe(self._ended.set)
 
     def _name_cluster(self, context: ServerContext) -> None:
-        """Name the cluster of a launch that names none, before its owner is compared."""
+        """Name the cluster of a launch without a name, before its owner is compared."""
         arguments = self._request.arguments
         if self._request.verb.name == "launch" and arguments["cluster"] is None:
             name = name_target(context, task=arguments["task"])
             self._request = replace(self._request, arguments={**arguments, "cluster": name})
 
     def _claim(self, context: ServerContext) -> str:
-        """Record the owner of a new cluster before it exists, so that a crash leaves none without; return the target.
+        """Record the owner of a new cluster before it exists, so that none is without an owner after a crash; return
+        the target.
 
-        The audit shows names and IDs only: other arguments may hold secrets.
+        The audit only shows names and IDs, because other arguments may contain secrets.
         """
         request = self._request
         changed = list(list_changed(context, request.verb, request.arguments))
@@ -184,7 +185,7 @@ class Running:
         return ", ".join(f"{kind.value} {name}" for kind, name in changed)
 
     def _own(self, context: ServerContext, result: object) -> str:
-        """Record the owner of jobs that the verb submitted, unless they have one; return them for the audit."""
+        """Record the owner of the jobs submitted by the verb, unless they have one; return the jobs for the audit."""
         if self._request.verb.name not in STARTING_JOBS:
             return ""
         submitted = list_submitted(result)
@@ -212,7 +213,7 @@ class Running:
         return {name: make(name) for name in self._request.signature.callbacks}
 
     def _ask(self, name: str, plans: Sequence[Plan]) -> None:
-        """Wait for the client's answer. Raises UsageError if it refuses, or does not answer in time."""
+        """Wait for the client's answer. Raises UsageError if the client refuses, or does not answer in time."""
         if self._is_agreeing:
             return
         plans = [replace(plan, estimates=(plan.choice,)) for plan in plans]  # the client has already shown the others

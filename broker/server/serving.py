@@ -1,4 +1,4 @@
-"""Listen: on the loopback in plain text, on any other address with TLS, by a certificate made here if none is given."""
+"""Listen: on the loopback in plain text, on any other address with TLS, with a self-signed certificate by default."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Certificate:
     key: Path
 
     def fingerprint(self) -> str:
-        """Return `sha256:...` of the first certificate. Raises UsageError for a file that has none."""
+        """Return `sha256:...` of the first certificate. Raises UsageError for a file without one."""
         try:
             text = self.certificate.read_text()
             begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -55,12 +55,12 @@ class Certificate:
 
 
 def choose_certificate(home: Path, host: str, given: Certificate | None) -> Certificate | None:
-    """Return the operator's certificate, else the server's own; None on the loopback, whose traffic stays here."""
+    """Return the operator's certificate, else the server's own; None on the loopback, whose traffic is local."""
     return given if given is not None or is_loopback(host) else ensure_certificate(home)
 
 
 def ensure_certificate(home: Path) -> Certificate:
-    """Return this server's own certificate, made once: clients pin it."""
+    """Return this server's own certificate, which is created once, because clients pin it."""
     from broker.runtime.credentials import make_credential
 
     folder = home / "server"
@@ -71,7 +71,7 @@ def ensure_certificate(home: Path) -> Certificate:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(make_credential("broker server").value)
         try:
-            os.link(aside, path)  # two servers that start at the same time then use the same one
+            os.link(aside, path)  # servers that start concurrently use the same certificate
         except FileExistsError:
             pass
         finally:
@@ -80,7 +80,7 @@ def ensure_certificate(home: Path) -> Certificate:
 
 
 def write_listening(home: Path, listening: Listening, *, version: str) -> None:
-    """Write address and time of start to `server/listening.json`, for `broker server status` on another machine."""
+    """Write the address and start time to `server/listening.json`, for `broker server status` on another machine."""
     folder = home / "server"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = folder / f".listening-{os.getpid()}"
@@ -102,7 +102,7 @@ async def serve(
     on_ready: Callable[[Listening], None],
     until: Callable[[], Awaitable[object]],
 ) -> None:
-    """Serve until `until` returns. Raises OSError if the address cannot be listened on."""
+    """Serve until `until` returns. Raises OSError if listening on the address fails."""
     tls = None
     certificate = await asyncio.to_thread(choose_certificate, home, host, certificate)
     if certificate is not None:

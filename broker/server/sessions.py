@@ -1,8 +1,8 @@
 """Sessions of browsers: a form exchanges a token for a cookie.
 
-A session holds the token's digest and is refused as soon as the token is: each request looks it up again. The cookie
-gives access to pages only, never to the API. A proxy that authenticates users needs no session. A login through an
-issuer makes a token for its session alone, which is revoked with it.
+A session holds the token's digest and is refused as soon as the token is, because each request looks it up again. The
+cookie only gives access to pages, never to the API. A proxy that authenticates users needs no session. A login through
+an issuer creates a token only for its session; the token is revoked when the session ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BrowserSession:
 
 
 class Sessions:
-    """The sessions of one server. `authenticate` reads the headers of programs and of a trusted proxy."""
+    """The sessions of one server. `authenticate` reads the headers sent by programs and by a trusted proxy."""
 
     def __init__(self, context: Context, authenticate: Authenticate) -> None:
         self._context = context
@@ -44,7 +44,7 @@ class Sessions:
         self._key = secrets.token_bytes(32)
 
     def find(self, request: web.Request) -> Token | None:
-        """Return the valid token of a header or of a session."""
+        """Return the valid token of a header or a session; None without one."""
         token = self._authenticate(request)
         if token is not None or "Authorization" in request.headers:
             return token
@@ -54,9 +54,9 @@ class Sessions:
         return self._context.store.tokens.find(session.digest)
 
     def begin(self, value: str, *, is_own: bool = False) -> str | None:
-        """Begin a session with a token; return its cookie, or None for a token that is not valid.
+        """Begin a session with a token; return its cookie, or None for an invalid token.
 
-        `is_own`: the token was made for this session.
+        `is_own`: the token was created for this session.
         """
         digest = digest_token(value)
         if self._context.store.tokens.find(digest) is None:
@@ -69,7 +69,7 @@ class Sessions:
         return session
 
     def end(self, request: web.Request) -> None:
-        """End the session of a request, and revoke a token that was made for it."""
+        """End the session of a request, and revoke a token that was created for it."""
         session = self._sessions.pop(request.cookies.get(COOKIE, ""), None)
         if session is not None and session.is_own:
             token = self._context.store.tokens.find(session.digest)
@@ -81,7 +81,7 @@ class Sessions:
         return hmac.new(self._key, f"{token.id}/{token.user}".encode(), hashlib.sha256).hexdigest()
 
     def is_own_origin(self, request: web.Request) -> bool:
-        """Return whether a form was submitted from a page of this server; a proxy may have ended TLS."""
+        """Return whether a form was submitted from a page of this server; a proxy may have terminated TLS."""
         own = {f"{request.scheme}://{request.host}"}
         if "Authorization" not in request.headers and self._authenticate(request) is not None:
             own.add(f"https://{request.host}")

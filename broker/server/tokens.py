@@ -12,7 +12,7 @@ from broker.state.people import Role, Token
 from broker.state.store import Store
 from broker.types import Secret
 
-PREFIX = "broker_"  # scanners of leaked secrets find tokens by it
+PREFIX = "broker_"  # allows scanners for leaked secrets to find tokens
 USER = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 DAY_S = 86400.0
 
@@ -26,7 +26,7 @@ class Created:
 
 
 def create_token(store: Store, *, user: str, role: Role, days: float | None, project: str = "") -> Created:
-    """Create a token that is valid for `days`, or until it is revoked with None. Raises UsageError."""
+    """Create a token that is valid for `days`; None: until revoked. Raises UsageError for an invalid name."""
     if not re.fullmatch(USER, user):
         raise UsageError(
             f"invalid user name `{user}`",
@@ -43,7 +43,7 @@ def create_token(store: Store, *, user: str, role: Role, days: float | None, pro
 
 
 def find_token(store: Store, value: str) -> Token | None:
-    """Return the valid token of this value. Digests are compared, so that timing reveals nothing about the value."""
+    """Return the valid token with this value; None if there is none. Comparing digests prevents timing attacks."""
     return store.tokens.find(digest_token(value))
 
 

@@ -1,7 +1,7 @@
 """Conversion of rows from schema 10: recovery and autostop move from the alternatives of a task to the task, and each
 placement gets the index of the alternative that it was planned for. Used only by that migration.
 
-An unreadable row is left unchanged; the code that reads it later reports the damage.
+An unreadable row is not changed; the code that reads it later reports the damage.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from broker.types import Placement, Task
 
 
 def convert(connection: sqlite3.Connection) -> None:
-    """Convert schema 10 in place: recovery moves to the task, and placements name their alternative."""
+    """Convert schema 10 in place: recovery moves to the task, and placements refer to their alternative."""
     tasks = _convert_tasks(connection)
-    # The tasks of clusters without a job are not stored; only the placements of jobs are requested again.
+    # Tasks of clusters without a job are not stored; only placements of jobs are requested again.
     for job_id, number, body in connection.execute("SELECT job_id, number, body FROM attempts").fetchall():
         if changed := _set_alternative(body, tasks.get(job_id)):
             connection.execute(
@@ -36,7 +36,7 @@ def convert(connection: sqlite3.Connection) -> None:
 
 
 def _convert_tasks(connection: sqlite3.Connection) -> Mapping[int, Task]:
-    """Convert the tasks of all jobs to the new form; return them by job id."""
+    """Convert the tasks of all jobs to the new form; return them by job ID."""
     found = {}
     for job_id, text in connection.execute("SELECT id, task FROM jobs").fetchall():
         try:

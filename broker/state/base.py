@@ -1,6 +1,6 @@
 """The database interface of the repositories, and helpers to read rows. Another backend only implements `Database`.
 
-Each repository takes a `Database` and writes its own SQL, with `?` for parameters, or `?1` for one that is used twice.
+Each repository uses a `Database` and its own SQL, with `?` for parameters, or `?1` for parameters that are used twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from broker.clock import Clock
 from broker.errors import DamagedRowError, FencedError
 from broker.frozen import frozen
 
-UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million ids of length 5
+UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million IDs of length 5
 UID_LENGTH = 5
 TIME_S_MAX = 1e11  # the year 5138
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Cursor(Protocol):
 
 @frozen
 class Fence:
-    """The claim under which a task works: it may write only while the claim of this job still has this epoch."""
+    """The claim under which a task works: it may only write while the claim of this job still has this epoch."""
 
     job_id: int
     epoch: int
@@ -62,52 +62,52 @@ class Database(Protocol):
     path: Path  # of the state file; data that is not in rows, such as the secrets of live jobs, is in the same folder
     clock: Clock
     draw_uid: Callable[[], str]
-    epoch: int | None  # set while this store leads: every write is then checked against the epoch in the file
+    epoch: int | None  # set while this store leads: every write is checked against the epoch in the file
     is_shared: bool  # several controller processes share the jobs, by claims
     lock_and_skip: str  # appended to a SELECT: lock its rows, and skip rows that another transaction has locked
-    lock_to_read: str  # appended to a SELECT: let no other transaction change its rows before this one ends
+    lock_to_read: str  # appended to a SELECT: prevent other transactions from changing its rows before this one ends
 
     def transaction(self, *, is_durable: bool = True) -> AbstractContextManager[None]:
         """Run the block as one transaction; an inner transaction joins the outer one.
 
         A transaction that is not durable may be lost in a power cut, but never in a crash of broker. Raises
-        FencedError for a leader that was replaced, and under a claim (`FENCE`) that another controller has taken over.
+        FencedError for a replaced leader, and under a claim (`FENCE`) that another controller has taken over.
         """
 
     def claiming(self, *, is_durable: bool) -> AbstractContextManager[None]:
         """Run the block as a transaction that only touches `controllers` and `claims`, and ignores `FENCE`.
 
-        It does not wait for the transactions of other processes, where the backend can lock single rows.
+        It does not wait for the transactions of other processes if the backend can lock single rows.
         """
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
         """Execute one statement; a statement that writes must be inside a transaction."""
 
     def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
-        """Execute one statement in the current transaction, or in its own where there is none."""
+        """Execute one statement in the current transaction, or in a separate one if there is none."""
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]:
         """Return all rows of a query."""
         ...
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """Return the first row of a query; None without any."""
+        """Return the first row of a query; None if there is none."""
         ...
 
     def read_time_s(self) -> float:
-        """Return the time of the store, which all processes that share it agree on."""
+        """Return the time of the store, which is the same for all processes that share it."""
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
-        """Make the next rows of these tables get larger ids than all imported ones."""
+        """Ensure that new rows of these tables get larger IDs than all imported ones."""
 
     def reclaim_space(self) -> None:
-        """Return free space to the file system, if there is much."""
+        """Return free space to the file system, if there is a lot."""
 
 
 def check_claim(database: Database) -> None:
     """Raise FencedError if another controller has taken over the job of the current task.
 
-    The claim stays as it is until the transaction ends, so that no takeover comes between this check and the writes.
+    The claim cannot change until the transaction ends, so that no takeover happens between this check and the writes.
     """
     fence = FENCE.get()
     if fence is None:
@@ -118,7 +118,7 @@ def check_claim(database: Database) -> None:
 
 
 def draw_uid() -> str:
-    """Draw a random unique id from the operating system's source."""
+    """Draw a random unique ID from the operating system's source."""
     return "".join(random.SystemRandom().choices(UID_LETTERS, k=UID_LENGTH))
 
 
@@ -131,7 +131,7 @@ def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
 
 
 def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedRowError], None] | None) -> list[T]:
-    """Read all rows. A damaged row is reported to `on_damage` and left out; with None, its error is raised."""
+    """Read all rows. A damaged row is reported to `on_damage` and omitted; with None, its error is raised."""
     found = []
     for read in rows:
         try:
@@ -153,7 +153,7 @@ def read_s(value: object) -> float:
 
 
 def read_text(value: object) -> str:
-    """Read a text. Raises TypeError for another type, which SQLite accepts in any column."""
+    """Read a text. Raises TypeError for other types, which SQLite accepts in any column."""
     if not isinstance(value, str):
         raise TypeError(f"text expected, found {type(value).__name__}")
     return value

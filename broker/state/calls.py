@@ -58,7 +58,7 @@ class RetryBudgetRows:
             )
 
     def measure_wait_s(self, cloud: str, *, tokens_max: float, refill_s: float) -> float:
-        """Return the seconds until a call may be tried again; 0 while a token is left."""
+        """Return the seconds until a call may be retried; 0 while a token remains."""
         return max(0.0, 1.0 - self._count_tokens(cloud, tokens_max, refill_s)) * refill_s
 
     def _count_tokens(self, cloud: str, tokens_max: float, refill_s: float) -> float:
@@ -67,7 +67,7 @@ class RetryBudgetRows:
             return tokens_max
         passed_s = self._database.clock.now_s() - float(row["at_s"])
         if passed_s < -tokens_max * refill_s:
-            return tokens_max  # written while the clock was far ahead: waiting until then could take days
+            return tokens_max  # written while the clock was far ahead: waiting for that time could take days
         passed_s = max(0.0, passed_s)  # a clock that was set back slightly refills nothing
         tokens = float(row["tokens"])
         return min(tokens_max, tokens + passed_s / refill_s)

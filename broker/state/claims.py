@@ -1,10 +1,10 @@
-"""Claims: which controller process drives which job, so that any number of processes share the jobs of one store.
+"""Claims: the assignment of jobs to controller processes, so that any number of processes share the jobs of one store.
 
 A process holds a lease, which it renews. Each job has an epoch that only grows: a claim raises it, and a task under a
-claim (`FENCE`) writes only while the job still has the epoch of that claim. The lease decides when a job may be taken
-over; the epoch alone decides who may write, so a process that was stopped, was cut off from the store, or whose clock
-is wrong loses its jobs but damages nothing. Job 0 is the housekeeping: collecting machines and compacting the store.
-Numbers below 0 are services (`services.claim`): one controller drives each, as for jobs.
+claim (`FENCE`) only writes while the job still has the epoch of that claim. The lease determines when a job may be
+taken over; the epoch alone determines which process may write, so a process that was suspended, was cut off from the
+store, or has a wrong clock loses its jobs but damages nothing. Job 0 is housekeeping: collecting machines and
+compacting the store. Numbers below 0 are services (`services.claim`): one controller drives each, as for jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from broker.state.base import FENCE, Database, Fence
 from broker.state.daemon_stats import DaemonStats, decode_stats
 
 HOUSEKEEPING = 0
-LEASE_S = 9.0  # a process that renews every two seconds misses four times; with the next look this stays below 15 s
+LEASE_S = 9.0  # four missed renewals of a process that renews every two seconds; a takeover then takes less than 15 s
 # The rows of `_UNFINISHED` are those of `JobRows.list_unfinished_ids`, and the services.
 _UNFINISHED = (
     "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
@@ -28,7 +28,7 @@ _FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
 
 @frozen
 class JobLoad:
-    """The number of processes that share the jobs, and of unfinished jobs."""
+    """The number of processes that share the jobs, and the number of unfinished jobs."""
 
     controller_count: int
     job_count: int
@@ -41,7 +41,7 @@ class Claims:
         self._database = database
 
     def renew(self, holder: str, stats: DaemonStats | None = None) -> Mapping[int, int]:
-        """Extend the lease of `holder`, or begin it; return the epoch of each job that it holds, by job id.
+        """Extend or begin the lease of `holder`; return the epoch of each job that it holds, by job ID.
 
         `stats`: its work so far.
         """
@@ -52,13 +52,13 @@ class Claims:
                 "ON CONFLICT (name) DO UPDATE SET until_s = excluded.until_s, stats = excluded.stats",
                 (holder, until_s, "" if stats is None else stats.encode()),
             )
-            # One without a lease for an hour is gone; until then its row tells people what happened.
+            # A controller without a lease for an hour is gone; until then, its row shows users what happened.
             self._database.execute("DELETE FROM controllers WHERE until_s < ?", (until_s - 3600.0,))
             rows = self._database.rows("SELECT job_id, epoch FROM claims WHERE holder = ?", (holder,))
         return {row["job_id"]: row["epoch"] for row in rows}
 
     def find_free(self, limit: int) -> Sequence[int]:
-        """Return services, unfinished jobs and the housekeeping that no process with a lease holds, oldest first."""
+        """Return services, unfinished jobs and housekeeping not held by a process with a lease, oldest first."""
         rows = self._database.rows(
             f"SELECT id FROM ({_UNFINISHED} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
             f"(SELECT job_id FROM claims WHERE NOT {_FREE}) ORDER BY id LIMIT {int(limit)}",
@@ -67,9 +67,9 @@ class Claims:
         return [row["id"] for row in rows]
 
     def claim(self, holder: str, job_ids: Sequence[int]) -> Mapping[int, int]:
-        """Claim those of the jobs that are still free; return their new epochs."""
+        """Claim the jobs that are still free; return their new epochs."""
         marks = ", ".join("?" * len(job_ids))
-        with self._database.claiming(is_durable=True):  # a lost epoch would be given out twice
+        with self._database.claiming(is_durable=True):  # a lost epoch would be assigned twice
             for job_id in job_ids:
                 self._database.execute(
                     "INSERT INTO claims (job_id) VALUES (?) ON CONFLICT (job_id) DO NOTHING", (job_id,)
@@ -89,7 +89,7 @@ class Claims:
         return {row["job_id"]: row["epoch"] for row in rows if row["job_id"] in taken}
 
     def release(self, holder: str, job_ids: Sequence[int]) -> None:
-        """Give up jobs. Until another process takes over, this one may still write what it has begun."""
+        """Give up jobs. Until another process takes over, this one may complete writes that it has begun."""
         with self._database.claiming(is_durable=False):
             for job_id in job_ids:
                 self._database.execute(

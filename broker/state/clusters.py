@@ -37,31 +37,31 @@ class ClusterRows:
         )
 
     def get(self, name: str) -> Cluster | None:
-        """Return a cluster; None if there is none. Raises DamagedRowError."""
+        """Return a cluster; None if the name is unknown. Raises DamagedRowError."""
         row = self._database.row("SELECT name, body FROM clusters WHERE name = ?", (name,))
         return _read_cluster(row) if row else None
 
     def list(
         self, *, on_damage: Callable[[DamagedRowError], None] | None = None, with_jobs: bool = True
     ) -> Sequence[Cluster]:
-        """Return all clusters, by name; without those of jobs on request. Damaged ones are reported to `on_damage` and
-        left out, or raised without it.
+        """Return all clusters by name, optionally without those of jobs.
 
-        Pass `on_damage` only to display clusters: the nodes of a damaged one still run.
+        Damaged ones are reported to `on_damage` and omitted, or raised if it is None. Pass `on_damage` only to display
+        clusters: the nodes of a damaged cluster are still running.
         """
         where = "" if with_jobs else "WHERE job_id IS NULL "
         rows = self._database.rows(f"SELECT name, body FROM clusters {where}ORDER BY name")
         return keep_readable([partial(_read_cluster, row) for row in rows], on_damage)
 
     def delete(self, name: str) -> None:
-        """Delete a cluster and its run counter: the next one of this name starts at run 1. Intents, bills and events
-        stay."""
+        """Delete a cluster and its run counter: the next cluster with this name starts at run 1. Intents, bills and
+        events are kept."""
         with self._database.transaction():
             self._database.write("DELETE FROM clusters WHERE name = ?", (name,))
             self._database.write("DELETE FROM run_ids WHERE cluster = ?", (name,))
 
     def next_run_id(self, cluster: str) -> int:
-        """Draw the next run id of a cluster, from 1; `delete` resets the counter."""
+        """Draw the next run ID of a cluster, starting at 1; `delete` resets the counter."""
         with self._database.transaction():
             row = self._database.write(
                 "INSERT INTO run_ids (cluster, newest) VALUES (?, 1) "
@@ -71,7 +71,7 @@ class ClusterRows:
         return int(row["newest"])
 
     def newest_run_id(self, cluster: str) -> int:
-        """Return the newest run id, or 0 if there was no run."""
+        """Return the newest run ID, or 0 if there was no run."""
         row = self._database.row("SELECT newest FROM run_ids WHERE cluster = ?", (cluster,))
         return int(row["newest"]) if row else 0
 
@@ -90,7 +90,7 @@ class IntentRows:
         )
 
     def note_account(self, token: str, account: str) -> None:
-        """Record the account, durably because the create call follows."""
+        """Record the account durably, because the create call follows."""
         with self._database.transaction():
             request = self.get_request(token)
             assert request is not None, "an intent is written before its account is known"
@@ -107,7 +107,7 @@ class IntentRows:
         self._database.write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
 
     def list_nodes(self, token: str) -> Sequence[Node]:
-        """Return the nodes noted for an intent; none before the call has returned. Raises DamagedRowError."""
+        """Return the recorded nodes of an intent; empty before the call has returned. Raises DamagedRowError."""
         row = self._database.row("SELECT nodes FROM intents WHERE token = ?", (token,))
         if row is None or not row["nodes"]:
             return ()
@@ -121,9 +121,9 @@ class IntentRows:
         )
 
     def is_open(self, token: str) -> bool:
-        """Return whether the intent is open; checked right before each create call.
+        """Return whether the intent is open; called immediately before each create call.
 
-        Raises FencedError for a leader that was replaced while it slept.
+        Raises FencedError for a leader that was replaced while it was suspended.
         """
         with self._database.transaction(is_durable=False):
             return bool(self._database.rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
@@ -139,7 +139,7 @@ class IntentRows:
         return [_read_intent(row) for row in rows]
 
     def list_known_tokens(self, tokens: Iterable[str]) -> frozenset[str]:
-        """Return those of the tokens that this store has ever used, open or closed."""
+        """Return the tokens among these that this store has ever used, open or closed."""
         return frozenset(
             token for token in tokens if self._database.rows("SELECT 1 FROM intents WHERE token = ?", (token,))
         )
@@ -151,7 +151,7 @@ class IntentRows:
         )
 
     def count_closed(self, cluster: str) -> int:
-        """Return how many launches of a cluster have ended."""
+        """Return the number of ended launches of a cluster."""
         rows = self._database.rows("SELECT count(*) FROM intents WHERE cluster = ? AND outcome IS NOT NULL", (cluster,))
         return int(rows[0][0])
 
@@ -186,7 +186,7 @@ class Bill:
     ended_s: float | None
 
 
-# The cost of some nodes until `?`, given twice; a node that ended before it was created costs nothing.
+# The cost of nodes until `?`, which is passed twice; a node that ended before its creation costs nothing.
 _BILLED_USD = (
     "coalesce(sum(CASE WHEN coalesce(ended_s, ?) > created_s "
     "THEN usd_hour * (coalesce(ended_s, ?) - created_s) END), 0.0) / 3600"
@@ -194,7 +194,7 @@ _BILLED_USD = (
 
 
 class BillRows:
-    """The bills: one row for each node, with its price and the time it was created and ended."""
+    """The bills: one row for each node, with its price and the times of its creation and end."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -215,7 +215,7 @@ class BillRows:
     def record(self, node: Node) -> None:
         """Record a node as its cloud lists it.
 
-        A lagging list can neither reopen a closed bill, nor close one that was reopened by a start: a node that is
+        An outdated list can neither reopen a closed bill, nor close one that was reopened by a start: a node that is
         listed as stopped since before that start is still billed.
         """
         self._database.write(
@@ -260,7 +260,7 @@ class BillRows:
             )
 
     def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:
-        """Return the cost so far of a cluster name, of a job, or of everything, including pruned bills."""
+        """Return the cost so far, in USD, of a cluster name, of a job, or of everything (including pruned bills)."""
         wanted = {"cluster = ?": cluster, "job_id = ?": job_id}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         where = f" WHERE {' AND '.join(chosen)}" if chosen else ""
@@ -269,7 +269,7 @@ class BillRows:
         return float(rows[0][0]) + pruned_usd
 
     def list_spend_usd(self, job_ids: Sequence[int] | None = None, *, now_s: float) -> Mapping[int, float]:
-        """Return the cost so far of each managed job that has had nodes, or of those of `job_ids`, by job id."""
+        """Return the cost so far, in USD, by job ID: of each managed job that has had nodes, or only of `job_ids`."""
         if job_ids is not None and not job_ids:
             return {}
         where = "IS NOT NULL" if job_ids is None else f"IN ({', '.join('?' * len(job_ids))})"
@@ -280,7 +280,7 @@ class BillRows:
         return {row[0]: row[1] for row in rows}
 
     def list_cloud_spend_usd(self, *, now_s: float) -> Mapping[str, float]:
-        """Return the cost so far by cloud, including pruned bills."""
+        """Return the cost so far by cloud, in USD, including pruned bills."""
         rows = self._database.rows(
             f"SELECT cloud, sum(usd) FROM (SELECT cloud, {_BILLED_USD} AS usd FROM nodes GROUP BY cloud "
             "UNION ALL SELECT cloud, sum(usd) AS usd FROM totals GROUP BY cloud) AS spent "
@@ -290,7 +290,7 @@ class BillRows:
         return {row[0]: float(row[1]) for row in rows}
 
     def spend_since_usd(self, since_s: float, *, now_s: float) -> float:
-        """Return the cost of everything from `since_s` to now; pruned bills are older than any month shown."""
+        """Return the USD spent from `since_s` to now; pruned bills are older than any displayed month."""
         rows = self._database.rows(
             "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN usd_hour * (end_s - begin_s) END), 0.0) / 3600 FROM "
             "(SELECT usd_hour, coalesce(ended_s, ?1) AS end_s, "
@@ -301,7 +301,7 @@ class BillRows:
         return float(rows[0][0])
 
     def ondemand_since_usd(self, since_s: float, *, now_s: float) -> float:
-        """Return what the machines of `spend_since_usd` would have cost on-demand.
+        """Return the on-demand cost, in USD, of the machines of `spend_since_usd`.
 
         The price is that of their attempt's offer; machines without one count at their own price.
         """
@@ -318,7 +318,7 @@ class BillRows:
         return float(rows[0][0])
 
     def get_usd_hour(self) -> float:
-        """Return the hourly price of all nodes that are billed now."""
+        """Return the current USD/h of all billed nodes."""
         return float(self._database.rows("SELECT coalesce(sum(usd_hour), 0.0) FROM nodes WHERE ended_s IS NULL")[0][0])
 
 

@@ -35,7 +35,7 @@ def get_folder(database: Path) -> Path:
 
 
 def list_copies(database: Path) -> Sequence[Copy]:
-    """Return the copies, newest first, ignoring files with other names, which are the user's. Raises OSError."""
+    """Return the copies, newest first. Files with other names belong to the user and are ignored. Raises OSError."""
     folder = get_folder(database)
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -50,7 +50,7 @@ def list_copies(database: Path) -> Sequence[Copy]:
 
 
 def write_copy(database: Path, *, now_s: float) -> Path:
-    """Write a consistent copy while other processes read and write: to a temporary file, which is then renamed.
+    """Write a consistent copy, while other processes read and write, to a temporary file, which is then renamed.
 
     Raises sqlite3.Error, OSError.
     """
@@ -79,7 +79,7 @@ def is_copy_due(database: Path, *, now_s: float) -> bool:
 
 
 def show_date(time_s: float) -> str:
-    """Show a time in seconds since the epoch as local date and minute."""
+    """Format a time in seconds since the epoch as local date and minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
 
 

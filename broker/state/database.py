@@ -18,19 +18,20 @@ from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_b
 from broker.state.schema import MIGRATIONS
 
 FREE_SHARE_MAX = 0.25  # of the file's pages; a file with more is rewritten
-FREE_PAGES_MIN = 256  # 1 MiB: below this, a rewrite gains nothing
+FREE_PAGES_MIN = 256  # 1 MiB: below this, a rewrite is not worthwhile
 BUSY_TIMEOUT_MS = 60_000  # how long a command waits for the transaction of another broker process
 
 
 class SqliteDatabase:
-    """A SQLite file with WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit).
+    """A SQLite file with WAL and synchronous=FULL: a committed intent survives a power cut (measured: 0.14 ms per
+    commit).
 
-    `owner` is the installation's id, recorded in the file and compared when it is opened. `draw_uid` makes the random
-    part of names; a simulation passes its own. If the folder is not writable, the file is opened read-only.
+    `owner` is the installation's ID, recorded in the file and compared when it is opened. `draw_uid` draws the random
+    part of names; simulations pass their own. If the folder is not writable, the file is opened read-only.
     """
 
     is_shared = False
-    lock_and_skip = lock_to_read = ""  # a transaction has the whole file for itself
+    lock_and_skip = lock_to_read = ""  # a transaction locks the whole file
 
     def __init__(
         self, path: Path, *, clock: Clock, owner: str | None = None, draw_uid: Callable[[], str] = draw_uid
@@ -43,7 +44,7 @@ class SqliteDatabase:
         self._depth = 0
         self._is_durable = True
         self.confirm: Callable[[], None] | None = None  # called before each write; raises if this folder may not write
-        self.epoch: int | None = None  # set while this store leads: writes are then checked against the file's epoch
+        self.epoch: int | None = None  # set while this store leads: writes are checked against the file's epoch
         try:
             self._connection = self._open()
             self._migrate()
@@ -52,15 +53,16 @@ class SqliteDatabase:
             raise explain_fault(path, error) from error
 
     def close(self) -> None:
-        """Close the connection; the file stays consistent without it."""
+        """Close the connection; the file is consistent even without this."""
         self._connection.close()
 
     @contextmanager
     def transaction(self, *, is_durable: bool = True) -> Iterator[None]:
-        """Run the block as one transaction, which takes the write lock at once; an inner one joins the outer one.
+        """Run the block as one transaction, which takes the write lock at once; an inner transaction joins the outer
+        one.
 
-        A transaction that is not durable may be lost in a power cut, but never in a crash of broker: for data that
-        will be observed again anyway.
+        A transaction that is not durable may be lost in a power cut, but never in a crash of broker. It is for data
+        that will be observed again anyway.
         """
         if self._depth:
             yield
@@ -86,7 +88,7 @@ class SqliteDatabase:
     @contextmanager
     def claiming(self, *, is_durable: bool) -> Iterator[None]:
         """Open an unfenced transaction for claims. It must not be nested in another one."""
-        assert not self._depth, "claims are transactions of their own"
+        assert not self._depth, "claims use separate transactions"
         token = FENCE.set(None)
         try:
             with self.transaction(is_durable=is_durable):
@@ -95,11 +97,11 @@ class SqliteDatabase:
             FENCE.reset(token)
 
     def read_time_s(self) -> float:
-        """Return this machine's time: one file has one machine."""
+        """Return this machine's time: a file is used by one machine."""
         return self.clock.now_s()
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
-        """Do nothing: SQLite counts from the largest id by itself."""
+        """Do nothing: SQLite continues from the largest ID by itself."""
 
     def reclaim_space(self) -> None:
         """Rewrite the file if a large share of its pages is free."""
@@ -109,7 +111,7 @@ class SqliteDatabase:
             self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def copy(self) -> Path:
-        """Write a copy of the whole file to `backups/`. Raises StateError, and then keeps the older copies."""
+        """Write a copy of the whole file to `backups/`. Raises StateError; the older copies are kept in that case."""
         try:
             return write_copy(self.path, now_s=self.clock.now_s())
         except FAULTS as error:
@@ -128,10 +130,10 @@ class SqliteDatabase:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error:
-                pass  # the original error says more
+                pass  # the original error is more informative
 
     def _check_epoch(self) -> None:
-        """Raise FencedError if another leader took over, for example while this process slept (a fencing token)."""
+        """Raise FencedError if another leader took over, for example during a suspension (a fencing token)."""
         if self.epoch is not None and self.rows("SELECT epoch FROM leader")[0][0] != self.epoch:
             raise FencedError("another daemon of this state folder has taken over")
 
@@ -155,16 +157,16 @@ class SqliteDatabase:
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
-            if "decode to UTF-8" not in str(error):  # `sqlite3` has no error code for it
+            if "decode to UTF-8" not in str(error):  # `sqlite3` has no error code for this
                 raise explain_fault(self.path, error) from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
         return self._read_damaged_text(sql, parameters)
 
     def _read_damaged_text(self, sql: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
-        """Read the rows, replacing invalid UTF-8, so that one damaged text does not hide the other rows.
+        """Read the rows, replacing invalid UTF-8, so that one damaged text does not hide other rows.
 
-        The code that decodes that row reports the damage.
+        The code that decodes the damaged row reports it.
         """
         self._connection.text_factory = lambda text: text.decode(errors="replace")
         try:
@@ -191,7 +193,7 @@ class SqliteDatabase:
     def _open_to_write(self) -> sqlite3.Connection:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_not_lost(self.path, read_guard(self.path))
-        # Created here first, so that the file never has a wider mode; SQLite gives -wal and -shm the same mode.
+        # Created here first, so that the file never has broader permissions; SQLite gives -wal and -shm the same mode.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = self._connect("mode=rw")
         connection.execute("PRAGMA journal_mode=WAL")
@@ -239,12 +241,12 @@ class SqliteDatabase:
     def _check_version(self, version: int) -> None:
         if version > len(MIGRATIONS):
             raise StateError(
-                f"{self.path} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
-                hints=("upgrade broker, or point `BROKER_HOME` at another folder",),
+                f"{self.path} was written by a newer broker (schema {version}; this one supports {len(MIGRATIONS)})",
+                hints=("upgrade broker, or set `BROKER_HOME` to another folder",),
             )
         if version < 0 or (version < len(MIGRATIONS) and self.is_read_only):
             raise StateError(
-                f"{self.path} has schema {version}, and cannot be brought to schema {len(MIGRATIONS)}",
+                f"{self.path} has schema {version}, and cannot be migrated to schema {len(MIGRATIONS)}",
                 hints=("make the folder writable",) if self.is_read_only else list_ways_back(self.path),
             )
 
@@ -261,8 +263,8 @@ class SqliteDatabase:
         check_lineage(self.path, guard, lineage)
         if self._owner is not None and owner not in ("", self._owner):
             raise StateError(
-                f"the state file belongs to installation {owner}, and the file `owner` says {self._owner}",
-                hints=("`broker state restore --owner` writes the id that the state file knows",),
+                f"the state file belongs to installation {owner}, but the file `owner` contains {self._owner}",
+                hints=("write the ID in the state file to `owner` with `broker state restore --owner`",),
             )
         if self.is_read_only:
             return

@@ -1,4 +1,4 @@
-"""Rows of events, an append-only log, and of refusals: places that clouds refused, and until when not to ask again."""
+"""Rows of events, an append-only log, and of refusals: places that clouds refused, with times for new requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from broker.types import Placement
 from broker.types.outcomes import Event, EventData, EventKind, make_event
 from broker.wording import describe_event
 
-FORGIVEN_AFTER_S = 3600.0  # a place without a refusal for this long after one expired counts from 1 again
-AHEAD_S_MAX = 300.0  # a probe's length and more: clocks of controllers may differ
+FORGIVEN_AFTER_S = 3600.0  # after this time without a refusal since the last one expired, the count restarts at 1
+AHEAD_S_MAX = 300.0  # more than the length of a probe: clocks of controllers may differ
 
 
 @frozen
 class EventRow:
-    """An event of a job or a cluster; ids only grow. `message` is the event as a sentence."""
+    """An event of a job or a cluster; IDs only grow. `message` is the event as a sentence."""
 
     id: int
     time_s: float
@@ -35,8 +35,8 @@ class EventRow:
 
 @frozen
 class Refusal:
-    """A location not to be requested again before `expires_s`; an empty region, zone or instance type stands for all of
-    them."""
+    """A location that must not be requested again before `expires_s`; an empty region, zone or instance type matches
+    all."""
 
     cloud: str
     region: str
@@ -45,9 +45,9 @@ class Refusal:
     is_spot: bool
     expires_s: float
     reason: str
-    reask_s: float = 0.0  # from then on, a launch without any other place may ask it again
+    reask_s: float = 0.0  # after this, a launch without any other place may request it again
     probed_until_s: float = 0.0  # until then, one launch probes the placement and all others wait
-    hints: tuple[str, ...] = ()  # how to resolve it
+    hints: tuple[str, ...] = ()  # how to resolve the refusal
 
     def covers(self, placement: Placement) -> bool:
         """Return whether the refusal applies to the placement; empty fields match any."""
@@ -68,7 +68,7 @@ class EventRows:
         self._database = database
 
     def add(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
-        """Record an event at the present time."""
+        """Record an event with the current time."""
         data = json.dumps(event.data, ensure_ascii=False)
         self._database.write(
             "INSERT INTO events (time_s, kind, data, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
@@ -76,7 +76,7 @@ class EventRows:
         )
 
     def list(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[EventRow]:
-        """Return the events of a job or cluster with an id above `after`, oldest first."""
+        """Return the events of a job or cluster with an ID above `after`, oldest first."""
         wanted = {"id > ?": after, "job_id = ?": job_id, "cluster = ?": cluster}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         rows = self._database.rows(
@@ -86,7 +86,7 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
     def list_kind(self, *, kind: EventKind, since_s: float) -> Sequence[EventRow]:
-        """Return the events of one kind from `since_s` on, oldest first."""
+        """Return the events of one kind since `since_s`, oldest first."""
         rows = self._database.rows(
             "SELECT id, time_s, kind, data, job_id, cluster FROM events WHERE kind = ? AND time_s >= ? ORDER BY id",
             (kind.value, since_s),
@@ -96,7 +96,7 @@ class EventRows:
     def list_kinds(
         self, kinds: Sequence[EventKind], *, job_id: int | None = None, since_s: float = 0.0
     ) -> Sequence[EventRow]:
-        """Return the events of these kinds, of one job or of all, from `since_s` on, oldest first."""
+        """Return the events of these kinds, of one job or of all, since `since_s`, oldest first."""
         marks = ", ".join("?" * len(kinds))
         own, values = ("", ()) if job_id is None else (" AND job_id = ?", (job_id,))
         rows = self._database.rows(
@@ -107,7 +107,7 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
     def list_after(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
-        """Return the oldest `limit` events of these kinds with an id above `after`, of jobs and clusters."""
+        """Return the oldest `limit` events of these kinds with an ID above `after`, of jobs and clusters."""
         rows = self._database.rows(
             "SELECT id, time_s, kind, data, job_id, cluster FROM events "
             f"WHERE id > ? AND kind IN ({', '.join('?' * len(kinds))}) ORDER BY id LIMIT ?",
@@ -116,9 +116,9 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
     def list_notable(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
-        """Return the oldest `limit` events of jobs of these kinds with an id above `after`.
+        """Return the oldest `limit` events of jobs of these kinds with an ID above `after`.
 
-        None is missed later: transactions that write run one at a time, so ids grow in the order of commits.
+        Later calls do not miss any: writing transactions run one at a time, so IDs grow in the order of commits.
         """
         marks = ", ".join("?" * len(kinds))
         rows = self._database.rows(
@@ -129,7 +129,7 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
     def list_newest(self, job_ids: Sequence[int], *, kinds: Sequence[EventKind] = ()) -> Mapping[int, EventRow]:
-        """Return the newest event of each of these jobs; with `kinds`, only where it is of one of them."""
+        """Return the newest event of each of these jobs; with `kinds`, only if it is of one of these kinds."""
         if not job_ids:
             return {}
         marks = ", ".join("?" * len(job_ids))
@@ -142,12 +142,12 @@ class EventRows:
         return {event.job_id: event for event in map(_read_event, rows) if event.job_id is not None}
 
     def get_newest_id(self, job_id: int | None = None) -> int:
-        """Return the id of the newest event, of one job or of all; 0 without events. IDs only grow."""
+        """Return the ID of the newest event, of one job or of all; 0 without events. IDs only grow."""
         where, parameters = ("", ()) if job_id is None else (" WHERE job_id = ?", (job_id,))
         return int(self._database.rows(f"SELECT coalesce(max(id), 0) FROM events{where}", parameters)[0][0])
 
     def list_newest_ids(self, job_ids: Sequence[int], *, after: int) -> Mapping[int, int]:
-        """Return the id of the newest event of each of these jobs that has one above `after`."""
+        """Return the ID of the newest event of each of these jobs, if it is above `after`."""
         if not job_ids:
             return {}
         rows = self._database.rows(
@@ -159,7 +159,7 @@ class EventRows:
 
 
 def _read_event(row: Row) -> EventRow:
-    """Read an event; of a damaged row, as much as is readable, so that it does not hide the other events."""
+    """Read an event; from a damaged row, read as much as possible, so that it does not hide other events."""
     event = _decode(row["kind"], row["data"])
     return EventRow(
         id=int(row["id"]),
@@ -202,12 +202,12 @@ class RefusalRows:
         reask_after_s: float = math.inf,
         reask_after_s_max: float = math.inf,
     ) -> None:
-        """Record a refusal; an empty `region`, `zone` or `instance_type` stands for all of them.
+        """Record a refusal; an empty `region`, `zone` or `instance_type` matches all of them.
 
-        After `reask_after_s`, which grows by half each time, a launch without any other place may ask again.
 
+        After `reask_after_s`, which grows by half each time, a launch without any other place may request it again.
         This is a circuit breaker: a refusal soon after the previous one lasts twice as long, up to `lasts_s_max`; once
-        it has expired, one attempt is let through. A request sent before the previous refusal was known counts as part
+        it has expired, one launch is let through. A request sent before the previous refusal was known counts as part
         of that refusal.
         """
         key = (cloud, region, zone or "", instance_type, is_spot)
@@ -235,9 +235,9 @@ class RefusalRows:
         self._database.write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
-        """Half-open the circuit breaker: the place stays refused for other launches, even if expired, during one probe.
+        """Half-open the circuit breaker: during one probe, the place is refused for other launches, even after expiry.
 
-        The probe ends with a call of `forgive` or `add`; a process that dies meanwhile blocks the others for at most
+        The probe ends with a call of `forgive` or `add`; a process that dies in between blocks the others for at most
         `lasts_s`.
         """
         now_s = self._database.clock.now_s()
@@ -247,9 +247,9 @@ class RefusalRows:
             self._database.write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def list_active(self, now_s: float) -> Sequence[Refusal]:
-        """List refusals that are valid at `now_s`, or probed then, earliest expiry first.
+        """List refusals that are active or being probed at `now_s`, earliest expiry first.
 
-        Refusals and probes of the future are left out: the clock was set back since, which would prolong them.
+        Refusals and probes from the future are omitted: the clock was set back since, which would prolong them.
         """
         latest_s = now_s + AHEAD_S_MAX
         rows = self._database.rows(

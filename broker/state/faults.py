@@ -1,4 +1,4 @@
-"""Explanations of a faulty state folder, with hints, from the error codes of SQLite and the operating system."""
+"""Explain errors of a state folder, with hints, from the error codes of SQLite and the operating system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 
 
 def is_unwritable(error: Exception) -> bool:
-    """Return whether the error is only about writing, so that reading may still work."""
+    """Return whether the error only affects writing, so that reading may still work."""
     if isinstance(error, OSError):
         return error.errno in UNWRITABLE
     return _get_code(error) in UNOPENED
@@ -29,8 +29,8 @@ def is_unwritable(error: Exception) -> bool:
 def explain_fault(path: Path, error: Exception) -> StateError:
     """Make the error for a failed use of the state file at `path`.
 
-    `error` is an sqlite3.Error, an OSError, or a UnicodeDecodeError, which sqlite3 raises where its own message quotes
-    a damaged schema.
+    `error` is an sqlite3.Error, an OSError, or a UnicodeDecodeError, which sqlite3 raises if its own message quotes a
+    damaged schema.
     """
     if isinstance(error, OSError):
         return explain_os_error(error, default=path)
@@ -59,7 +59,7 @@ def explain_os_error(error: OSError, *, default: Path) -> StateError:
     elif error.errno in (errno.EACCES, errno.EPERM):
         hint = f"give yourself access: `chmod u+rwX {path}`, and the same for {path.parent}"
     elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        hint = f"another file has a name that broker uses: move it away with `mv {path} {path}.old`"
+        hint = f"another file has a name that broker uses: rename it with `mv {path} {path}.old`"
     else:
         hint = "check the folder and its disk, or set `BROKER_HOME` to another folder"
     return StateError(f"{path} cannot be used: {what}", hints=(hint,))

@@ -1,4 +1,4 @@
-"""Rows of the forecasts that were made when jobs were submitted, one for each job at most."""
+"""Rows of forecasts made at the submission of jobs, at most one per job."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ForecastRows:
         self._database = database
 
     def add(self, job_id: int, forecast: ForecastRecord) -> None:
-        """Keep the forecast of a job; the first one stays."""
+        """Store the forecast of a job, unless it already has one."""
         self._database.write(
             "INSERT INTO forecasts (job_id, body) VALUES (?, ?) ON CONFLICT (job_id) DO NOTHING",
             (job_id, json.dumps(asdict(forecast))),
         )
 
     def list(self) -> Mapping[int, ForecastRecord]:
-        """Return the forecasts by job; damaged rows are left out because nothing else depends on them."""
+        """Return the forecasts by job; damaged rows are omitted because nothing else depends on them."""
         rows = self._database.rows("SELECT job_id, body FROM forecasts ORDER BY job_id")
         found = {int(row["job_id"]): _read(row["body"]) for row in rows}
         return {job_id: forecast for job_id, forecast in found.items() if forecast is not None}

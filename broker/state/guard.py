@@ -20,14 +20,14 @@ from broker.state.copies import list_copies, show_date
 class Guard:
     """The content of a guard file.
 
-    `lineage` is the random name that a database gets when it is created; empty if the guard is unreadable.
+    `lineage` is the random ID that a database gets at its creation; empty if the guard is unreadable.
     """
 
     lineage: str
     owner: str = ""
     created_s: float = 0.0
     schema: int = 0
-    restores: int = 0  # how often a copy replaced the state file
+    restores: int = 0  # number of times that a copy replaced the state file
 
 
 def get_path(database: Path) -> Path:
@@ -42,9 +42,7 @@ def read_guard(database: Path) -> Guard | None:
     """
     path = get_path(database)
     if path.is_dir():
-        raise StateError(
-            f"{path} is a folder, where a file is expected", hints=(f"move it away: `mv {path} {path}.old`",)
-        )
+        raise StateError(f"{path} is a folder, where a file is expected", hints=(f"rename it: `mv {path} {path}.old`",))
     try:
         data = json.loads(path.read_bytes())
         return Guard(
@@ -85,7 +83,7 @@ def check_not_lost(database: Path, guard: Guard | None) -> None:
     what = "is empty" if is_there else "is missing"
     since = f" since {show_date(guard.created_s)}" if guard.created_s else ""
     raise StateError(
-        f"the state file {database} {what}, though this folder has had one{since}",
+        f"the state file {database} {what}, but this folder has contained one{since}",
         details=("Jobs and clusters recorded in it may still be running.",),
         hints=list_ways_back(database),
     )
@@ -95,7 +93,7 @@ def check_lineage(database: Path, guard: Guard | None, lineage: str) -> None:
     """Raise StateError if another database has replaced the guarded one."""
     if guard is not None and guard.lineage and guard.lineage != lineage:
         raise StateError(
-            f"{database} is not the state file that this folder has had: another file was put in its place",
+            f"{database} is not the original state file of this folder: another file has replaced it",
             details=(f"expected lineage {guard.lineage}, found {lineage or 'none'}",),
             hints=list_ways_back(database),
         )
@@ -108,7 +106,7 @@ def list_ways_back(database: Path) -> tuple[str, ...]:
     except OSError:
         copies = ()
     if copies:
-        restore = f"`broker state restore` puts back the newest copy, of {show_date(copies[0].time_s)}"
+        restore = f"`broker state restore` restores the newest copy, of {show_date(copies[0].time_s)}"
     else:
-        restore = "`broker state restore FILE` puts back a copy of yours; there is none in `backups/`"
-    return restore, "`broker state reset` starts with an empty one; machines that still run are found by their tags"
+        restore = "`broker state restore FILE` restores your own copy; there is none in `backups/`"
+    return restore, "`broker state reset` starts with an empty one; running machines are found by their tags"

@@ -12,11 +12,11 @@ from broker.state.base import Database
 from broker.state.jobs import StepRange
 from broker.types import OutcomeKind
 
-HALF_LIFE_DAYS = 14.0  # last month's markets say little: recorded zones change their behavior within weeks
+HALF_LIFE_DAYS = 14.0  # older markets are poor evidence: recorded zones change their behavior within weeks
 KEPT_DAYS_MAX = 90.0
 STAYS_MAX = 5000
-PERIOD_DAYS = 7.0  # periods fade much faster: those older than a week are ignored
-SHARED_S_MAX = 60.0  # how old a shared result may be where many jobs read it; the evidence fades within weeks
+PERIOD_DAYS = 7.0  # periods fade much faster: periods older than a week are ignored
+SHARED_S_MAX = 60.0  # maximum age of a result shared by many jobs; the evidence fades within weeks
 
 # (cloud, region, zone, instance type), as in the planner's history
 PlaceKey = tuple[str, str, str | None, str]
@@ -26,7 +26,7 @@ PlaceKey = tuple[str, str, str | None, str]
 class SpotStay:
     """The time of one gang on spot in one place.
 
-    `is_preempted`: it was ended by the market, not by broker. `is_over`: it no longer runs.
+    `is_preempted`: the market ended it, not broker. `is_over`: it is no longer running.
     """
 
     place: PlaceKey
@@ -52,7 +52,7 @@ class StaySum:
     preemptions: int
 
 
-# The newest stays; parameters: since when, and how many.
+# The newest stays; parameters: the earliest start, and the maximum number.
 _STAYS = (
     "FROM attempts WHERE CASE WHEN json_valid(body) "
     "THEN CAST(json_extract(body, '$.placement.is_spot') AS TEXT) IN ('1', 'true') "
@@ -62,12 +62,12 @@ _STAYS = (
 
 
 class HistoryRows:
-    """The stays of jobs on spot nodes, which are the user's own evidence about markets."""
+    """The stays of jobs on spot nodes: the user's own evidence about markets."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    _weighed: tuple[float, Mapping[PlaceKey, Observation]] | None = None  # when it was read, and the result
+    _weighed: tuple[float, Mapping[PlaceKey, Observation]] | None = None  # time of the last read, and its result
 
     def list_stays(self) -> list[SpotStay]:
         """Return the spot stays of managed jobs' attempts, newest first; running ones end now."""
@@ -93,7 +93,7 @@ class HistoryRows:
         ]
 
     def sum_stays(self) -> list[StaySum]:
-        """Sum the stays of `list_stays` by place, in the database: thousands of them need megabytes here."""
+        """Sum the stays of `list_stays` by place, in the database: thousands would take megabytes here."""
         now_s = self._database.clock.now_s()
         offer = "json_extract(body, '$.placement.offer.{}')"
         time_s = "CAST(json_extract(body, '$.{}') AS DOUBLE PRECISION)"
@@ -130,7 +130,7 @@ class HistoryRows:
     def read(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:
         """Read the history in the planner's form, or return the last result if it is at most `age_s_max` old.
 
-        A daemon that starts ten thousand jobs calls this for each, and reading thousands of stays takes 20 ms.
+        A daemon that starts ten thousand jobs calls this for each job, and reading thousands of stays takes 20 ms.
         """
         now_s = self._database.clock.now_s()
         if self._weighed is None or not 0.0 <= now_s - self._weighed[0] < age_s_max:
@@ -149,7 +149,7 @@ def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Ob
 
 
 def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Durations]:
-    """Gather how long each place stayed open for our gangs, until they were preempted or left.
+    """Gather the durations for which each place stayed open for our gangs, until they were preempted or ended.
 
     The periods fade like those of an observed market.
     """

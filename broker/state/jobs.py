@@ -30,7 +30,7 @@ class StepRange:
 
 @frozen
 class JobLine:
-    """The fields of a job that a list shows; cheap to read for ten thousand jobs."""
+    """The fields of a job that are shown in lists; cheap to read for ten thousand jobs."""
 
     id: int
     name: str
@@ -46,19 +46,19 @@ class JobLine:
 
 @frozen
 class LogOffset:
-    """The copied part of a job's log: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
+    """The copied part of a job's log: `source_bytes` of the attempt's log, and `file_bytes` of our file."""
 
     attempt: int = 0
     source_bytes: int = 0
     file_bytes: int = 0
 
 
-# Columns are named, so that SQLite itself reports a column that a damaged schema lacks.
+# Columns are named, so that SQLite itself reports a column that is missing from a damaged schema.
 COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
     "resumes, first_attempt, hedge, uid, outcome_kind, displaced_by"
 )
-REPLICA_REQUEST = "service/"  # begins the request ids of replicas: service/NAME/UID of the service/NUMBER
+REPLICA_REQUEST = "service/"  # begins the request IDs of replicas: service/NAME/UID of the service/NUMBER
 ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
 
 
@@ -80,7 +80,7 @@ class JobRows:
         resumes: Job | None = None,
         hedge: int = 2,
     ) -> Job:
-        """Add a job; for a `request_id` that was used before, return its job and add nothing."""
+        """Add a job; if `request_id` was used before, return its job without adding one."""
         with self._database.transaction():
             known = (
                 self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
@@ -116,22 +116,22 @@ class JobRows:
         self._secrets.write(job_id, uid, values)
 
     def list_request_ids(self, prefix: str) -> Sequence[int]:
-        """Return the ids of the jobs whose request id begins with `prefix`."""
+        """Return the IDs of the jobs whose request ID begins with `prefix`."""
         rows = self._database.rows("SELECT id FROM jobs WHERE substr(request_id, 1, ?) = ?", (len(prefix), prefix))
         return [int(row["id"]) for row in rows]
 
     def find_request(self, request_id: str | None) -> Job | None:
-        """Return the job that was submitted with this request id; None if there is none."""
+        """Return the job that was submitted with this request ID; None if there is none."""
         row = self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
         return self.get(row["id"]) if row else None
 
     def get(self, job_id: int) -> Job | None:
-        """Return a job with its attempts; None if the id is unknown. Raises DamagedRowError."""
+        """Return a job with its attempts; None if the ID is unknown. Raises DamagedRowError."""
         row = self._database.row(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", (job_id,))
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
     def list(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
-        """Return all jobs, oldest first; damaged ones are reported to `on_damage` and left out, or raised if None."""
+        """Return all jobs, oldest first; damaged ones are reported to `on_damage` and omitted, or raised if None."""
         attempts: dict[int, list[Row]] = {}
         for row in self._database.rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts ORDER BY job_id, number"):
             attempts.setdefault(row["job_id"], []).append(row)
@@ -150,12 +150,12 @@ class JobRows:
     def list_lines(
         self, newest: int | None = None, *, limit: int | None = None, on_damage: OnDamage = None
     ) -> Sequence[JobLine]:
-        """Return the `newest` jobs and every live one, newest first; all jobs where `newest` is None.
+        """Return the `newest` jobs and every live one, newest first; all jobs if `newest` is None.
 
-        With `limit`, at most that many rows: live jobs come first, and the oldest ended ones are left out.
+        With `limit`, return at most that many rows: live jobs come first, and the oldest ended ones are omitted.
         """
         wanted, order = "?1 IS NULL OR NOT is_terminal OR id > (SELECT max(id) FROM jobs) - ?1", "id DESC"
-        if limit is not None:  # the columns of rows that are left out are not computed
+        if limit is not None:  # do not compute the columns of omitted rows
             order = "is_terminal, id DESC"
             wanted = f"id IN (SELECT id FROM jobs WHERE {wanted} ORDER BY {order} LIMIT ?2)"
         rows = self._database.rows(
@@ -171,7 +171,7 @@ class JobRows:
         return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
     def list_goals(self, job_ids: Sequence[int], *, field: str = "budget_usd") -> Mapping[int, float]:
-        """Return this field of the goal of each of these jobs that has it: the budget, or `deadline_hours`."""
+        """Return a field of the goal, such as the budget or `deadline_hours`, of each of these jobs that has it."""
         if not job_ids:
             return {}
         goal = f"CASE WHEN json_valid(task) THEN json_extract(task, '$.goal.{field}') END"
@@ -183,20 +183,20 @@ class JobRows:
         return {row["id"]: float(row["goal"]) for row in rows if row["goal"] is not None}
 
     def count(self) -> int:
-        """Return the number of jobs, ended ones included."""
+        """Return the number of jobs, including ended ones."""
         return int(self._database.rows("SELECT count(*) FROM jobs")[0][0])
 
     def count_by_status(self) -> Mapping[str, int]:
-        """Count all recorded jobs by status, as `JobStatus` names them; unreadable statuses are left out."""
+        """Count all recorded jobs by status, named as in `JobStatus`; unreadable statuses are omitted."""
         rows = self._database.rows("SELECT status, count(*) AS jobs FROM jobs GROUP BY status ORDER BY status")
         return {row["status"]: int(row["jobs"]) for row in rows if row["status"] in JobStatus.__members__}
 
     def has_live(self) -> bool:
-        """Return whether any job has no terminal status."""
+        """Return whether any job has not ended."""
         return bool(self._database.rows("SELECT 1 FROM jobs WHERE NOT is_terminal LIMIT 1"))
 
     def list_live_ids(self) -> Sequence[int]:
-        """Return the ids of jobs without a terminal status, in ascending order."""
+        """Return the IDs of jobs that have not ended, in ascending order."""
         return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
     def list_unfinished_ids(self) -> Sequence[int]:
@@ -296,14 +296,14 @@ class JobRows:
         return [read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
-        """Return how far the job's log has been copied; zero before the first copy."""
+        """Return the copied part of the job's log; zero before the first copy."""
         row = self._database.row(
             "SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,)
         )
         return LogOffset(**dict(row)) if row else LogOffset()
 
     def set_log_offset(self, job_id: int, offset: LogOffset) -> None:
-        """Record how much of which attempt's log has been copied, so that none is repeated or lost."""
+        """Record the copied part of an attempt's log, so that nothing is repeated or lost."""
         self._database.write(
             "INSERT INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, source_bytes = excluded.source_bytes, "
@@ -313,7 +313,7 @@ class JobRows:
         )
 
     def _must_get(self, job_id: int) -> Job:
-        """Return a job whose row this transaction wrote or read. Raises DamagedRowError if an index has lost it."""
+        """Return a job whose row this transaction wrote or read. Raises DamagedRowError if an index lacks it."""
         job = self.get(job_id)
         if job is None:
             raise DamagedRowError("jobs", str(job_id), "it exists, but cannot be found by its ID")
@@ -355,7 +355,7 @@ def read_attempt(row: Row) -> Attempt:
 
     def read() -> Attempt:
         attempt = msgspec.json.decode(row["body"], type=Attempt)
-        _ = attempt.placement.usd_hour  # raises if the field is missing, as it is when its name is damaged
+        _ = attempt.placement.usd_hour  # raises if the field is missing because its name is damaged
         if row["outcome_kind"] is None:
             return attempt
         outcome = Outcome(
@@ -396,5 +396,5 @@ def _read_line(row: Row) -> JobLine:
 
 @lru_cache(maxsize=1024)
 def _decode_plain(text: str) -> Task:
-    """Decode a task without secrets; cached: a controller reads its job at each step, and a sweep shares one text."""
+    """Decode a task without secrets. Cached: a controller reads its job at each step, and a sweep shares one text."""
     return decode_task(text, {})

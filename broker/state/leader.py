@@ -1,4 +1,4 @@
-"""The leader, which drives the jobs of this state folder: an epoch that only grows, and a heartbeat."""
+"""The leader, which drives the jobs of this state folder, with an epoch that only grows, and a heartbeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LeaderRow:
         self._database = database
 
     def lead(self) -> int:
-        """Take over, so that every later write of an earlier leader raises FencedError; return the epoch."""
+        """Take over, so that later writes of an earlier leader raise FencedError; return the epoch."""
         with self._database.transaction():
             self._database.execute(
                 "UPDATE leader SET epoch = epoch + 1, beat_s = ?, stats = ''", (self._database.clock.now_s(),)
@@ -31,7 +31,7 @@ class LeaderRow:
         self._database.write("UPDATE leader SET beat_s = ?, stats = ?", values, is_durable=False)
 
     def resign(self) -> None:
-        """Stop leading, so that the next leader need not wait for the heartbeat to expire."""
+        """Stop leading, so that the next leader does not have to wait for the heartbeat to expire."""
         self._database.write("UPDATE leader SET beat_s = 0")
         self._database.epoch = None
 

@@ -12,7 +12,7 @@ from broker.state.people import Owned
 
 
 class LimitScope(StrEnum):
-    """Whom a limit applies to."""
+    """The subjects of a limit."""
 
     USER = "user"
     PROJECT = "project"
@@ -30,10 +30,10 @@ class Limit:
 
 @frozen
 class Commitment:
-    """The expected cost of one admitted request. `usd` is None if no work is stated.
+    """The expected cost of one admitted request. `usd` is None if the amount of work is unknown.
 
-    `names` are those of a cluster, the IDs of jobs, or the name and the unique ID of a service. It is pending while the
-    request runs, whose work is not recorded yet, and ended once another request took its place.
+    `names` are the name of a cluster, the IDs of jobs, or the name and the unique ID of a service. A commitment is
+    pending while its request runs, before its work is recorded, and ended once another request has replaced it.
     """
 
     id: int
@@ -50,7 +50,7 @@ class Commitment:
 
 
 class LimitRows:
-    """The table `limits`: one row for each user or project that has one."""
+    """The table `limits`: one row for each user or project with a limit."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -87,7 +87,7 @@ class CommitmentRows:
         self, *, user: str, project: str, kind: Owned, names: Sequence[str], usd: float | None, usd_hour: float,
         gpus: float,
     ) -> int:  # fmt: skip
-        """Add a pending commitment; return its id."""
+        """Add a pending commitment; return its ID."""
         with self._database.transaction():
             cursor = self._database.execute(
                 "INSERT INTO commitments (time_s, is_pending, person, project, kind, names, usd, usd_hour, gpus) "
@@ -106,13 +106,13 @@ class CommitmentRows:
         )  # fmt: skip
 
     def settle(self, commitment_id: int) -> None:
-        """Note that the request has ended; one that started nothing is forgotten."""
+        """Record that the request has ended; delete the commitment if nothing was started."""
         with self._database.transaction():
             self._database.execute("DELETE FROM commitments WHERE id = ? AND names = '[]'", (commitment_id,))
             self._database.execute("UPDATE commitments SET is_pending = 0 WHERE id = ?", (commitment_id,))
 
     def end(self, commitment_id: int) -> None:
-        """Note that another commitment for the same cluster or service takes its place."""
+        """Record that another commitment for the same cluster or service replaces this one."""
         self._database.write(
             "UPDATE commitments SET ended_s = ? WHERE id = ? AND ended_s IS NULL",
             (self._database.clock.now_s(), commitment_id),

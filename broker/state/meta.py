@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from broker.state.base import Database
 
-ADOPTED = "adopted:"  # with a cloud's name: any nodes there without a record were adopted
-SEEN = "seen:"  # with a cloud's name: when its nodes were first listed for that purpose
+ADOPTED = "adopted:"  # followed by a cloud's name: any nodes there without a record were adopted
+SEEN = "seen:"  # followed by a cloud's name: time when its nodes were first listed for that purpose
 RESTORED = "restored_s"
 SALT = "salt"
 
@@ -22,24 +22,24 @@ class MetaRows:
 
     @property
     def lineage(self) -> str:
-        """The id that all copies of this store share; "" before it is drawn."""
+        """The ID that all copies of this store share; "" before it is drawn."""
         return self.get("lineage") or ""
 
     @property
     def salt(self) -> str:
         """Part of every create token. Each restore and reset changes it, because the lost state may have used the same
-        places and serial numbers. Read once: it changes only while no other process has the store open."""
+        places and serial numbers. Read once, because it only changes while no other process has the store open."""
         if self._salt is None:
             self._salt = self.get(SALT) or ""
         return self._salt
 
     @property
     def restored_s(self) -> float:
-        """When a copy last replaced the state file; 0 if that has never happened."""
+        """Time when a copy last replaced the state file; 0 if that has never happened."""
         try:
             return float(self.get(RESTORED) or 0.0)
         except ValueError:
-            return self._database.clock.now_s()  # damaged: comparing with the clouds once more costs little
+            return self._database.clock.now_s()  # damaged: comparing with the clouds once more is cheap
 
     def get(self, key: str) -> str | None:
         """Return a value; None if it was never set."""
@@ -60,7 +60,7 @@ class MetaRows:
     def note_listed(self, cloud: str, *, settled_after_s: float) -> bool:
         """Record that a whole list of nodes was compared with the records; return whether the cloud is now adopted.
 
-        That takes a second list, at least `settled_after_s` after the first, because a single list may silently be
+        This requires a second list, at least `settled_after_s` after the first, because a single list may silently be
         empty or outdated.
         """
         now_s = self._database.clock.now_s()
@@ -101,7 +101,8 @@ class MetaRows:
     def drop_row(self, table: str, where: str, key: Sequence[str], *, with_job: Sequence[str]) -> bool:
         """Delete a row and, in the tables `with_job`, the rows of the same job; return whether it existed.
 
-        `table` and `where` come from our code, never from a user. A job's bills stay because they are part of the cost.
+        `table` and `where` come from our code, never from a user. A job's bills are kept because they are part of the
+        total cost.
         """
         with self._database.transaction():
             for other in with_job:

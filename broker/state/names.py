@@ -11,12 +11,12 @@ from typing import Any
 
 JOBS_MAX = 100  # the newest
 GROUPED_JOBS_MAX = 1000  # the newest, whose groups are named
-WAIT_S = 0.1  # for a writer; after that, nothing is suggested
+WAIT_S = 0.1  # wait for a writer; after that, nothing is suggested
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a shell may evaluate a suggestion
 
 
 def list_cluster_names(database: Path) -> Sequence[str]:
-    """Return the names of all clusters; none if the file cannot be read. The file is never created."""
+    """Return the names of all clusters; empty if the file cannot be read. The file is never created."""
     return [row[0] for row in _read(database, "SELECT name FROM clusters ORDER BY name") if _SAFE.fullmatch(row[0])]
 
 
@@ -26,7 +26,7 @@ def list_schedule_names(database: Path) -> Sequence[str]:
 
 
 def list_job_names(database: Path, *, is_live: bool | None = None) -> Sequence[str]:
-    """Return the newest jobs' names, then their ids; `is_live` limits them to live (True) or ended (False) jobs."""
+    """Return the newest jobs' names, then their IDs; `is_live` limits them to live (True) or ended (False) jobs."""
     rows = _read(
         database,
         f"SELECT id, name FROM jobs WHERE ?1 IS NULL OR is_terminal != ?1 ORDER BY id DESC LIMIT {JOBS_MAX}",
@@ -39,8 +39,8 @@ def list_job_names(database: Path, *, is_live: bool | None = None) -> Sequence[s
 def list_group_names(database: Path, *, is_live: bool | None = None) -> Sequence[str]:
     """Return the names of the newest pipelines and job groups.
 
-    `is_live` limits them to those with a live job (True), or to job groups that have ended (False): a pipeline's jobs
-    are retried one by one.
+    `is_live` limits them to those with a live job (True), or to ended job groups (False), because a pipeline's jobs are
+    retried individually.
     """
     rows = _read(
         database,
@@ -60,4 +60,4 @@ def _read(database: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
         ) as connection:
             return connection.execute(query, values).fetchall()
     except sqlite3.Error:
-        return []  # the state folder is missing, damaged or of another version: suggest nothing
+        return []  # the state folder is missing, damaged or from another version: suggest nothing

@@ -1,4 +1,4 @@
-"""Open the store that the settings name: the SQLite file of the state folder, or a PostgreSQL database."""
+"""Open the store given in the settings: the SQLite file of the state folder, or a PostgreSQL database."""
 
 from __future__ import annotations
 

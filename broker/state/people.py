@@ -1,6 +1,6 @@
-"""Rows of a server's people: tokens, the owners of clusters and jobs, and the audit of writes.
+"""Rows about a server's users: tokens, the owners of clusters and jobs, and the audit of writes.
 
-Only the SHA-256 of a token is stored: tokens are random, so that a slow hash would add nothing.
+Only the SHA-256 of a token is stored: tokens are random, so a slow hash would not add security.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 
 class Owned(StrEnum):
-    """The kind of an object that a person owns."""
+    """The kinds of objects that a user owns."""
 
     CLUSTER = "cluster"
     JOB = "job"
@@ -31,7 +31,7 @@ class Owned(StrEnum):
 
 @frozen
 class Token:
-    """A token without its value; `expires_s` is None for one that does not expire."""
+    """A token without its value; `expires_s` is None if it does not expire."""
 
     id: int
     user: str
@@ -44,7 +44,7 @@ class Token:
 
 @frozen
 class AuditEvent:
-    """A write that a person asked for; `outcome` is `started`, `done`, or the class of the error."""
+    """A write requested by a user; `outcome` is `started`, `done`, or the class of the error."""
 
     id: int
     time_s: float
@@ -61,7 +61,7 @@ class TokenRows:
         self._database = database
 
     def add(self, *, digest: str, user: str, role: Role, expires_s: float | None, project: str = "") -> int:
-        """Add a token by its digest; return its id."""
+        """Add a token by its digest; return its ID."""
         with self._database.transaction():
             cursor = self._database.execute(
                 "INSERT INTO tokens (digest, person, role, created_s, expires_s, project) VALUES (?, ?, ?, ?, ?, ?) "
@@ -80,11 +80,11 @@ class TokenRows:
         return None if is_expired else token
 
     def list(self) -> Sequence[Token]:
-        """List all tokens, oldest first, revoked and expired ones included."""
+        """List all tokens, oldest first, including revoked and expired ones."""
         return [_read_token(row) for row in self._database.rows("SELECT * FROM tokens ORDER BY id")]
 
     def revoke(self, token_id: int) -> bool:
-        """Revoke a token; return whether it was valid until now. The server refuses it from its next request on."""
+        """Revoke a token; return whether it was not revoked before. The server refuses it from the next request."""
         now_s = self._database.clock.now_s()
         done = self._database.write(
             "UPDATE tokens SET revoked_s = ? WHERE id = ? AND revoked_s IS NULL", (now_s, token_id)
@@ -110,7 +110,7 @@ class OwnerRows:
             self._database.execute("INSERT INTO owners (kind, name, person) VALUES (?, ?, ?)", (kind.value, name, user))
 
     def list(self) -> Mapping[tuple[Owned, str], str]:
-        """Return the owner of every cluster, by name, and every job, by id."""
+        """Return the owner of every cluster, by name, and every job, by ID."""
         rows = self._database.rows("SELECT kind, name, person FROM owners")
         return {(Owned(row["kind"]), str(row["name"])): str(row["person"]) for row in rows}
 
@@ -131,7 +131,7 @@ class AuditRows:
     def list(
         self, *, newest: int = 100, user: str | None = None, verb: str | None = None, outcome: str | None = None
     ) -> Sequence[AuditEvent]:
-        """Return the `newest` events, oldest first; only those of a user, a verb or an outcome if one is given."""
+        """Return the `newest` events, oldest first, optionally only those of a user, a verb or an outcome."""
         given = {"person": user, "verb": verb, "outcome": outcome}
         wanted = {column: value for column, value in given.items() if value is not None}
         where = " AND ".join(f"{column} = ?" for column in wanted)
@@ -148,7 +148,7 @@ class AuditRows:
         ]  # fmt: skip
 
     def list_newest_s(self) -> Mapping[str, float]:
-        """Return when each user last changed something."""
+        """Return the time of each user's last change."""
         rows = self._database.rows("SELECT person, MAX(time_s) AS newest_s FROM audit GROUP BY person")
         return {str(row["person"]): read_s(row["newest_s"]) for row in rows}
 

@@ -1,8 +1,8 @@
-"""The PostgreSQL backend: the same transactions as SQLite's, for processes on any machines.
+"""The PostgreSQL backend: the same transactions as with SQLite, for processes on any machine.
 
-One transaction that writes runs at a time, behind an advisory lock: the repositories read, decide and write, and need
-what SQLite's write lock gives them. Claims lock single rows instead, so a lease never waits for a long transaction. The
-server ends the session of a process that was stopped inside a transaction.
+Only one writing transaction runs at a time, serialized by an advisory lock: the repositories read, decide and write,
+and require the guarantees of SQLite's write lock. Claims lock single rows instead, so a lease never waits for a long
+transaction. The server ends the session of a process that was suspended inside a transaction.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from broker.state.postgres_schema import list_statements
 from broker.state.schema import MIGRATIONS
 
 CONNECT_S = 10
-# A stopped process must not hold the lock for longer than a lease lasts (`claims.LEASE_S`).
+# A suspended process must not hold the lock for longer than a lease lasts (`claims.LEASE_S`).
 SESSION = (
     "SET idle_in_transaction_session_timeout = '5s'; SET lock_timeout = '60s'; SET statement_timeout = '120s'; "
     "SET standard_conforming_strings = on; SET client_encoding = 'UTF8'"
 )
-# The lock of all transactions that write, one for each schema of the server's database.
+# The lock of all writing transactions, one for each schema of the server's database.
 LOCK = "SELECT pg_advisory_xact_lock(1651666795, hashtext(current_schema()))"
 _PARAMETER = re.compile(r"\?(\d*)|%")
 
@@ -51,10 +51,10 @@ class PostgresRow(tuple[Any, ...]):
 
 
 class PostgresDatabase:
-    """One connection, opened again when the server was restarted.
+    """One connection, which is reopened after a restart of the server.
 
-    `home` holds what is not in rows, such as keys and logs. `owner` is the installation's id: all processes that share
-    a database have the same one.
+    `home` holds data outside the database, such as keys and logs. `owner` is the installation's ID, which is the same
+    for all processes that share a database.
     """
 
     is_shared = True
@@ -72,10 +72,10 @@ class PostgresDatabase:
         draw_uid: Callable[[], str] = draw_uid,
     ) -> None:
         self.url = url
-        self.path = home / "server.db"  # names the guard; there is no such file
+        self.path = home / "server.db"  # determines the guard's name; the file itself does not exist
         self.clock = clock
         self.draw_uid = draw_uid
-        self.epoch: int | None = None  # jobs are claimed one by one, and no process leads
+        self.epoch: int | None = None  # jobs are claimed individually, and no process leads
         self._owner = owner
         self._depth = 0
         self._connection: psycopg.Connection[PostgresRow] | None = None
@@ -103,7 +103,7 @@ class PostgresDatabase:
     @contextmanager
     def claiming(self, *, is_durable: bool) -> Iterator[None]:
         """Open an unfenced transaction for claims, without the lock of other writers. It must not be nested."""
-        assert not self._depth, "claims are transactions of their own"
+        assert not self._depth, "claims use separate transactions"
         token = FENCE.set(None)
         try:
             with self._begin(f"BEGIN; {_set_sync(is_durable=is_durable)}"):
@@ -114,9 +114,9 @@ class PostgresDatabase:
     @contextmanager
     def _begin(self, opening: str) -> Iterator[None]:
         try:
-            self._run(opening, ())  # on a new connection, where the server was restarted since
+            self._run(opening, ())  # on a new connection if the server was restarted since
         except BaseException:
-            self._roll_back()  # it may have begun, and failed to get the lock
+            self._roll_back()  # it may have begun, and failed to acquire the lock
             raise
         self._depth += 1
         try:
@@ -133,7 +133,7 @@ class PostgresDatabase:
         self._run("COMMIT", ())
 
     def _roll_back(self) -> None:
-        """Roll back, which also ends the session where that fails: the server then rolls back."""
+        """Roll back. If that fails, end the session, so that the server rolls back."""
         connection = self._connection
         try:
             if connection is not None and not connection.closed:
@@ -147,7 +147,7 @@ class PostgresDatabase:
         return cast(Cursor, self._run(sql, parameters))
 
     def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
-        """Execute one statement, in a transaction of its own if none is open."""
+        """Execute one statement, in a separate transaction if none is open."""
         with self.transaction(is_durable=is_durable):
             return self.execute(sql, parameters)
 
@@ -156,12 +156,12 @@ class PostgresDatabase:
         return self._run(sql, parameters).fetchall()
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """Return the first row; None without any. Raises StateError if the server cannot be reached."""
+        """Return the first row; None if there is none. Raises StateError if the server cannot be reached."""
         found = self._run(sql, parameters).fetchone()
         return cast("Row | None", found)
 
     def read_time_s(self) -> float:
-        """Return the time of the server, which all controllers agree on."""
+        """Return the time of the server, which is the same for all controllers."""
         return float(self.rows("SELECT extract(epoch FROM clock_timestamp())::float8")[0][0])
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
@@ -170,7 +170,7 @@ class PostgresDatabase:
             self.execute(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), greatest(max(id), 1)) FROM {table}")
 
     def reclaim_space(self) -> None:
-        """Do nothing: the server does it by itself."""
+        """Do nothing: the server does this by itself."""
 
     def copy(self) -> Path:
         """Raise StateError: a PostgreSQL server has its own backups."""
@@ -180,7 +180,7 @@ class PostgresDatabase:
         )
 
     def copy_if_due(self) -> Path | None:
-        """Return None: backups are the server's own."""
+        """Return None: the server has its own backups."""
         return None
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[PostgresRow]:
@@ -230,7 +230,7 @@ class PostgresDatabase:
             version = self._read_schema()  # again: another process may just have migrated
             if version > len(MIGRATIONS):
                 raise StateError(
-                    f"{self} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
+                    f"{self} was written by a newer broker (schema {version}; this one supports {len(MIGRATIONS)})",
                     hints=("upgrade broker",),
                 )
             if version == len(MIGRATIONS):
@@ -247,7 +247,7 @@ class PostgresDatabase:
             )
 
     def _read_schema(self) -> int:
-        # `to_regclass` would answer from a cache of this session, which may not know what another has just created.
+        # `to_regclass` uses a cache of this session, which may not contain what another session has just created.
         if not self.rows("SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = 'meta'"):
             return 0
         return int(self.rows("SELECT value FROM meta WHERE key = 'schema'")[0][0])
@@ -259,15 +259,15 @@ class PostgresDatabase:
         lineage, owner = known["lineage"], known.get("installation", "")
         if guard is not None and guard.lineage and guard.lineage != lineage:
             raise StateError(
-                f"{self} is not the database that this folder has used: it is new, or another one",
+                f"{self} is not the database that this folder has used: it is new, or a different one",
                 details=(f"expected lineage {guard.lineage}, found {lineage}",),
-                hints=(f"correct `state` in `config.toml`, or move {self.path.with_name('server.guard')} away",),
+                hints=(f"correct `state` in `config.toml`, or rename {self.path.with_name('server.guard')}",),
             )
         if self._owner is not None and owner not in ("", self._owner):
             raise StateError(
-                f"{self} belongs to installation {owner}, and the file `owner` says {self._owner}",
+                f"{self} belongs to installation {owner}, but the file `owner` contains {self._owner}",
                 details=("All machines that share a database have the same ID.",),
-                hints=("`broker state restore --owner` writes the ID that the database knows",),
+                hints=("write the ID in the database to `owner` with `broker state restore --owner`",),
             )
         if self._owner and not owner:
             self.write(
@@ -300,7 +300,7 @@ def _make_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Postgre
 
 @lru_cache(maxsize=512)
 def translate_parameters(sql: str) -> str:
-    """Rename `?` and `?1` to `%(1)s`. No statement of ours has a question mark or a percent sign in a literal."""
+    """Rename `?` and `?1` to `%(1)s`. Our statements have no question marks or percent signs in literals."""
     count = 0
 
     def rename(match: re.Match[str]) -> str:
@@ -314,7 +314,7 @@ def translate_parameters(sql: str) -> str:
 
 
 def _convert(value: Any) -> Any:
-    """Convert JSON bytes to text; PostgreSQL's text holds no NUL."""
+    """Convert JSON bytes to text; PostgreSQL's text cannot contain NUL."""
     if isinstance(value, bytes):
         value = value.decode()
     return value.replace("\0", "\ufffd") if isinstance(value, str) else value

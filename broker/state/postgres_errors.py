@@ -1,4 +1,4 @@
-"""Explanations of a PostgreSQL server that does not answer or refuses a statement, with hints."""
+"""Explain errors of a PostgreSQL server that does not respond or refuses a statement, with hints."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def explain_postgres_error(url: str, error: psycopg.Error) -> StateError:
     elif isinstance(error, psycopg.errors.DiskFull):
         hint = "free some space on the server's disk, then repeat the command: nothing was partially written"
     elif isinstance(error, psycopg.errors.IntegrityError | psycopg.errors.DataError):
-        hint = "`broker state check` lists rows that are damaged."
+        hint = "`broker state check` lists damaged rows."
     elif isinstance(error, psycopg.OperationalError):
-        hint = "check that the server runs and that `state` in `config.toml`, or `BROKER_STATE`, is right; then repeat"
+        hint = "check that the server is running and that `state` in `config.toml`, or `BROKER_STATE`, is correct"
     else:
-        hint = "`broker state check` lists what is wrong with the database."
+        hint = "`broker state check` lists errors in the database."
     return StateError(f"the state in {where} cannot be used: {reason}", hints=(hint,))

@@ -1,6 +1,6 @@
 """The tables on PostgreSQL: schema 11 at once, then the same migrations as SQLite's, with types and keys renamed.
 
-Three small functions have the names and meaning of SQLite's, so that the repositories run the same SQL on both. Text is
+Three small functions have the names and meaning of SQLite's, so that the repositories use the same SQL on both. Text is
 compared byte by byte (collation "C"), as SQLite does; JSON is text.
 """
 
@@ -62,7 +62,7 @@ _TABLES = (
        usd REAL NOT NULL, PRIMARY KEY (month, cloud, pricing))""",
     "CREATE TABLE leader (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, beat_s REAL NOT NULL)",
     "INSERT INTO leader (one, epoch, beat_s) VALUES (1, 0, 0)",
-    # SQLite keeps secrets in files beside it; here they are encrypted, see `secret_rows.py`.
+    # With SQLite, secrets are in files next to it; here they are encrypted, see `secret_rows.py`.
     "CREATE TABLE secrets (job_id INTEGER PRIMARY KEY, body TEXT NOT NULL)",
     "CREATE INDEX intents_cluster ON intents (cluster)",
     "CREATE INDEX nodes_cluster ON nodes (cluster)",
@@ -94,7 +94,7 @@ def translate_types(statement: str) -> str:
 
 
 def list_statements(version: int) -> list[str]:
-    """List the statements that migrate `version`, 0 for an empty database, to the newest schema."""
+    """List the statements that migrate `version` (0 for an empty database) to the newest schema."""
     found = [] if version else [*_FUNCTIONS, *map(translate_types, _TABLES), *_TRIGGERS]
     for steps in MIGRATIONS[max(version, SQLITE_ONLY) :]:
         found += [translate_types(_expect_text(step)) for step in steps]

@@ -1,4 +1,4 @@
-"""What the queue of managed jobs reads and writes: live jobs, displacements, recent attempts. It has no own table."""
+"""Rows for the queue of managed jobs: live jobs, displacements, recent attempts. It has no table of its own."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class LiveTask:
 
 
 class QueueRows:
-    """Views of the tables of jobs and attempts, and displacements; damaged rows are left out: they block no other."""
+    """Views of the tables of jobs and attempts, and displacements. Damaged rows are omitted."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def list_live(self, *, has_started: bool = False) -> Sequence[LiveJob]:
-        """Return the jobs without a terminal status, in ascending order; with `has_started` only those not PENDING."""
+        """Return the jobs that have not ended, in ascending order; with `has_started`, not those that are PENDING."""
         rows = self._database.rows(
             "SELECT id, status, needs, cancel_requested, submitted_s FROM jobs WHERE NOT is_terminal"
             f"{' AND status <> ?' if has_started else ''} ORDER BY id",
@@ -65,14 +65,14 @@ class QueueRows:
         return keep_readable([partial(_read_live, row) for row in rows], _leave_out)
 
     def list_tasks(self, first_id: int) -> Sequence[LiveTask]:
-        """Return the tasks of the live jobs from this id on."""
+        """Return the tasks of the live jobs, starting at this ID."""
         rows = self._database.rows(
             "SELECT id, task, pipeline, request_id FROM jobs WHERE NOT is_terminal AND id >= ? ORDER BY id", (first_id,)
         )
         return keep_readable([partial(_read_task, row) for row in rows], _leave_out)
 
     def list_running(self) -> Sequence[RunningJob]:
-        """Return the live jobs that are not PENDING, with what decides whether they can return their slot."""
+        """Return the live jobs that are not PENDING, with the facts that decide whether they can return their slot."""
         rows = self._database.rows(
             "SELECT id, status, progress, displaced_by, displaced_s, cancel_requested FROM jobs "
             "WHERE NOT is_terminal AND status <> ? ORDER BY id",
@@ -81,18 +81,18 @@ class QueueRows:
         return keep_readable([partial(_read_running, row) for row in rows], _leave_out)
 
     def displace(self, job_id: int, by: int) -> None:
-        """Request that a job returns its slot to a waiting one."""
+        """Request that a job return its slot to a waiting job."""
         self._database.write(
             "UPDATE jobs SET displaced_by = ?, displaced_s = ? WHERE id = ? AND NOT is_terminal",
             (by, self._database.clock.now_s(), job_id),
         )
 
     def end_displacement(self, job_id: int) -> None:
-        """Note that a job has returned its slot, or need not do so."""
+        """Record that a job has returned its slot, or does not have to."""
         self._database.write("UPDATE jobs SET displaced_by = NULL WHERE id = ? AND NOT is_terminal", (job_id,))
 
     def list_recent_attempts(self, since_s: float) -> Sequence[Attempt]:
-        """Return the attempts that may have had machines since then."""
+        """Return the attempts that may have had machines since `since_s`."""
         rows = self._database.rows(
             f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id IN "
             "(SELECT id FROM jobs WHERE NOT is_terminal OR ended_s > ?)",

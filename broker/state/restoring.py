@@ -1,6 +1,7 @@
-"""Recovery of a state folder: examine it, restore a copy, or reset it to an empty state file.
+"""Recover a state folder: examine it, restore a copy, or reset it to an empty state file.
 
-These functions work even if the store does not open. The caller holds the daemon's lock, so no job is driven meanwhile.
+These functions work even if the store cannot be opened. The caller holds the daemon's lock, so no job is driven in the
+meantime.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from broker.types import EventKind, make_event
 
 BESIDE = ("", "-wal", "-shm")  # suffixes of the database and of the files that SQLite keeps next to it
 # Attempts may have been started since the copy was made. The numbers that they may have used are skipped, because a
-# checkpoint rejects an attempt whose number is not above all earlier ones. No job starts this often between two copies.
+# checkpoint rejects an attempt whose number is not above all earlier ones. No job has this many attempts between
+# copies.
 ATTEMPTS_SKIPPED = 1000
 PROBLEMS_MAX = 5
 
-# tables with one row per key, and the columns of the key, by which `broker state drop` finds a row
+# tables with one row per key, and the columns of the key, with which `broker state drop` finds a row
 DROPPABLE: Mapping[str, tuple[str, ...]] = {
     "jobs": ("id",),
     "attempts": ("job_id", "number"),
@@ -71,7 +73,7 @@ def examine(database: Path) -> Condition:
     try:
         guard = read_guard(database)
         if not database.exists():
-            problems.append("there is no state file" + (", though there was one" if guard else " yet"))
+            problems.append("there is no state file" + (", but there was one" if guard else " yet"))
         else:
             size_bytes = database.stat().st_size
             schema, known = _read_identity(database)
@@ -92,7 +94,7 @@ def examine(database: Path) -> Condition:
 
 
 def check_integrity(database: Path) -> Sequence[str]:
-    """Run SQLite's integrity check; return its findings, none for an intact file.
+    """Run SQLite's integrity check; return its findings, empty for an intact file.
 
     Raises sqlite3.Error for a file that is not a database.
     """
@@ -102,7 +104,7 @@ def check_integrity(database: Path) -> Sequence[str]:
 
 
 def find_copy(database: Path, name: str | None) -> Path:
-    """Find a copy by its name in `backups/` or by its path; with None, the newest. Raises StateError, UsageError."""
+    """Find a copy by its name in `backups/` or by its path; None means the newest. Raises StateError, UsageError."""
     try:
         copies = list_copies(database)
     except OSError as error:
@@ -112,7 +114,7 @@ def find_copy(database: Path, name: str | None) -> Path:
             raise StateError(
                 f"there is no copy in {get_folder(database)}",
                 hints=(
-                    "`broker state restore FILE` takes one from elsewhere",
+                    "`broker state restore FILE` restores a copy from another location",
                     "`broker state reset` starts with an empty one",
                 ),
             )
@@ -125,9 +127,9 @@ def find_copy(database: Path, name: str | None) -> Path:
 
 
 def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> Path | None:
-    """Replace the state file by `copy`; return the new path of the old file, or None if there was none.
+    """Replace the state file with `copy`; return the new path of the old file, or None if there was none.
 
-    The copy is checked, prepared in a temporary folder, then renamed: after an interruption at any point, the next
+    The copy is checked, prepared in a temporary folder, then renamed. After an interruption at any point, the next
     command either finds the old file, or reports that it is missing and how to repeat the restore. Raises StateError.
     """
     try:
@@ -152,7 +154,7 @@ def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> P
 def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
     """Start with an empty state file; return the new path of the old one, or None if there was none.
 
-    The owner stays the same: machines that still run are found by its tag and adopted. Raises StateError.
+    The owner stays the same, so that running machines are found by its tag and adopted. Raises StateError.
     """
     try:
         now_s = clock.now_s()
@@ -160,7 +162,7 @@ def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
         aside = _set_aside(database, now_s)
         get_path(database).unlink(missing_ok=True)
         logs = database.parent / "logs" / "jobs"
-        if logs.is_dir():  # job ids, and thus log names, start from 1 again
+        if logs.is_dir():  # job IDs, and thus log names, start from 1 again
             logs.rename(_find_free(logs, now_s))
     except FAULTS as error:
         raise explain_fault(database, error) from error
@@ -173,9 +175,9 @@ def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
 
 
 def drop_row(store: Store, table: str, key: str) -> bool:
-    """Delete one damaged row, and for a job its attempts, steps and log offsets; return whether it existed.
+    """Delete one damaged row and, for a job, its attempts, steps and log offsets; return whether the row existed.
 
-    Raises UsageError.
+    Raises UsageError for an unknown table or an invalid key.
     """
     columns = DROPPABLE.get(table)
     if columns is None:
@@ -194,14 +196,14 @@ def _check_copy(copy: Path) -> None:
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise StateError(f"the copy {copy} is damaged: {error}", hints=("`broker state info` lists others",)) from error
     if problems or not 1 <= schema <= len(MIGRATIONS):
-        why = problems[0] if problems else f"it has schema {schema}, this broker knows 1 to {len(MIGRATIONS)}"
+        why = problems[0] if problems else f"it has schema {schema}; this version supports 1 to {len(MIGRATIONS)}"
         raise StateError(f"the copy {copy} cannot be used: {why}", hints=("`broker state info` lists others",))
 
 
 def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, restores: int) -> Guard:
-    """Copy `copy` to `target`, migrate it, and mark it to be compared with the clouds before anything starts.
+    """Copy `copy` to `target`, migrate it, and mark it for comparison with the clouds before anything starts.
 
-    Unfinished starts are forgotten: their machines, complete or not, are found by their tags.
+    Unfinished starts are deleted: their machines, complete or not, are found by their tags.
     """
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with copy.open("rb") as source, target.open("r+b") as out:
@@ -235,7 +237,7 @@ def _set_aside(database: Path, now_s: float) -> Path | None:
 
 
 def _merge_log(database: Path) -> None:
-    """Take the file out of WAL mode, which merges the log into it and fails while another process has it open."""
+    """Disable the file's WAL mode, which merges the log into it, and fails while another process has the file open."""
     try:
         with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode=DELETE").fetchall()
@@ -245,7 +247,7 @@ def _merge_log(database: Path) -> None:
                 f"another broker command has {database} open", hints=("retry when it has finished",)
             ) from error
     except (sqlite3.DatabaseError, UnicodeDecodeError):
-        pass  # damaged: set aside as it is, with its log
+        pass  # damaged: move it aside unchanged, with its log
 
 
 def _find_free(path: Path, now_s: float) -> Path:

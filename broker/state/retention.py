@@ -1,4 +1,4 @@
-"""Retention: old ended jobs are reduced to totals, so that the state file does not grow without bound."""
+"""Retention: reduce old ended jobs to totals, so that the state file does not grow without bound."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Compaction:
         """Prune ended jobs that are older than `keep_days` or exceed `ended_jobs_max`; return their number.
 
         Events, intents, refusals and bills that are older than `keep_days` are pruned too. The cost is added to the
-        totals in the same commit. A job stays while a job that stays needs or resumes it, and while any of its nodes
-        is not known to have ended.
+        totals in the same commit. A job is kept while a kept job needs or resumes it, and while any of its nodes is not
+        known to have ended.
         """
         before_s = self._database.clock.now_s() - keep_days * 86400
         with self._database.transaction():
@@ -66,7 +66,7 @@ class Compaction:
         try:
             return read_s(float(row["value"])) if row else None
         except ValueError:
-            return None  # damaged; the totals do not depend on it
+            return None  # damaged, but the totals do not depend on it
 
     def _find_prunable(self, before_s: float, ended_jobs_max: int) -> list[int]:
         rows = self._database.rows("SELECT id, is_terminal, ended_s, needs, resumes FROM jobs ORDER BY id DESC")
@@ -137,7 +137,7 @@ class Compaction:
             "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
         )
         self._database.execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
-        self._database.execute(  # the newest of each schedule stays: it shows how the schedule fared last
+        self._database.execute(  # the newest of each schedule is kept, because it shows the schedule's last outcome
             "DELETE FROM due_times WHERE due_s < ? AND due_s < (SELECT max(newer.due_s) FROM due_times AS newer "
             "WHERE newer.schedule_uid = due_times.schedule_uid)",
             (before_s,),
@@ -145,12 +145,13 @@ class Compaction:
 
 
 def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:
-    """Yield the ids of jobs to prune. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
+    """Yield the IDs of jobs to prune. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
     named: set[int] = set()
     ended = 0
     for row in rows:
         ended += bool(row["is_terminal"])
-        is_old = isinstance(row["ended_s"], int | float) and row["ended_s"] < before_s  # a damaged time keeps its job
+        # a job with a damaged time is kept
+        is_old = isinstance(row["ended_s"], int | float) and row["ended_s"] < before_s
         is_over = bool(row["is_terminal"]) and (is_old or ended > ended_jobs_max)
         if is_over and row["id"] not in named and row["id"] not in busy:
             yield row["id"]
@@ -164,7 +165,7 @@ def _read_needs(text: object) -> Sequence[int]:
     try:
         found = json.loads(str(text))
     except ValueError:
-        return ()  # a damaged row does not keep other jobs from being pruned
+        return ()  # a damaged row does not prevent pruning other jobs
     return [each for each in found if isinstance(each, int)] if isinstance(found, list) else ()
 
 

@@ -1,6 +1,7 @@
-"""Rows of schedules, and of what became of each due time.
+"""Rows of schedules, and of the outcomes of due times.
 
-The secrets of a schedule are in its row, encrypted with the key in `secret.key`: it needs them as long as it exists.
+The secrets of a schedule are in its row, encrypted with the key in `secret.key`, because they are needed while it
+exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LIVE_JOB = "SELECT 1 FROM due_times JOIN jobs ON jobs.id = due_times.job_id WHE
 
 @frozen
 class Payee:
-    """Whose limits the jobs of a schedule count towards; empty without a server."""
+    """The user and project against whose limits the jobs of a schedule count; empty without a server."""
 
     user: str = ""
     project: str = ""
@@ -48,9 +49,9 @@ class ScheduleRows:
         hedge: int = 2,
         payee: Payee | None = None,
     ) -> JobSchedule:
-        """Add a schedule; for a `request_id` that was used before, return its schedule and add nothing.
+        """Add a schedule; if `request_id` was used before, return its schedule without adding one.
 
-        Raises UsageError if one of this name exists.
+        Raises UsageError if a schedule with this name exists.
         """
         payee = payee or Payee()
         with self._database.transaction():
@@ -83,7 +84,7 @@ class ScheduleRows:
         return box.seal(name_secrets(name, uid), {key: secret.value for key, secret in task.secrets.items()})
 
     def find_request(self, request_id: str | None) -> JobSchedule | None:
-        """Return the schedule that was stored with this request id; None if there is none."""
+        """Return the schedule that was stored with this request ID; None if there is none."""
         if not request_id:
             return None
         row = self._database.row(f"SELECT {COLUMNS} FROM schedules WHERE request_id = ?", (request_id,))
@@ -95,12 +96,12 @@ class ScheduleRows:
         return _read_schedule(row) if row else None
 
     def list(self, *, on_damage: OnDamage = None) -> Sequence[JobSchedule]:
-        """List all schedules by name; damaged ones are reported to `on_damage`, or raised if it is None."""
+        """List all schedules by name; damaged ones are reported to `on_damage` and omitted, or raised if it is None."""
         rows = self._database.rows(f"SELECT {COLUMNS} FROM schedules ORDER BY name")
         return keep_readable([partial(_read_schedule, row) for row in rows], on_damage)
 
     def list_due(self, now_s: float) -> Sequence[str]:
-        """Return the names of the schedules, unless paused, with a due time up to `now_s` or one that waits."""
+        """Return the names of the schedules that are not paused and have a due time up to `now_s` or a waiting one."""
         rows = self._database.rows(
             "SELECT name FROM schedules WHERE is_paused = 0 AND (next_s <= ? OR uid IN "
             "(SELECT schedule_uid FROM due_times WHERE outcome = ?)) ORDER BY next_s, name",
@@ -140,21 +141,21 @@ class ScheduleRows:
         self._database.write("UPDATE schedules SET next_s = ? WHERE uid = ?", (next_s, schedule.uid))
 
     def pause(self, schedule: JobSchedule) -> None:
-        """Start no jobs until `resume`."""
+        """Pause a schedule: it starts no jobs until `resume`."""
         self._database.write("UPDATE schedules SET is_paused = 1 WHERE uid = ?", (schedule.uid,))
 
     def resume(self, schedule: JobSchedule, next_s: float | None) -> None:
-        """Start jobs again, from the due time `next_s` on."""
+        """Resume a schedule, starting at the due time `next_s`."""
         self._database.write("UPDATE schedules SET is_paused = 0, next_s = ? WHERE uid = ?", (next_s, schedule.uid))
 
     def remove(self, schedule: JobSchedule) -> None:
-        """Delete a schedule with its due times; its jobs stay. Already removed is success."""
+        """Delete a schedule with its due times; its jobs are kept. No effect if already removed."""
         with self._database.transaction():
             self._database.execute("DELETE FROM due_times WHERE schedule_uid = ?", (schedule.uid,))
             self._database.execute("DELETE FROM schedules WHERE uid = ?", (schedule.uid,))
 
     def record(self, schedule: JobSchedule, due: DueTime) -> None:
-        """Record what became of a due time, once: a second record of it fails, unless it waited until now."""
+        """Record the outcome of a due time, once: a second record fails, unless the due time was waiting."""
         with self._database.transaction():
             self._database.execute(
                 "DELETE FROM due_times WHERE schedule_uid = ? AND due_s = ? AND outcome = ?",
@@ -166,7 +167,7 @@ class ScheduleRows:
             )
 
     def has_outcome(self, schedule: JobSchedule, due_s: float) -> bool:
-        """Return whether a due time is recorded, and does not wait."""
+        """Return whether a due time is recorded and not waiting."""
         rows = self._database.rows(
             "SELECT 1 FROM due_times WHERE schedule_uid = ? AND due_s = ? AND outcome <> ?",
             (schedule.uid, due_s, DueOutcome.WAITING.value),
@@ -174,7 +175,7 @@ class ScheduleRows:
         return bool(rows)
 
     def list_due_times(self, schedule: JobSchedule, *, newest: int | None = None) -> Sequence[DueTime]:
-        """Return what became of the `newest` due times, oldest first. Raises DamagedRowError."""
+        """Return the `newest` due times with their outcomes, oldest first. Raises DamagedRowError."""
         rows = self._database.rows(
             f"SELECT {DUE_COLUMNS} FROM due_times WHERE schedule_uid = ? ORDER BY due_s DESC"
             f"{'' if newest is None else f' LIMIT {int(newest)}'}",
@@ -183,7 +184,7 @@ class ScheduleRows:
         return [_read_due(row) for row in rows[::-1]]
 
     def find_waiting(self, schedule: JobSchedule) -> DueTime | None:
-        """Return the due time that waits for the end of the previous job."""
+        """Return the due time that waits for the end of the previous job; None if there is none."""
         row = self._database.row(
             f"SELECT {DUE_COLUMNS} FROM due_times WHERE schedule_uid = ? AND outcome = ?",
             (schedule.uid, DueOutcome.WAITING.value),
@@ -191,11 +192,11 @@ class ScheduleRows:
         return _read_due(row) if row else None
 
     def has_live_job(self, schedule: JobSchedule) -> bool:
-        """Return whether a job that the schedule has started is alive."""
+        """Return whether a job started by the schedule is live."""
         return bool(self._database.rows(f"{_LIVE_JOB} LIMIT 1", (schedule.uid,)))
 
     def list_orphans(self) -> Sequence[str]:
-        """Describe due times without their schedule; none in an intact store."""
+        """Describe due times without a schedule; empty for an intact store."""
         rows = self._database.rows(
             "SELECT DISTINCT schedule_uid FROM due_times WHERE schedule_uid NOT IN (SELECT uid FROM schedules)"
         )
@@ -212,7 +213,7 @@ class ScheduleRows:
 
 
 def name_secrets(name: str, uid: str) -> str:
-    """Return the name that is authenticated with the secrets of a schedule."""
+    """Return the name that is authenticated together with the secrets of a schedule."""
     return f"schedule-{name}-{uid}"
 
 

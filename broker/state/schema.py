@@ -1,6 +1,6 @@
 """The tables, as a list of migrations: entry n migrates schema n to n + 1. Entries are only ever added.
 
-A step is a statement, or a function of the connection where SQL alone cannot convert the data.
+A step is a statement, or a function of the connection if SQL alone cannot convert the data.
 Nested values are in one JSON column, `body`; values that SQL searches or protects have their own columns.
 """
 
@@ -90,7 +90,8 @@ _MADE_NODES = ("ALTER TABLE intents ADD COLUMN nodes BLOB",)
 _IDENTITY = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "INSERT INTO meta (key, value) VALUES ('lineage', lower(hex(randomblob(8))))",
-    "ALTER TABLE jobs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",  # empty for older jobs, whose names have no uid
+    # empty for older jobs, whose names do not contain a uid
+    "ALTER TABLE jobs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE nodes ADD COLUMN is_spot INTEGER",
     """UPDATE nodes SET is_spot = (SELECT json_extract(body, '$.placement.is_spot') FROM attempts
        WHERE attempts.job_id = nodes.job_id AND json_extract(body, '$.cluster') = nodes.cluster)""",
@@ -113,7 +114,7 @@ _KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data instead o
        BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
 )
 
-# From here on, both backends run the same statements; `postgres_schema.py` names the types and keys of PostgreSQL.
+# From here on, both backends run the same statements; `postgres_schema.py` translates types and keys for PostgreSQL.
 _CLAIMS = (
     "CREATE TABLE controllers (name TEXT PRIMARY KEY, until_s REAL NOT NULL)",
     """CREATE TABLE claims (job_id INTEGER PRIMARY KEY, holder TEXT NOT NULL DEFAULT '',
@@ -151,7 +152,7 @@ _LIMITS = (
 )
 _FORECASTS = ("CREATE TABLE forecasts (job_id INTEGER PRIMARY KEY, body TEXT NOT NULL)",)
 
-_DISPLACEMENTS = (  # of a job whose slot is taken by a waiting job of higher priority
+_DISPLACEMENTS = (  # for a job whose slot is taken by a waiting job of higher priority
     "ALTER TABLE jobs ADD COLUMN displaced_by INTEGER",  # while it has not returned the slot
     "ALTER TABLE jobs ADD COLUMN displaced_s REAL",  # the last time
 )
@@ -164,7 +165,7 @@ _SCHEDULES = (
     """CREATE TABLE due_times (schedule_uid TEXT NOT NULL, due_s REAL NOT NULL, outcome TEXT NOT NULL, job_id INTEGER,
        detail TEXT NOT NULL, count INTEGER NOT NULL, last_s REAL, PRIMARY KEY (schedule_uid, due_s))""",
 )
-_SERVICE_CLAIMS = (  # a service is claimed like a job, under a number below zero, which no job has
+_SERVICE_CLAIMS = (  # a service is claimed like a job, under a negative number, which no job has
     "ALTER TABLE services ADD COLUMN claim INTEGER",
     "UPDATE services SET claim = -(SELECT count(*) FROM services AS other WHERE other.name <= services.name)",
 )

@@ -20,10 +20,10 @@ class SecretStore(Protocol):
     """The store of the secrets of live jobs."""
 
     def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
-        """Keep the secrets of a job, replacing earlier ones. Raises StateError."""
+        """Store the secrets of a job, replacing earlier ones. Raises StateError."""
 
     def forget(self, job_id: int, uid: str) -> None:
-        """Delete the secrets of an ended job; already deleted is success."""
+        """Delete the secrets of an ended job; no effect if already deleted."""
 
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
         """Return the secrets by name, with empty values after the job has ended. Raises DamagedRowError."""
@@ -36,11 +36,11 @@ class SecretFiles:
         self._folder = folder
 
     def _find_path(self, job_id: int, uid: str) -> Path:
-        # A damaged uid may hold any character: it must not lead out of the folder, and no path can hold a NUL.
+        # A damaged uid may contain any character: the path must stay in the folder, and must not contain NUL.
         return self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name_job(job_id, uid))}.json"
 
     def forget(self, job_id: int, uid: str) -> None:
-        """Delete the secrets of a job; already deleted is success. Raises StateError."""
+        """Delete the secrets of a job; no effect if already deleted. Raises StateError."""
         path = self._find_path(job_id, uid)
         try:
             path.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ class SecretFiles:
             raise explain_os_error(error, default=path) from error
 
     def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
-        """Create the file with mode 0600 from its first byte on. Raises StateError."""
+        """Create the file, with mode 0600 from the beginning. Raises StateError."""
         path = self._find_path(job_id, uid)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -73,5 +73,5 @@ class SecretFiles:
         except OSError as error:
             raise DamagedRowError("jobs", str(job_id), f"its secrets in {path}: {error.strerror}") from error
         except ValueError as error:
-            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are no JSON") from error
+            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are not JSON") from error
         return {name: values.get(name, "") for name in names}

@@ -1,6 +1,6 @@
 """The secrets of live jobs in a shared database: one encrypted row per job, deleted when the job ends.
 
-AES-256-GCM with a random nonce; the job's name is authenticated with it, so a row cannot be moved to another job. The
+AES-256-GCM with a random nonce; the job's name is authenticated too, so a row cannot be moved to another job. The
 key is 32 bytes in base64, from `BROKER_SECRET_KEY` or the file `secret.key`, and is never in the database.
 """
 
@@ -23,7 +23,7 @@ from broker.types.jobs import name_job
 
 KEY_BYTES = 32
 NONCE_BYTES = 12
-KNOWN_KEY = "secret_key"  # in `meta`: a fingerprint of the key, so that a process with another key writes nothing
+KNOWN_KEY = "secret_key"  # in `meta`: a fingerprint of the key, so that a process with a different key does not write
 
 
 def load_key(home: Path) -> bytes:
@@ -44,21 +44,21 @@ def load_key(home: Path) -> bytes:
 
 
 def read_key(text: str, source: str) -> bytes:
-    """Decode a key; `source` names it in an error. Raises StateError for an invalid one."""
+    """Decode a key; `source` identifies it in errors. Raises StateError for an invalid key."""
     try:
         key = base64.b64decode(text.strip(), validate=True)
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
         raise StateError(
-            f"{source} is not a valid key: {KEY_BYTES} bytes in base64 are expected",
-            hints=("make one with `openssl rand -base64 32`",),
+            f"{source} is not a valid key: expected {KEY_BYTES} bytes in base64",
+            hints=("generate one with `openssl rand -base64 32`",),
         )
     return key
 
 
 def _write_key(path: Path) -> str:
-    """Generate the key atomically: two concurrent processes read the same key."""
+    """Generate the key atomically, so that concurrent processes read the same key."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -102,7 +102,7 @@ class SecretBox:
 
 
 def check_key(database: Database, box: SecretBox) -> None:
-    """Note which key the secrets of this store have. Raises StateError for another key than the first one's.
+    """Record the key of this store's secrets. Raises StateError if the key differs from the first one.
 
     Called in the transaction that writes secrets.
     """
@@ -137,7 +137,7 @@ class SecretRows:
             )
 
     def forget(self, job_id: int, uid: str) -> None:
-        """Delete the secrets of a job; already deleted is success."""
+        """Delete the secrets of a job; no effect if already deleted."""
         self._database.write("DELETE FROM secrets WHERE job_id = ?", (job_id,))
 
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:

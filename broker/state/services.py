@@ -1,4 +1,4 @@
-"""Rows of services, their versions, replicas and events. All are deleted when a service is down; its jobs stay."""
+"""Rows of services, their versions, replicas and events. All are deleted when a service is down; its jobs are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVENTS_MAX = 1000  # of one service; older ones are deleted
 
 @frozen
 class ServiceEvent:
-    """Something that happened to a service, or to one of its replicas."""
+    """An event of a service, or of one of its replicas."""
 
     time_s: float
     kind: ServiceEventKind
@@ -36,17 +36,17 @@ class ServiceRows:
         self._secrets = SecretFiles(database.path.parent / "service-secrets")
 
     def add(self, name: str, task: Task, *, host: str, port: int, wanted: int) -> Service:
-        """Add a service with its first version. Raises UsageError if one of this name exists."""
+        """Add a service with its first version. Raises UsageError if a service with this name exists."""
         with self._database.transaction():
             if self.get(name) is not None:
                 raise UsageError(
-                    f"service `{name}` exists",
+                    f"service `{name}` already exists",
                     hints=[f"change it with `broker serve update {name} TASK.yaml`", f"or `broker serve down {name}`"],
                 )
             self._database.execute(
                 "INSERT INTO services (name, uid, version, host, port, mode, wanted, drawn, created_s, down_requested, "
                 "failure, claim) VALUES (?, ?, 0, ?, ?, ?, ?, 0, ?, 0, '', "
-                # A number that is used again keeps its epoch, which only grows.
+                # A reused number keeps its epoch, which only grows.
                 "(SELECT coalesce(min(claim), 0) - 1 FROM services))",
                 (name, self._database.draw_uid(), host, port, UpdateMode.ROLLING.value, wanted, self._now_s()),
             )
@@ -55,7 +55,7 @@ class ServiceRows:
             return self._must_get(name)
 
     def add_version(self, name: str, task: Task, *, mode: UpdateMode = UpdateMode.ROLLING) -> int:
-        """Add a version and want it from now on; return its number."""
+        """Add a version and make it the wanted one; return its number."""
         with self._database.transaction():
             service = self._must_get(name)
             row = self._database.row("SELECT max(version) AS newest FROM service_versions WHERE service = ?", (name,))
@@ -107,7 +107,7 @@ class ServiceRows:
         return read_row("service_versions", f"{name}/{version}", read)
 
     def find_ready_version(self, name: str) -> int | None:
-        """Return the newest version that ever had a ready replica."""
+        """Return the newest version that ever had a ready replica; None if there is none."""
         row = self._database.row(
             "SELECT max(version) AS newest FROM service_versions WHERE service = ? AND was_ready = 1", (name,)
         )
@@ -128,11 +128,11 @@ class ServiceRows:
         self._database.write("UPDATE services SET wanted = ? WHERE name = ?", (wanted, name))
 
     def set_failure(self, name: str, failure: str) -> None:
-        """Record why the service has failed; empty if it has not."""
+        """Record the reason for the service's failure; empty if it has not failed."""
         self._database.write("UPDATE services SET failure = ? WHERE name = ?", (failure, name))
 
     def request_down(self, name: str) -> None:
-        """Request the end of a service; repeated calls change nothing."""
+        """Request the end of a service; repeated calls have no effect."""
         with self._database.transaction():
             changed = self._database.execute(
                 "UPDATE services SET down_requested = 1 WHERE name = ? AND down_requested = 0", (name,)
@@ -141,7 +141,7 @@ class ServiceRows:
                 self.add_event(name, ServiceEventKind.DOWN_REQUESTED)
 
     def draw_number(self, name: str) -> int:
-        """Return the number of the next replica, which no other replica of this service has had."""
+        """Return the number of the next replica, which was never used by another replica of this service."""
         with self._database.transaction():
             self._database.execute("UPDATE services SET drawn = drawn + 1 WHERE name = ?", (name,))
             row = self._database.row("SELECT drawn FROM services WHERE name = ?", (name,))
@@ -188,7 +188,8 @@ class ServiceRows:
             "SELECT number, time_s, kind, replica, detail FROM service_events WHERE service = ? ORDER BY number",
             (name,),
         )
-        return [read_row("service_events", f"{name}/{row['number']}", lambda row=row: _read_event(row)) for row in rows]  # type: ignore[misc]
+        # type: ignore[misc]
+        return [read_row("service_events", f"{name}/{row['number']}", lambda row=row: _read_event(row)) for row in rows]
 
     def delete(self, name: str) -> None:
         """Delete a service that is down, with its versions, events and secrets."""

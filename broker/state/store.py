@@ -42,7 +42,7 @@ __all__ = [
 class Store(SqliteDatabase):
     """The repositories of one state file; their methods are synchronous, short, and durable when they return.
 
-    Writes of several repositories within one `transaction` of the store are one commit.
+    Writes by several repositories within one `transaction` of the store form one commit.
     """
 
     def __init__(

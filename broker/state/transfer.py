@@ -1,6 +1,6 @@
 """Move a whole store between files and databases: export to JSON lines, import, and check.
 
-An imported store counts as restored: machines that run are compared with the records before anything starts, as after
+An imported store counts as restored: running machines are compared with the records before anything starts, as after
 `broker state restore`. Secrets of live jobs are exported encrypted, with the key in `secret.key`.
 """
 
@@ -26,7 +26,7 @@ from broker.types import EventKind, make_event
 from broker.types.jobs import name_job
 
 FORMAT = "broker-state-1"
-# Every table, and the columns that order its rows. A new table is added here; a test compares with both backends.
+# Every table, and the columns that order its rows. Add new tables here; a test compares this with both backends.
 TABLES: Mapping[str, str] = {
     "meta": "key",
     "jobs": "id",
@@ -84,7 +84,7 @@ def export_store(store: Store, target: Path) -> Moved:
     try:
         try:
             with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                with store.transaction(is_durable=False):  # no other process writes meanwhile
+                with store.transaction(is_durable=False):  # no other process writes in the meantime
                     for line in _list_lines(store):
                         counts[line["table"]] = counts.get(line["table"], 0) + 1
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -135,8 +135,8 @@ def import_store(store: Store, source: Path) -> Moved:
                 (_import_secrets if table == "secrets" else _import_service_secrets)(store, box, row)
             elif table == "meta" and row["key"] == INSTALLATION and row["value"] != (owner or row["value"]):
                 raise StateError(
-                    f"{source} belongs to installation {row['value']}, this state to {owner}",
-                    details=("Machines are found by this ID; with another one, running machines would be lost.",),
+                    f"{source} belongs to installation {row['value']}, but this state to {owner}",
+                    details=("Machines are found by this ID; with a different ID, running machines would be lost.",),
                     hints=(f"import into a new folder, after `echo {row['value']} > FOLDER/owner`",),
                 )
             elif table != "meta" or row["key"] not in OWN_META:
@@ -181,7 +181,7 @@ def _insert(store: Database, table: str, row: Mapping[str, Any]) -> None:
 
 
 def _mark_restored(store: Store, source: Path) -> None:
-    """Proceed as after the restore of a copy: resources started since then are found by their tags."""
+    """Proceed as after restoring a copy: resources started since then are found by their tags."""
     store.meta.forget_adoptions(prefixes=(ADOPTED, SEEN))
     store.meta.put(RESTORED, repr(store.clock.now_s()))
     store.meta.put(SALT, secrets.token_hex(8))
@@ -190,7 +190,7 @@ def _mark_restored(store: Store, source: Path) -> None:
 
 
 def _read_lines(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read the rows. Raises StateError for a file that is damaged, incomplete, or of another version."""
+    """Read the rows. Raises StateError for a file that is damaged, incomplete, or from another version."""
     counts: dict[str, int] = {}
     table = ""
     try:
@@ -209,23 +209,23 @@ def _read_lines(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise explain_os_error(error, default=source) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{source} is no export of broker's state: {error!r}") from error
+        raise StateError(f"{source} is not an export of broker's state: {error!r}") from error
     if table != "end":
         raise StateError(f"{source} is incomplete: its last line is missing")
 
 
 def _check_header(source: Path, table: str, row: Mapping[str, Any]) -> None:
     if table != "header" or row["format"] != FORMAT:
-        raise StateError(f"{source} is no export of broker's state")
+        raise StateError(f"{source} is not an export of broker's state")
     if row["schema"] != len(MIGRATIONS):
         raise StateError(
-            f"{source} has schema {row['schema']}, this broker has {len(MIGRATIONS)}",
+            f"{source} has schema {row['schema']}; this version has {len(MIGRATIONS)}",
             hints=("export it again with this version of broker",),
         )
 
 
 def _check_row(source: Path, number: int, table: str, row: object) -> None:
-    """Raise StateError for a name that is not an identifier: names become part of SQL statements."""
+    """Raise StateError for a name that is not an identifier, because names become part of SQL statements."""
     is_valid = isinstance(row, dict) and all(isinstance(name, str) and name.isidentifier() for name in row)
     if (table not in TABLES and table not in SECRETS) or not is_valid:
         raise StateError(f"{source}:{number}: unknown table or column")
@@ -236,7 +236,7 @@ def _to_json(value: object) -> object:
 
 
 def check_store(store: Store) -> list[str]:
-    """Read every row and follow its references; return what is wrong, nothing for an intact store."""
+    """Read every row and follow its references; return the errors, empty for an intact store."""
     found: list[str] = []
 
     def note(error: DamagedRowError) -> None:

@@ -19,8 +19,8 @@ _CORES_PER_CHIP = {"2": 2, "3": 2, "4": 2, "5p": 2}
 _TPU_NAMES = {"5litepod": "5e", "5lite": "5e"}
 _MAKERS = (("MI", "amd"), ("Radeon", "amd"), ("TPU", "google"), ("Inferentia", "amazon"), ("Trainium", "amazon"),
            ("Gaudi", "intel"), ("AI100", "qualcomm"))  # fmt: skip
-# Aliases that users and SkyPilot's files use for accelerators of the book; a family matches every generation with that
-# many devices (SkyPilot's `Inferentia:6` is an inf2.24xlarge).
+# Aliases in users' and SkyPilot's files for accelerators of the book; a family matches every generation with that
+# number of devices (SkyPilot's `Inferentia:6` is an inf2.24xlarge).
 ALIASES: dict[str, tuple[str, ...]] = {
     "mi300": ("MI300X",), "mi355": ("MI355X",), "a100-80": ("A100-80GB",), "a100-40": ("A100",),
     "a100-80gb-sxm": ("A100-80GB",), "h100-sxm": ("H100",), "h100-80gb-hbm3": ("H100",), "h200-sxm": ("H200",),
@@ -59,8 +59,9 @@ def resolve_accelerators(
     """Return the task with every accelerator named as in `figures` or `offered`; a request by memory becomes all
     accelerators that fit.
 
-    `offered` has those with offers, some without figures; `sellers` names clouds that offer others. As in SkyPilot, an
-    unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book to refuse.
+    `offered` are accelerators with offers, some without figures; `sellers` maps others to clouds that offer them. As in
+    SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book
+    to refuse.
     """
     by_lower = {name.lower(): name for name in (*sellers, *offered, *figures)}
     known = {*figures, *offered}

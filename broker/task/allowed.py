@@ -1,8 +1,8 @@
 """Rules for the values allowed in task files, flags and the Python API: one for each kind of text, with its source.
 
-The loader, `broker schema`, the flags and `broker.plan` all read this table, so that a value which no cloud, shell or
-kernel accepts is refused before any request or payment. Where clouds differ, a rule accepts whatever any of them
-accepts; `LABELS` and `BUCKETS` have the rules of the individual clouds.
+The loader, `broker schema`, the flags and `broker.plan` all read this table, so that a value that no cloud, shell or
+kernel accepts is refused before any request or payment. If clouds differ, a rule accepts any value that at least one of
+them accepts; `LABELS` and `BUCKETS` contain the rules of the individual clouds.
 
 Patterns use the syntax common to Python and JSON Schema. They never match a control character.
 """
@@ -26,8 +26,8 @@ _LONG_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,198}[A-Za-z0-9])?"
 
 
 class Rule:
-    """One kind of text. `expected` completes "must be ...", `source` is the origin of the rule, `repair` makes a near
-    miss."""
+    """One kind of text. `expected` completes "must be ...", `source` is the origin of the rule; with `repairs`, a near
+    miss is suggested."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Rule:
         self._joint = joint
 
     def admits(self, text: str) -> bool:
-        """Return whether a text satisfies pattern and length; text that cannot be encoded never does."""
+        """Return whether a text satisfies the pattern and length; text that cannot be encoded never does."""
         if not is_text(text) or (self.bytes_max is not None and len(text.encode()) > self.bytes_max):
             return False
         return re.fullmatch(self.pattern, text) is not None
 
     def suggest(self, text: str) -> str | None:
-        """Return a hint for a refused text: its size, its fault, or a near miss."""
+        """Return a hint for a refused text: its size, the error, or a near miss."""
         if not is_text(text):
             return "it contains a zero byte or half of a surrogate pair"
         if self.bytes_max is not None and (size := len(text.encode())) > self.bytes_max:

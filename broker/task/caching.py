@@ -7,7 +7,7 @@ import re
 from broker.task.reading import Reader
 from broker.task.tables import Section
 
-# Variables whose values belong to one node, one attempt or one job: an archive would carry them to others.
+# Variables whose values belong to one node, attempt or job: an archive would copy them to others.
 OWN_VARIABLES = re.compile(
     r"\b(?:SKYPILOT_(?:NODE_RANK|NODE_IPS|TASK_ID)|BROKER_(?:JOB_ID|ATTEMPT|MASTER_PORT|CHECKPOINT_DIR|PIPELINE_DIR"
     r"|PROGRESS_FILE|PREEMPTION_FILE|GANG_PEM|GANG_FILE|ACCESS_DIR))\b"
@@ -15,7 +15,7 @@ OWN_VARIABLES = re.compile(
 
 
 def check_cached_setup(reader: Reader, section: Section) -> None:
-    """Report a variable in `setup` whose value is another one at each start, if `setup` is to be cached."""
+    """Report a variable in `setup` whose value differs at each start, if `setup` is to be cached."""
     text = section.get("setup") or ""
     if found := OWN_VARIABLES.search(text):
         message = f"`setup` with `cache_setup` must not use `{found[0]}`, which differs between nodes or starts"

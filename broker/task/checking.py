@@ -34,7 +34,7 @@ from broker.types import Resources, Task
 
 
 def check_labels(reader: Reader, section: Section | None, resources: Sequence[Resources]) -> None:
-    """Report a label that a cloud refuses: as an error if the task can run on no other cloud, else as a notice."""
+    """Report a label that a cloud refuses: as an error if the task cannot run on another cloud, else as a notice."""
     for part in _list_parts(section):
         labels = part.get("labels", {})
         for key, value in labels.items():
@@ -57,7 +57,7 @@ def _list_parts(section: Section | None) -> Iterator[Section]:
 
 
 def find_refusals(key: str, value: str, clouds: set[str | None]) -> Iterator[tuple[str, str, str | None]]:
-    """Return the clouds, among these (None: any), that refuse a label: cloud, reason and hint."""
+    """Yield the clouds among these (None: any) that refuse a label, as (cloud, reason, hint)."""
     for cloud, (key_rule, value_rule) in LABELS.items():
         if cloud not in clouds and None not in clouds:
             continue
@@ -78,7 +78,7 @@ def check_bucket(name: str, store: str | None) -> tuple[Rule, str | None] | None
 
 
 def check_environment(reader: Reader, section: Section, name: str, values: Mapping[str, str]) -> None:
-    """Check the kernel's limits for one variable and for all together; values are not shown."""
+    """Check the kernel's limits for each variable and for all of them together; values are not shown."""
     marked = section.marks.get(name)
     for key, value in values.items():
         if (size := _measure(key, value)) > ARGUMENT_BYTES_MAX:
@@ -107,7 +107,7 @@ def check_flag(flag: str, text: str | None, rule: Rule, *, is_hidden: bool = Fal
 
 
 def check_task(task: Task, file: str = "task") -> Task:
-    """Return the task unchanged if everything in it is allowed. Raises TaskError with every fault, without line
+    """Return the task unchanged if everything in it is allowed. Raises TaskError with every error, without line
     numbers."""
     issues = [
         Issue(file=file, line=0, column=0, message=message, hint=hint)
@@ -153,7 +153,7 @@ def _check_texts(task: Task) -> Iterator[_Fault]:
 
 
 def _check_numbers(task: Task) -> Iterator[_Fault]:
-    """Check what a file's types ensure for tasks that are made in Python."""
+    """Check, for tasks made in Python, the constraints that types ensure in a file."""
     if not isinstance(task.num_nodes, int) or not 1 <= task.num_nodes <= NUM_NODES_MAX:
         yield f"`num_nodes` must be a whole number from 1 to {NUM_NODES_MAX:,}, not {task.num_nodes}", None
     if not task.resources:

@@ -17,6 +17,6 @@ def encode_task(task: Task) -> str:
 
 
 def decode_task(text: str, secrets: Mapping[str, str]) -> Task:
-    """Return the task with its secrets filled in; an unknown secret stays empty."""
+    """Return the task with its secrets filled in; unknown secrets remain empty."""
     task = msgspec.json.decode(text, type=Task)
     return replace(task, secrets={name: Secret(value=secrets.get(name, "")) for name in task.secrets})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from broker.errors import Issue
 
-_WIDTH = 100  # of the source line; a longer one is cut around the caret
+_WIDTH = 100  # of the source line; longer lines are cut around the caret
 _LEAD = 60
 
 

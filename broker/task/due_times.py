@@ -1,11 +1,11 @@
 """Due times of a schedule: pure functions of its cron fields, its time zone and a point in time.
 
-Cron fields mean what they mean to Debian's cron, by the library `cronsim`. Where the clocks change, that is:
+Cron fields have the same meaning as in Debian's cron, implemented by the library `cronsim`. When the clocks change:
 
-- A due time with a fixed minute and hour (`30 2 * * *`) happens once a day. If its local time does not exist, it comes
-  at the first one that does (03:00); if it exists twice, at the first of both.
-- With a wildcard in front of the minute or the hour (`0 * * * *`, `*/15 2 * * *`), it comes at every matching minute
-  that passes: also at both of an hour that exists twice, and at none of one that does not exist.
+- A due time with a fixed minute and hour (`30 2 * * *`) occurs once a day. If its local time does not exist, it occurs
+  at the first time that does (03:00); if it exists twice, at the first of the two.
+- With a wildcard in the minute or the hour (`0 * * * *`, `*/15 2 * * *`), it occurs at every matching minute that
+  passes: at both of an hour that exists twice, and at none of an hour that does not exist.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from broker.types.schedules import ScheduleSpec
 if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
 
-COUNT_MAX = 1000  # missed due times that are counted; more are recorded as so many
-WINDOWS_S = (3600.0, 86400.0, 32 * 86400.0, 400 * 86400.0)  # in which the newest due time is searched
+COUNT_MAX = 1000  # missed due times that are counted; more are recorded as this number
+WINDOWS_S = (3600.0, 86400.0, 32 * 86400.0, 400 * 86400.0)  # windows searched for the newest due time
 FIELDS = 5
 WORDS = {
     "@hourly": "0 * * * *", "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@weekly": "0 0 * * 0",
@@ -34,7 +34,7 @@ WORDS = {
 
 @frozen
 class DueNow:
-    """What is due: the newest due time, the count of older ones from `first_s` on, and the next due time."""
+    """The due times at one moment: the newest, the count of older ones since `first_s`, and the next one."""
 
     due_s: float
     first_s: float
@@ -44,7 +44,7 @@ class DueNow:
 
 
 def explain_cron(cron: str) -> str | None:
-    """Return what is wrong with cron fields; None if they are valid and have a due time."""
+    """Return the error in cron fields; None if they are valid and have a due time."""
     from cronsim import CronSim, CronSimError
 
     if len(cron.split()) != FIELDS:
@@ -54,12 +54,12 @@ def explain_cron(cron: str) -> str | None:
     except CronSimError as error:
         return str(error).removeprefix("Bad ") + " is out of range or malformed"
     except StopIteration:
-        return "no date ever matches it"
+        return "it does not match any date"
     return None
 
 
 def find_zone(name: str) -> ZoneInfo | None:
-    """Return a time zone of the IANA database; None if this machine knows none of this name."""
+    """Return a time zone of the IANA database; None if it is unknown on this machine."""
     from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
     try:
@@ -69,7 +69,7 @@ def find_zone(name: str) -> ZoneInfo | None:
 
 
 def list_faults(spec: ScheduleSpec) -> Iterator[tuple[str, str, str | None]]:
-    """Yield what is wrong with a schedule: the field, a message and a hint."""
+    """Yield the errors in a schedule: the field, a message and a hint."""
     if reason := explain_cron(spec.cron):
         yield "cron", f"invalid cron fields `{spec.cron}`: {reason}", None
     try:
@@ -95,10 +95,10 @@ def find_next(spec: ScheduleSpec, after_s: float) -> float | None:
 
 
 def find_due(spec: ScheduleSpec, next_s: float, now_s: float) -> DueNow | None:
-    """Return what is due at `now_s`, if the next due time was `next_s`; None before it. Raises UsageError.
+    """Return the due times at `now_s` if the next due time was `next_s`; None before it. Raises UsageError.
 
-    Example: daily at 02:00, with `next_s` on Monday and `now_s` on Thursday noon: Thursday's is due, and the three of
-    Monday to Wednesday were missed.
+    Example: daily at 02:00, with `next_s` on Monday and `now_s` on Thursday noon: Thursday's due time is due, and the
+    three from Monday to Wednesday were missed.
     """
     if now_s < next_s:
         return None
@@ -113,7 +113,7 @@ def find_due(spec: ScheduleSpec, next_s: float, now_s: float) -> DueNow | None:
 
 
 def _find_newest(spec: ScheduleSpec, first_s: float, now_s: float) -> float:
-    """Return the newest due time up to `now_s`; `first_s` is one. Reads about as many as a day of minutes has."""
+    """Return the newest due time up to `now_s`; `first_s` is one. Reads at most about a day of minutes."""
     for window_s in WINDOWS_S:
         newest_s = None
         for each_s in _list_due(spec, max(first_s, now_s - window_s)):
@@ -133,7 +133,7 @@ def _list_due(spec: ScheduleSpec, after_s: float) -> Iterator[float]:
     zone = get_zone(spec)
     until_s = None if spec.until is None else read_until_s(spec.until, zone)
     before_s = -1.0
-    # From an hour that exists twice, cronsim begins again with the first of both: drop what is not later.
+    # In an hour that exists twice, cronsim restarts with the first of the two: drop times that are not later.
     for moment in CronSim(spec.cron, datetime.fromtimestamp(after_s, zone)):
         due_s = moment.timestamp()
         if until_s is not None and due_s > until_s:
@@ -151,7 +151,10 @@ def get_zone(spec: ScheduleSpec) -> tzinfo:
     if zone is None:
         raise UsageError(
             f"unknown time zone `{spec.timezone}`",
-            hints=["write a name like `Europe/Paris`", "if it is right, install the time zones: `pip install tzdata`"],
+            hints=[
+                "write a name like `Europe/Paris`",
+                "or install the time zones: `pip install tzdata`",
+            ],
         )
     return zone
 

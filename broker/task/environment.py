@@ -1,7 +1,7 @@
-"""Values of `envs` and `secrets` as the text that SkyPilot passes to a program: `str` of what YAML 1.1 reads.
+"""Values of `envs` and `secrets` as the text that SkyPilot passes to a program: `str` of the value in YAML 1.1.
 
 `true` and `yes` become `True`, `1.10` becomes `1.1`, `[1, 2]` becomes `[1, 2]`. Programs in SkyPilot's task files
-compare with these texts. The other fields follow YAML 1.2.
+compare with these texts. Other fields follow YAML 1.2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLAGS = ("True", "False")
 
 
 class EnvValue(Text):
-    """Any value, as the text that a program gets. Errors do not show it."""
+    """Any value, as the text that a program receives. Errors do not show it."""
 
     def __init__(self) -> None:
         super().__init__(rule=ENV_VALUE, also_scalar=True, is_hidden=True)
@@ -37,12 +37,12 @@ class EnvValue(Text):
 
 
 def render_value(marked: Marked) -> str:
-    """Return the text of a value other than nothing; text in quotes, and text that YAML leaves alone, is unchanged."""
+    """Return the text of a value that is not null; quoted text, and text that YAML does not convert, is unchanged."""
     return str(_convert(marked))
 
 
 def list_texts(marked: Marked) -> Iterator[str]:
-    """Yield every text in a value as it is written in the file, which may differ from what a program gets."""
+    """Yield every text in a value as written in the file, which may differ from the text that a program receives."""
     if isinstance(marked.value, (dict, list)):
         for each in marked.value.values() if isinstance(marked.value, dict) else marked.value:
             yield from list_texts(each)
@@ -51,9 +51,9 @@ def list_texts(marked: Marked) -> Iterator[str]:
 
 
 def is_changed(marked: Marked, text: str) -> bool:
-    """Return whether a reader of the file would be surprised by `text`: a version or a time that became a number.
+    """Return whether `text` would surprise a reader of the file: a version or a time that became a number.
 
-    The other spelling of `true`, and the shorter one of a number with an exponent, surprise no program.
+    A different spelling of `true`, and a shorter form of a number with an exponent, do not surprise programs.
     """
     if isinstance(marked.value, (dict, list)) or text == marked.text:
         return False
@@ -70,7 +70,7 @@ def _convert(marked: Marked) -> Any:
 
 
 def _read_plain(text: str) -> Any:
-    """Read an unquoted scalar by YAML 1.1; one that it cannot read, such as a day 99, stays text."""
+    """Read an unquoted scalar by YAML 1.1; an invalid one, such as a date with day 99, remains text."""
     resolver, constructor = _make_reader()
     tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
     try:

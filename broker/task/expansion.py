@@ -1,6 +1,7 @@
 """Expand a task's own variables in its paths, as SkyPilot does: `$NAME` and `${NAME}` of `envs` and `secrets`.
 
-Only `workdir`, `file_mounts`, `volumes` and `service` are expanded; `setup` and `run` get variables as environment.
+Only `workdir`, `file_mounts`, `volumes` and `service` are expanded; `setup` and `run` receive variables in their
+environment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _VARIABLE = r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))"
 
 
 def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]) -> Marked:
-    """Return the document with the fields above expanded; an unknown variable stays as written."""
+    """Return the document with the fields above expanded; an unknown variable is left as written."""
     if not values:
         return document
     expander = _Expander(values)

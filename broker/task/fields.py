@@ -18,7 +18,7 @@ from broker.task.tables import Field, Later, Table
 
 _NAME = Text(rule=allowed.TASK_NAME, also_scalar=True)
 _SOURCE = Text(rule=allowed.SOURCE)
-SECRET_SCOPES = ("personal.", "workspace.", "global.")  # of a server's secrets
+SECRET_SCOPES = ("personal.", "workspace.", "global.")  # scopes of a server's secrets
 _SCOPED = rf"(?:(?:personal|workspace|global)\.)?{allowed.ENV_NAME.pattern}"
 _SECRET_NAME = rf"(?:secrets:)?{_SCOPED}"
 STORES = ("s3", "gcs", "azure", "r2", "ibm", "oci", "nebius", "coreweave", "vastdata", "hf", "volume")
@@ -155,7 +155,7 @@ CHECKPOINT = Table(
         "size": Field(shape=Size(), about="Size of a checkpoint.", examples=("120GB",)),
         "same_ranks": Field(
             shape=Flag(),
-            about="The program resumes only on as many accelerators as wrote the checkpoint (default: false).",
+            about="The program only resumes on the number of accelerators that wrote the checkpoint (default: false).",
         ),
     },
 )
@@ -278,13 +278,13 @@ TASK = Table(
         "checkpoint": Field(shape=CHECKPOINT, about="Cost and location of checkpoints (broker extension)."),
         "unattended": Field(
             shape=Duration(bare_unit="h"),
-            about="How long a managed job continues while the machine that launched it is away, limited by budget and "
+            about="How long a managed job continues without the machine that launched it, limited by budget and "
             "deadline; at least 15m (default: 12h; broker extension).",
             examples=("12h",),
         ),
         "max_duration": Field(
             shape=Either(shapes=(Duration(bare_unit="s"), Choice(words=("off",)))),
-            about="How long a managed job may take from its first machines to its end, recoveries included; at least "
+            about="Maximum time of a managed job from its first machines to its end, including recoveries; at least "
             "1m; a bare number is seconds, as in dstack (default: off; broker extension).",
             examples=("6h",),
         ),

@@ -1,4 +1,4 @@
-"""The fields of `notify`: which notifications about a managed job go where."""
+"""The fields of `notify`: the kinds of notifications about a managed job, and their receivers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ JOB_RECOVERY = Table(
         ),
         "stall_timeout": Field(
             shape=Duration(bare_unit="s"),
-            about="Restart a program that reports no new step for this long (broker extension).",
+            about="Restart a program that reports no new step for this time (broker extension).",
         ),
         "min_nodes": Field(
             shape=Whole(minimum=1),
@@ -49,7 +49,7 @@ JOB_RECOVERY = Table(
         ),
         "cache_setup": Field(
             shape=Flag(),
-            about="Keep what `setup` wrote to the home folder beside the checkpoints once that pays, so that later "
+            about="Archive what `setup` wrote to the home folder, next to the checkpoints, once that pays off; later "
             "starts restore it instead of running `setup` (broker extension; docs/RECOVERY.md).",
         ),
     },

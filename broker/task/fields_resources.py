@@ -45,7 +45,7 @@ EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4
 
 
 class Infra(Scalar):
-    """Parse `aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` into parts, `*` and empty ones as None."""
+    """Parse `aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` into parts; `*` and empty parts become None."""
 
     expected = "like `aws`, `aws/us-east-1` or `aws/us-east-1/us-east-1a`"
 
@@ -84,7 +84,7 @@ class Infra(Scalar):
 
 
 class Port(Scalar):
-    """`8080`, `8000-8010`, or several with commas between them, as text without spaces."""
+    """`8080`, `8000-8010`, or several separated by commas, as text without spaces."""
 
     expected = "like `8080` or `8000-8010`"
     _port = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -121,7 +121,7 @@ class Port(Scalar):
         }
 
 
-_OFF = Whole(minimum=-1_000_000, maximum=-1)  # minutes that turn `autostop` off, as on SkyPilot's command line
+_OFF = Whole(minimum=-1_000_000, maximum=-1)  # minutes that disable `autostop`, as on SkyPilot's command line
 
 
 class Named(Text):
@@ -154,7 +154,7 @@ _ACCELERATORS = Either(
 
 
 def _has_none(clouds: Sequence[str], message: str, **more: Any) -> dict[str, Later]:
-    """For `at`: clouds on which the field has no effect."""
+    """Return a value for `at`: clouds on which the field has no effect."""
     return {cloud: Later(message=message, blocks_launch=False, **more) for cloud in clouds}
 
 

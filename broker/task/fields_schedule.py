@@ -13,10 +13,10 @@ _FIELD = r"[0-9A-Za-z*,/#-]{1,100}"
 
 
 class CronText(Text):
-    """Five cron fields as one text; `explain_cron` judges them afterwards."""
+    """Five cron fields as one text; `explain_cron` checks them afterwards."""
 
     def hint(self, marked: Marked) -> str | None:
-        """Return the fields that a word such as `@daily` stands for."""
+        """Return the fields that a word such as `@daily` means."""
         if isinstance(marked.value, str) and (found := WORDS.get(marked.value.strip().lower())):
             return f'write `"{found}"`'
         return "put all five in quotes"

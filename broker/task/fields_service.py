@@ -1,4 +1,4 @@
-"""The fields of `service`, and those of `pool`, which are parsed to find typos and then reported as not supported."""
+"""The fields of `service`, and those of `pool`, which are parsed to find typos, and then reported as unsupported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READINESS_PROBE = Table(
         "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
         "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
         "consecutive_failure_threshold_timeout": Field(
-            shape=_SECONDS, about="How long probes may fail before the replica counts as failed."
+            shape=_SECONDS, about="Time for which probes may fail before the replica counts as failed."
         ),
         "post_data": Field(
             shape=Either(shapes=(Text(), MapOf(value=Anything()))), about="Request body; makes the probe a POST."
@@ -90,7 +90,7 @@ BALANCER = Table(
 )
 GATEWAY = Table(
     name="gateway",
-    about="Machines of their own for the load balancer (broker extension).",
+    about="Separate machines for the load balancer (broker extension).",
     fields={
         "count": Field(
             shape=Whole(minimum=1, maximum=GATEWAYS_MAX),
@@ -166,7 +166,7 @@ SERVICE = Table(
         ),
         "balancer": Field(shape=BALANCER, about="The program that clients connect to (broker extension)."),
         "gateway": Field(
-            shape=GATEWAY, about="Run the load balancer on one or two machines of its own (broker extension)."
+            shape=GATEWAY, about="Run the load balancer on one or two separate machines (broker extension)."
         ),
     },
     retired={

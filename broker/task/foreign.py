@@ -1,4 +1,4 @@
-"""Recognise files of other programs, so that they are refused in one sentence instead of one for each field."""
+"""Recognise files of other programs, so that they are refused with one message instead of one for each field."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SETTINGS = frozenset({
 })  # fmt: skip
 _DSTACK = ("task", "dev-environment", "service")
 _VOLUMES = ("k8s-pvc", "runpod-network-volume", "slurm-host-path", "k8s-hostpath")
-_WRITE = "a task has `run:` with the program, and `resources:` with what it needs"
+_WRITE = "a task has `run:` with the program, and `resources:` with its requirements"
 
 
 def recognise(fields: Mapping[str, Marked]) -> tuple[str, str] | None:
-    """Return what the document is, and a hint; None if it may be a task."""
+    """Return the kind of the document, and a hint; None if it may be a task."""
     keys = set(fields)
     if {"type", "commands"} <= keys and fields["type"].value in _DSTACK:
         return "a dstack configuration", "write its `commands` as `run:`, and `gpu` as `accelerators: NAME:COUNT`"
@@ -32,12 +32,12 @@ def recognise(fields: Mapping[str, Marked]) -> tuple[str, str] | None:
     if {"on", "jobs"} <= keys:
         return "a GitHub Actions workflow", _WRITE
     if {"cluster_name", "provider"} <= keys:
-        return "a configuration of a Ray cluster", _WRITE
+        return "a Ray cluster configuration", _WRITE
     if "type" in keys and fields["type"].value in _VOLUMES:
-        return "the description of a volume", "volumes are not supported; keep the data in a bucket with `file_mounts`"
+        return "a volume description", "volumes are not supported; keep the data in a bucket with `file_mounts`"
     if keys and keys <= _SETTINGS:
         return (
-            "a file of SkyPilot's settings",
-            "keep it as `~/.sky/config.yaml`, and write the task to a file of its own",
+            "a SkyPilot settings file",
+            "keep it as `~/.sky/config.yaml`, and write the task to a separate file",
         )
     return None

@@ -44,7 +44,7 @@ def join_group(reader: Reader, header: Section, documents: Sequence[tuple[Sectio
 
 
 def _check_names(reader: Reader, header: Section, sections: Sequence[Section], tasks: Sequence[Task]) -> list[str]:
-    """Report a group or task without a name, and names that map to the same variables: tasks find each other by
+    """Report a group or task without a name, and names that map to the same variables, because tasks find each other by
     name."""
     if not header.get("name"):
         reader.fault(header.marked, "a job group requires a `name`", "add `name: NAME` to the header")
@@ -76,10 +76,10 @@ def _read_on_loss(section: Section, task: Task, tasks: Sequence[Task]) -> OnLoss
 
 
 def derive_on_loss(task: Task, tasks: Sequence[Task]) -> OnLoss:
-    """Return the effect of a task's loss if its file does not state one.
+    """Return the effect of a task's loss if its file does not specify it.
 
-    A program that reads this task's addresses from variables keeps those of its start, so it is restarted when they
-    change. The file of addresses and the host names are updated.
+    A program that reads this task's addresses from variables keeps the addresses from its start, so it is restarted
+    when they change. The address file and the host names are updated.
     """
     prefix = f"BROKER_GROUP_{name_variable(task.name or '')}_"
     for other in tasks:

@@ -1,4 +1,4 @@
-"""YAML -> Task. Every fault of a file is reported in one run; an unsupported field is reported, never ignored."""
+"""YAML -> Task. All errors of a file are reported in one run; unsupported fields are reported, never ignored."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_tasks(
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise fail("the file is UTF-16, not UTF-8 text", hint="save it as UTF-8")
     if len(data) > BYTES_MAX:
-        data = data[: BYTES_MAX + 1].decode("utf-8", "replace").encode()  # whatever it contains, it is too large
+        data = data[: BYTES_MAX + 1].decode("utf-8", "replace").encode()  # too large, regardless of its content
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -80,8 +80,8 @@ def load_tasks_text(
     read = [each for marked in sections if (each := _read_document(reader, marked, envs or {}, secrets or {}))]
     if len(read) > 1:
         for section in (section for section, task in read if task.schedule is not None):
-            hint = "move the task to a file of its own"
-            reader.fault(section.marks["schedule"], "a task with `schedule` must be the only one of its file", hint)
+            hint = "move the task to a separate file"
+            reader.fault(section.marks["schedule"], "a task with `schedule` must be the only one in its file", hint)
     tasks = join_tasks(reader, header, read) if read and len(read) == len(sections) else ()
     if reader.issues:
         raise TaskError(sorted(reader.issues, key=lambda issue: (issue.line, issue.column)))
@@ -113,7 +113,7 @@ def _read_document(
 
 
 def _peek(marked: Marked, name: str) -> dict[str, str]:
-    """Read values of `envs` or `secrets` before they are checked, as paths may refer to them."""
+    """Read values of `envs` or `secrets` before they are checked, because paths may refer to them."""
     fields = marked.value[name].value if name in marked.value else None
     pairs = fields.items() if isinstance(fields, dict) else ()
     return {key: render_value(each) for key, each in pairs if each.value is not None}
@@ -163,7 +163,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
 
 
 def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return values by name. An empty one must be given on the command line before the task is launched."""
+    """Return values by name. Empty values must be given on the command line before the task is launched."""
     value = section.get(name, {})
     fields: Mapping[str, str | None] = dict.fromkeys(value) if isinstance(value, list) else value
     flag = "--env" if name == "envs" else "--secret"

@@ -11,16 +11,16 @@ from broker.types import Quantity
 
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,20})?"
 _POSITIVE = rf"(?=[0-9.]*[1-9]){_NUMBER}"
-# SkyPilot's sizes are powers of 1024 whether written GB, Gi or GiB; a single letter is our addition.
+# SkyPilot's sizes are powers of 1024, whether written GB, Gi or GiB; a single letter is broker's extension.
 _UNIT = r"[kKmMgGtTpP](?:[iI]?[bB]|[iI])?"
 _GIB = {"k": 2.0**-20, "m": 2.0**-10, "g": 1.0, "t": 2.0**10, "p": 2.0**20}
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _PART = rf"{_NUMBER} ?[sSmMhHdDwW]"
 _SPAN = rf"{_PART}(?: ?{_PART}){{0,4}}"
 NUMBER_MAX = 1e9
-MAX_DURATION_S_MIN = 60.0  # a program of less has no time to start and to save
+MAX_DURATION_S_MIN = 60.0  # a shorter program has no time to start and save
 NUM_NODES_MAX = 100_000
-UNATTENDED_S_MIN = 900.0  # several renewals of the lease, so that a slow network terminates no node
+UNATTENDED_S_MIN = 900.0  # several renewals of the lease, so that a slow network does not terminate nodes
 
 
 def _is_number(value: Any) -> bool:
@@ -136,7 +136,7 @@ class Duration(Measure):
 
 
 def read_gib(text: str) -> float:
-    """GiB of `512MB`, `1.5 TiB`; a bare number is GiB."""
+    """Return the GiB of `512MB` or `1.5 TiB`; a bare number is GiB."""
     match = re.fullmatch(rf"({_NUMBER}) ?([a-zA-Z]*)", text)
     assert match, text
     return float(match[1]) * _GIB[(match[2] or "g")[0].lower()]

@@ -85,7 +85,7 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
             place = (section.marked.line, section.marked.column)
             hint = "delete it yourself when you no longer need it"
             reader.warn(place, "file_mounts", "`persistent: false`: the bucket is kept", hint, blocks_launch=False)
-        if not name and not sources:  # also if the variable for it is still empty
+        if not name and not sources:  # including a variable that is still empty
             _warn(
                 reader, section.marked, "`file_mounts`: storage requires `name` or `source`", "write `source: s3://...`"
             )
@@ -100,7 +100,7 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
 
 
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:
-    """Return whether it is a supported bucket: an existing one, or one by name, created if missing, with uploads from
+    """Return whether the bucket is supported: an existing one, or a named one, created if missing, with uploads from
     `source`."""
     if any("://" in source for source in sources):
         return len(sources) == 1 and sources[0].startswith(SERVED_SCHEMES)

@@ -1,4 +1,4 @@
-"""Command-line flags override the task file."""
+"""Override a task's resources by command-line flags."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def override_resources(
 
 
 def _list_changes(given: dict[str, Any]) -> list[str]:
-    """List the fields of Resources that the flags set; naming a place drops the file's more specific parts."""
+    """List the fields of Resources that the flags set; a place drops the file's more specific parts."""
     names = {"accelerators": ["accelerator", "accelerator_count"], "memory": ["memory_gib", "memory_gib_per_vcpu"]}
     names |= {"infra": ["cloud", "region", "zone"], "cloud": ["cloud", "region", "zone"], "region": ["region", "zone"]}
     return list(dict.fromkeys(field for flag in given for field in names.get(flag, [flag])))

@@ -33,12 +33,12 @@ def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section |
 
 
 def _is_group_header(fields: Mapping[str, Marked]) -> bool:
-    """Return whether a document with unknown fields is a header: it says how tasks run, and is none."""
+    """Return whether a document with unknown fields is a header, which specifies how tasks run, and not a task."""
     return "execution" in fields and not {"run", "setup", "resources"} & set(fields)
 
 
 def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:
-    """Return the tasks of a job group, or with `needs` resolved: as written, or else each needs the previous one."""
+    """Return the tasks of a job group, or the tasks with `needs` resolved; by default, each needs the previous one."""
     if header is not None and header.get("execution") == "parallel" and len(documents) > 1:
         return join_group(reader, header, documents)
     has_needs = any("needs" in section.values for section, _ in documents)
@@ -56,7 +56,7 @@ def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Docum
 
 
 def _name_tasks(reader: Reader, documents: Sequence[Document], *, has_needs: bool) -> list[Task]:
-    """Give each task a name: SkyPilot allows tasks without a name and duplicate names, `needs` does not."""
+    """Give each task a name: SkyPilot allows missing and duplicate names, but `needs` does not."""
     taken = {task.name for _, task in documents}
     seen: set[str] = set()
     tasks = []
@@ -111,7 +111,7 @@ def _measure_outputs(task: Task) -> float:
 
 
 def _find_circle(edges: Mapping[str, Sequence[str]]) -> list[str] | None:
-    """Return a cycle, from its first task in file order back to itself. Not recursive, as chains may be long."""
+    """Return a cycle, from its first task in file order back to itself. Not recursive, because chains may be long."""
     state: dict[str, int] = {}  # 1: on the path, 2: done
     for start in edges:
         trail: list[tuple[str, list[str]]] = [(start, list(edges[start]))] if start not in state else []

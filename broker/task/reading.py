@@ -1,4 +1,4 @@
-"""Collect all faults and unsupported features of a task file, with their positions."""
+"""Collect all errors and unsupported features of a task file, with their positions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from broker.errors import Issue
 from broker.task.yaml_reader import Marked, split_lines
 from broker.types import Notice, Origin
 
-ISSUES_MAX = 100  # enough for any reader, and near misses take time to find
+ISSUES_MAX = 100  # more are not useful, and near misses take time to find
 _SHOWN_MAX = 40
-_SECRET_MIN = 4  # shorter ones occur in too many other texts
+_SECRET_MIN = 4  # shorter secrets occur in too many other texts
 
 
 class Reader:
-    """Issues and notices of one file. `take_notices` returns a document's notices when it is read."""
+    """Issues and notices of one file. `take_notices` returns a document's notices after it is read."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -27,7 +27,7 @@ class Reader:
         self._text = text
 
     def hide(self, texts: Iterable[str]) -> None:
-        """Replace these secrets by `***` in lines shown with later issues and notices."""
+        """Replace these secrets with `***` in lines shown with later issues and notices."""
         self._hidden += sorted((text for text in texts if len(text) >= _SECRET_MIN), key=len, reverse=True)
 
     def contains(self, text: str) -> bool:
@@ -50,7 +50,7 @@ class Reader:
         self.note(marked.line, marked.column, message, hint)
 
     def add_hint(self, start: int, marked: Marked, hint: str) -> None:
-        """Give the hint to the issues from number `start` that concern this value as a whole and have none."""
+        """Add the hint to issues, from index `start`, that concern this value as a whole and have no hint."""
         for index in range(start, len(self.issues)):
             issue = self.issues[index]
             if issue.hint is None and (issue.line, issue.column) == (marked.line, marked.column):

@@ -21,7 +21,7 @@ ALTERNATIVES_MAX = 1_000  # each is planned separately
 SKYPILOT = "skypilot:"
 IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
-_ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as nothing
+_ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as null
 _NO_ACCELERATOR = "none"
 _CPU = "cpu"  # `CPU:4` loads in SkyPilot
 
@@ -37,8 +37,8 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
     if parts := [f"{name}:{count:g}" for name, count in accelerators if 0 < count < 1]:
         reader.warn(
             section.find_key("accelerators"), "accelerators",
-            f"`accelerators`: {parts[0]} uses a node with a whole accelerator where fractions are not offered",
-            "start other runs beside it with `broker exec CLUSTER TASK.yaml` while the fractions add up to at most 1; "
+            f"`accelerators`: {parts[0]} uses a node with a whole accelerator if fractions are not offered",
+            "start other runs next to it with `broker exec CLUSTER TASK.yaml` while the fractions add up to at most 1; "
             "memory is not divided",
             blocks_launch=False,
         )  # fmt: skip
@@ -57,7 +57,7 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
 
 
 def read_autostop(section: Section | None) -> Autostop | None:
-    """When the cluster of the task stops: it has one rule, whichever alternative it is made of."""
+    """Read `autostop` of the task: a cluster has one rule, regardless of its alternative."""
     return _read_autostop(_read_first(section, "autostop"))
 
 
@@ -153,7 +153,7 @@ def _read_place(reader: Reader, section: Section, base: Resources) -> dict[str, 
 
 
 def _read_memory(memory: Quantity | Ratio | None) -> dict[str, Quantity | float | None]:
-    """Return the fields that a size sets, or a ratio; the other one of `base` no longer applies."""
+    """Return the fields set by a size or a ratio; the other one of `base` no longer applies."""
     if memory is None:
         return {}
     if isinstance(memory, Ratio):
@@ -282,11 +282,11 @@ def _set_accelerator(base: Resources, name: str, count: float) -> Resources:
 
 
 def _complete_image(image: str, cloud: str | None) -> str:
-    """Return the image with SkyPilot's `docker:`, which may be left out for pods: they have no machine images."""
+    """Return the image with SkyPilot's `docker:`, which may be omitted for pods: they have no machine images."""
     is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
     return CONTAINER + image if is_pod else image
 
 
 def _find_cloud(image: str) -> str | None:
-    """Return the cloud of an image, by its form; None for a container, which any cloud can run."""
+    """Return the cloud of an image, judged by its form; None for a container, which any cloud can run."""
     return next((cloud for start, cloud in IMAGE_CLOUDS.items() if image.startswith(start)), None)

@@ -5,7 +5,7 @@
     #SBATCH --array=0-9                      ->  a note with the command of `broker sweep`
     srun python train.py                     ->  python train.py
 
-Pure: text in, an `Imported` out. Whatever has no counterpart is in its notes, never dropped silently.
+Pure: text in, an `Imported` out. Options without a counterpart are listed in its notes, never dropped silently.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ USED = {
     "nodes", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "mem", "mem-per-cpu", "time", "array",
     "job-name", "ntasks", "ntasks-per-node", "chdir", "requeue", "no-requeue", "partition", "dependency", "signal",
 }  # fmt: skip
-# Without an effect on the work: broker keeps logs and runs each job on its own machines.
+# Options without an effect on the work: broker keeps logs and runs each job on its own machines.
 SILENT = {"output", "error", "exclusive", "parsable", "open-mode"}
 SRUN_FLAGS = re.compile(r"(-l|-u|-v+|-E|-O|-K|--(label|unbuffered|exclusive|exact|overlap|kill-on-bad-exit|verbose))$")
-# Slurm's variables that a program reads -> shell expressions of what broker provides.
+# Slurm's variables that a program reads -> shell expressions for broker's counterparts.
 VARIABLES = {
     "SLURM_JOB_ID": "${BROKER_JOB_ID:-0}",
     "SLURM_JOBID": "${BROKER_JOB_ID:-0}",
@@ -55,14 +55,14 @@ ARRAY_RUNS_MAX = 10_000
 
 @frozen
 class Imported:
-    """A task as plain data, in the order of a task file, and what the reader has to know or complete."""
+    """A task as plain data, in the order of a task file, and notes for the user to read or act on."""
 
     task: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
 def import_sbatch(text: str) -> Imported:
-    """Convert a script. Raises ValueError that names the option for a value that Slurm would refuse."""
+    """Convert a script. Raises ValueError, which names the option, for a value that Slurm would refuse."""
     options, body = split_script(text)
     notes: list[str] = []
     nodes = _read_nodes(options, notes)
@@ -90,7 +90,7 @@ def import_sbatch(text: str) -> Imported:
 
 
 def split_script(text: str) -> tuple[dict[str, str], list[str]]:
-    """Return the options, which end at the first command as in Slurm, and the lines of the program."""
+    """Return the options, which end at the first command (as in Slurm), and the lines of the program."""
     options: dict[str, str] = {}
     body: list[str] = []
     for line in text.splitlines():
@@ -196,13 +196,13 @@ def _note_array(text: str, name: str, notes: list[str]) -> str:
     limit = f" --parallel {parallel}" if parallel else ""
     notes.append(
         f"`--array`: run it with `broker sweep {name}.yaml --param SLURM_ARRAY_TASK_ID={values}{limit}`; "
-        "a launch runs the first index only"
+        "a launch only runs the first index"
     )
     return str(indices[0])
 
 
 def convert_body(lines: list[str]) -> tuple[str, list[str]]:
-    """Return `run`, with the variables of Slurm that it reads, and the `module` lines, which become comments."""
+    """Return `run`, which defines the Slurm variables that it reads, and the `module` lines, which become comments."""
     modules, kept = [], []
     for line in lines:
         if re.match(r"\s*(module|ml)\s", line):
@@ -216,7 +216,7 @@ def convert_body(lines: list[str]) -> tuple[str, list[str]]:
 
 
 def _drop_srun(line: str) -> str:
-    """Start the program itself: broker starts `run` on every node, as srun would start one task on each."""
+    """Remove `srun`: broker starts `run` on every node, as srun would start one task on each."""
     found = re.match(r"(\s*(?:exec\s+|time\s+)?)(?:srun|mpirun|mpiexec)\s+(.*)$", line)
     if not found or "srun" not in line:
         return line

@@ -1,4 +1,4 @@
-"""The dialect as JSON Schema, from the table that the loader uses."""
+"""The task file format as JSON Schema, from the table that the loader uses."""
 
 from __future__ import annotations
 

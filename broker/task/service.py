@@ -27,7 +27,7 @@ LATENCY_TARGETS = {"target_ttft_s": "target_ttft_seconds", "target_tpot_s": "tar
 def read_service(reader: Reader, section: Section) -> ServiceSpec | None:
     """Return the service of a task; None if it has none, or describes a pool.
 
-    Without `readiness_probe` the probe is `GET /`, as in SkyPilot.
+    Without `readiness_probe`, the probe is `GET /`, as in SkyPilot.
     """
     service: Section | None = section.get("service")
     if service is None or "workers" in service.values or "pool" in service.values:
@@ -67,13 +67,13 @@ def _read_gateway(reader: Reader, gateway: Section) -> GatewaySpec:
     )
     read = GatewaySpec(places=places, **given)
     if len(places) > read.count:
-        hint = f"add `count: {len(places)}`" if len(places) <= GATEWAYS_MAX else f"list {GATEWAYS_MAX} at most"
+        hint = f"add `count: {len(places)}`" if len(places) <= GATEWAYS_MAX else f"list at most {GATEWAYS_MAX}"
         reader.fault(gateway.marks["infra"], "`infra` has more locations than there are gateways", hint)
     return read
 
 
 def _check_gateway(reader: Reader, service: Section, protocol: ServiceProtocol, kind: BalancerType) -> None:
-    """Report the settings that a gateway, which has only the balancer that reads requests, would not follow."""
+    """Report settings that a gateway does not support, because it only has the balancer that reads requests."""
     tls: Section | str | None = service.get("tls")
     settings = {
         f"protocol: {protocol}": protocol is not ServiceProtocol.HTTP,
@@ -91,7 +91,7 @@ def _read_tls(tls: Section) -> TlsFiles:
 
 
 def _check_passing(reader: Reader, service: Section, protocol: ServiceProtocol, kind: BalancerType) -> None:
-    """Report the settings that need requests to be read, where the balancer passes connections or is another one."""
+    """Report settings that require requests to be read, if the balancer forwards connections or is a different one."""
     is_http = protocol is ServiceProtocol.HTTP
     reads = is_http and kind is BalancerType.BROKER
     cause = "balancer: {type: haproxy}" if is_http else f"protocol: {protocol}"
@@ -158,7 +158,7 @@ def _read_probe(reader: Reader, service: Section, protocol: ServiceProtocol) -> 
 
 
 def _refuse_request(reader: Reader, service: Section, probe: str | Section, protocol: ServiceProtocol) -> None:
-    """Report a probe by request: a replica whose port accepts a connection is ready."""
+    """Report a probe by request, because a replica is ready when its port accepts a connection."""
     if isinstance(probe, str):
         wrong = [service.marks["readiness_probe"]] if probe else []
     else:
@@ -168,7 +168,7 @@ def _refuse_request(reader: Reader, service: Section, probe: str | Section, prot
             each,
             f"a readiness request is not available with `protocol: {protocol}`: a replica is ready when it accepts a "
             "connection",
-            "remove it; `readiness_probe` takes times only",
+            "remove it; `readiness_probe` only accepts times",
         )
 
 

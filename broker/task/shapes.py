@@ -1,6 +1,6 @@
 """Shapes of values in a task file: each parses a value, and describes itself as JSON Schema.
 
-One table of fields made of these shapes defines the dialect, for both the loader and `broker schema`.
+One table of fields made of these shapes defines the file format, for both the loader and `broker schema`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from broker.task.reading import Reader, describe, suggest
 from broker.task.yaml_errors import suggest_colon
 from broker.task.yaml_reader import Marked, read_plain
 
-# No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in all.
+# No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in total.
 Schema = dict[str, Any]
 
 
 class Shape:
-    """The form of a value. `expected` completes "`cpus` must be ..."."""
+    """The form of a value. `expected` completes the message "`cpus` must be ..."."""
 
     expected: str = ""
 
@@ -45,11 +45,11 @@ class Scalar(Shape):
         raise NotImplementedError
 
     def hint(self, marked: Marked) -> str | None:
-        """Return how to correct an invalid value; None if nothing is known."""
+        """Return a hint for correcting an invalid value; None if there is none."""
         return None
 
     def admits_kind(self, value: Any) -> bool:
-        """Return whether the value's YAML type can be this shape, by which `Either` chooses its message."""
+        """Return whether the value's YAML type fits this shape; `Either` uses this to choose its message."""
         return isinstance(value, str)
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
@@ -70,7 +70,7 @@ class Scalar(Shape):
 
 
 class Text(Scalar):
-    """Text, optionally of a form or of a kind in `allowed`.
+    """Text, optionally with a pattern or a rule from `allowed`.
 
     `also_scalar`: a number or true/false is accepted as its own text. `is_hidden`: an error does not show the value.
     """
@@ -148,7 +148,7 @@ class Choice(Scalar):
 
 
 class Flag(Scalar):
-    """`true` or `false`, or a word that YAML 1.1 reads as one: SkyPilot's files contain `use_spot: yes`."""
+    """`true` or `false`, or a word that YAML 1.1 reads as such: SkyPilot's files contain `use_spot: yes`."""
 
     expected = "`true` or `false`"
     _yes, _no = ("yes", "on"), ("no", "off")
@@ -167,7 +167,7 @@ class Flag(Scalar):
         return {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": f"^(?:{words})$"}]}
 
 
-LARGEST = 1_000_000_000  # of a whole number without a limit of its own
+LARGEST = 1_000_000_000  # default maximum of a whole number
 
 
 class Whole(Scalar):
@@ -180,7 +180,7 @@ class Whole(Scalar):
         self.expected = f"a whole number of at least {minimum}{most}"
 
     def hint(self, marked: Marked) -> str | None:
-        """Return the limit that a number exceeds where the expected form leaves it out."""
+        """Return the exceeded limit, which `expected` omits."""
         value = marked.value
         return f"the largest is {self.maximum}" if self.admits_kind(value) and value > self.maximum else None
 
@@ -356,7 +356,7 @@ class Either(Shape):
 
 
 def suggest_mapping(marked: Marked) -> str | None:
-    """Return how to turn a list, or a field without a proper colon, into the mapping that is expected."""
+    """Return a hint for turning a list, or a field without a proper colon, into the expected mapping."""
     if isinstance(marked.value, str):
         if "\u00a0" in marked.value:
             return "replace its no-break spaces (U+00A0), which look like spaces, with spaces"

@@ -33,7 +33,7 @@ class Later:
 class Field:
     """One key: its shape, and its description for editors and the reference. `at`: clouds that do not support it.
 
-    `is_blank_none`: empty text is as good as no value.
+    `is_blank_none`: empty text counts as no value.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Section:
 class Table(Shape):
     """A mapping with known keys.
 
-    `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys, `elsewhere` the place of
-    keys that belong to another table. `others` is the notice for unknown keys; None refuses them.
-    `bare` is the field that a text in place of the mapping probably means.
+    `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys, and `elsewhere` the place of
+    keys that belong to another table. `others` is the notice for unknown keys; None refuses them. `bare` is the field
+    that is probably meant by text in place of the mapping.
     """
 
     expected = "a mapping"
@@ -134,7 +134,7 @@ class Table(Shape):
         return Section(marked=marked, values=values, marks=marks)
 
     def _hint(self, marked: Marked) -> str | None:
-        """Return how to write the mapping, where its only field was written in its place."""
+        """Return a hint for writing the mapping if a field was written in its place."""
         text = marked.value if isinstance(marked.value, str) else ""
         is_field = text.partition(":")[0].strip() in self.fields
         if self.bare and text and " " not in text and not is_field:
@@ -142,7 +142,7 @@ class Table(Shape):
         return suggest_mapping(marked)
 
     def _warn(self, reader: Reader, place: tuple[int, int], key: str, value: Any) -> None:
-        """Report fields that are not supported, on any cloud or on one."""
+        """Report fields that are not supported, on all clouds or on one."""
         entry = self.fields[key]
         laters: list[tuple[str | None, Later]] = [(None, entry.later)] if entry.later else []
         for cloud, later in [*laters, *entry.at.items()]:

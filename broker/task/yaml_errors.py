@@ -1,4 +1,4 @@
-"""Put the parser's complaints into words of the file: what is wrong in which line, and what to write instead."""
+"""Explain parser errors in terms of the file: the problem, its line, and the correction."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
     if problem == "a field without `:`":
         return place, problem, suggest_colon(source) or "write `KEY: VALUE`, or remove the line"
     if problem == "did not find expected key" and source[column - 1 : column] in ("}", "]"):
-        return place, "a bracket is closed that was not opened", "remove it"
+        return place, "unmatched closing bracket", "remove it"
     if problem == "did not find expected key" and not source.lstrip().startswith(("-", "{", "[")):
-        return place, "the indentation of this line fits none above it", "indent it like the fields it belongs to"
+        return (
+            place,
+            "the indentation matches no line above",
+            "indent it like the fields it belongs to",
+        )
     if problem == "did not find expected alphabetic or numeric character":
-        return place, "`*` and `&` have a meaning of their own", "put the value in quotes: `infra: '*/us-east-1'`"
+        return place, "`*` and `&` have a special meaning in YAML", "put the value in quotes: `infra: '*/us-east-1'`"
     if problem == "did not find expected ',' or '}'" or problem == "did not find expected ',' or ']'":
         return place, "a bracket is not closed, or a comma is missing", "compare the brackets up to this line"
     if problem == "found unexpected end of stream":
@@ -40,7 +44,7 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
 
 
 def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str | None]:
-    """Explain a `key: value` where none may be: the cause is often the line above."""
+    """Explain a misplaced `key: value`; the cause is often the line above."""
     line, _ = place
     source, above = _get(lines, line), _find_above(lines, line)
     text = _get(lines, above)
@@ -49,13 +53,13 @@ def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str 
     if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
         return place, "a value contains `: `, which separates a field from its value", "put the value in quotes"
     if above and _measure(source) > _measure(text) and re.fullmatch(_WITH_VALUE, text):
-        message = f"this line is indented further than line {above}, which has a value already"
+        message = f"this line is indented further than line {above}, which already has a value"
         return place, message, "give both lines the same indentation"
     return place, _NO_SPACE_OF, "check the colons and the indentation of this line and the one above it"
 
 
 def suggest_colon(text: str) -> str | None:
-    """Return where a line lacks a colon, or the space after one; None if it seems to have both."""
+    """Return a hint if a line lacks a colon, or the space after it; None if it seems to have both."""
     if found := re.fullmatch(_GLUED, text):
         return f"put a space after the colon: `{found[1]}: ...`"
     if found := re.fullmatch(_BARE, text):

@@ -1,6 +1,6 @@
 """Read YAML by 1.2 rules and record the position of every value.
 
-PyYAML's C parser gives the events; the composer is ours, because PyYAML's own follows YAML 1.1 (`on` is true, `22:22`
+PyYAML's C parser produces the events; the composer is our own, because PyYAML's follows YAML 1.1 (`on` is true, `22:22`
 is 1342, the last of two equal keys wins).
 """
 
@@ -36,7 +36,7 @@ class Marked:
     keys.
 
     `text` is the scalar as written, without quotes: `1.10` is the number 1.1 and the text 1.10. `is_plain`: it has
-    neither quotes nor a tag, so that YAML 1.1 may read it as another value.
+    neither quotes nor a tag, so YAML 1.1 may read it as a different value.
     """
 
     value: Any
@@ -79,8 +79,8 @@ def read_documents(text: str, file: str) -> list[Marked]:
         raise fail(fault.line, fault.column, fault.message, fault.hint, shows_line=fault.shows_line) from None
     except yaml.MarkedYAMLError as error:
         context = error.context or ""
-        is_bare = "simple key" in context  # the parser searches for the `:` as far as the next line
-        is_early = is_bare or "quoted scalar" in context  # and for the closing quote to the end of the file
+        is_bare = "simple key" in context  # the parser searches for the `:` up to the next line
+        is_early = is_bare or "quoted scalar" in context  # and for the closing quote up to the end of the file
         mark = (error.context_mark if is_early else None) or error.problem_mark or error.context_mark
         at = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         problem = "a field without `:`" if is_bare else error.problem or error.context or "syntax error"
@@ -217,7 +217,7 @@ class _Composer:
 def _check_text(event: Any) -> None:
     """Reject a zero byte, which an escape in quotes can produce. The line is not shown: it may contain a secret."""
     if not is_text(event.value):
-        message = "text must not contain a zero byte, which no program, file or cloud accepts"
+        message = "text must not contain a zero byte, which programs, files and clouds do not accept"
         raise ComposeError(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
 
 
@@ -229,7 +229,7 @@ def _check_tag(event: Any) -> None:
 
 
 def _read_scalar(event: Any) -> Any:
-    """Return a value by the YAML 1.2 core schema; quoted scalars and those tagged as text stay text."""
+    """Return a value by the YAML 1.2 core schema; quoted scalars and scalars tagged as text remain text."""
     text: str = event.value
     _check_tag(event)
     is_tagged = event.tag not in (None, "!")

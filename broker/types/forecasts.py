@@ -11,7 +11,7 @@ QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 class ForecastRecord:
     """The forecast at submission: quantiles, at `QUANTILES`, of USD and of hours from submission to end.
 
-    Intervals are those of the market model, without any widening by the results of earlier jobs.
+    Intervals are those of the market model, not widened by the results of earlier jobs.
     """
 
     usd: tuple[float, ...]
@@ -33,10 +33,10 @@ class Range:
 
 @frozen
 class JobForecast:
-    """The expected total cost of a live job, and the hours left. The chance is None without a deadline."""
+    """The expected total cost of a live job, and its remaining hours. The chance is None without a deadline."""
 
-    usd: Range  # what was paid included
+    usd: Range  # including the cost so far
     hours_left: Range
     deadline_chance: float | None
     interval_factor: float
-    preemptions: float = 0.0  # expected in the hours left; 0 from an older server
+    preemptions: float = 0.0  # expected in the remaining hours; 0 from an older server

@@ -1,4 +1,4 @@
-"""Job groups: tasks of one file that start together and know each other's addresses (docs/GROUPS.md)."""
+"""Job groups: tasks of one file that start together and receive each other's addresses (docs/GROUPS.md)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class OnLoss(StrEnum):
 
 @frozen
 class GroupRole:
-    """The part of one task in its job group.
+    """The role of one task in its job group.
 
     `is_primary`: the group ends once all primary tasks have succeeded, and fails when one of them fails.
-    `termination_delay_s`: time between the end of the primary tasks and the SIGTERM to this task, if it is not primary.
-    `is_connected`: the tasks exchange data, so they are placed in one region.
+    `termination_delay_s`: seconds between the end of the primary tasks and the SIGTERM to this task, if it is not
+    primary. `is_connected`: the tasks exchange data, so they are placed in one region.
     """
 
     name: str
@@ -32,12 +32,12 @@ class GroupRole:
 
     @property
     def may_restart_group(self) -> bool:
-        """Return whether the loss of this task restarts all tasks of its group."""
+        """Whether the loss of this task restarts all tasks of its group."""
         return self.on_loss is OnLoss.RESTART_GROUP
 
     @property
     def is_required(self) -> bool:
-        """Return whether the group cannot succeed without this task."""
+        """Whether the group cannot succeed without this task."""
         return self.is_primary or self.may_restart_group
 
 

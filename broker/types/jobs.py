@@ -28,7 +28,7 @@ class JobStatus(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended: no controller acts on it any more."""
+        """Whether the job has ended, so that no controller acts on it any more."""
         return self not in (
             JobStatus.PENDING,
             JobStatus.STARTING,
@@ -39,28 +39,28 @@ class JobStatus(StrEnum):
 
 
 class WaitReason(StrEnum):
-    """Why a job has no machines yet. The values are shown by `--json`."""
+    """The reasons why a job has no machines yet. The values are shown by `--json`."""
 
-    LIMIT = "limit"  # as many jobs are live as `max_live_jobs`, or the limit of its project, admits
-    CAPACITY = "capacity"  # clouds have refused; they are asked again later
-    NEEDS = "needs"  # jobs that it needs have not ended
-    START = "start"  # the daemon has not begun to start it
+    LIMIT = "limit"  # the number of live jobs has reached `max_live_jobs` or the project's limit
+    CAPACITY = "capacity"  # clouds have refused, and will be called again later
+    NEEDS = "needs"  # jobs that it depends on have not ended
+    START = "start"  # the daemon has not begun starting it
 
 
 @frozen
 class JobWait:
-    """Why a job waits. `position` counts from 1, and only where it waits for the limit."""
+    """The reason why a job waits. `position` counts from 1, and is set only if the job waits for the limit."""
 
     reason: WaitReason
     position: int | None = None
     limit: int | None = None
-    until_s: float | None = None  # for capacity: when clouds are asked again
-    project: str = ""  # whose own limit the job waits for
+    until_s: float | None = None  # for capacity: time of the next request
+    project: str = ""  # the project whose own limit the job waits for
 
 
 @frozen
 class GangHead:
-    """The node that coordinates a gang. `epoch` grows with each move, so that an earlier head is recognized."""
+    """The node that coordinates a gang. `epoch` grows with each move, to distinguish earlier heads."""
 
     epoch: int = 0
     rank: int = 0
@@ -68,7 +68,7 @@ class GangHead:
 
 @frozen
 class Attempt:
-    """One try at a job on one cluster. `number` counts from 1 and only grows."""
+    """One attempt at a job on one cluster. `number` counts from 1 and only grows."""
 
     job_id: int
     number: int
@@ -82,8 +82,8 @@ class Attempt:
     outcome: Outcome | None = None
     usd: float = 0.0
     kept_until_s: float | None = None  # its nodes are kept until then for the next attempt; None: released
-    silent_s: float = 0.0  # for how long nodes have been observed not to answer, for a controller that restarts
-    generation: int = 1  # of its job group: how often the group has started from the beginning
+    silent_s: float = 0.0  # observed silence of the nodes, for a controller that restarts
+    generation: int = 1  # of its job group: number of starts of the group from the beginning
     ready_s: float | None = None  # in a job group: when its nodes were set up, so that `run` may start
     released_s: float | None = None  # in a job group: when `run` was allowed to start
     head: GangHead = GangHead()
@@ -91,7 +91,7 @@ class Attempt:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code of a program that failed by itself."""
+        """The exit code of a program that failed by itself; otherwise None."""
         if self.outcome is None or self.outcome.kind is not OutcomeKind.PROGRAM_FAILED:
             return None
         return self.outcome.exit_code
@@ -107,12 +107,12 @@ class Progress:
     tokens_per_s: float | None = None
     checkpoint_step: int | None = None
     time_s: float = 0.0
-    busy_s: float | None = None  # for this long, no new step is expected: the program restores or compiles
+    busy_s: float | None = None  # no new step is expected for this time: the program is restoring or compiling
 
 
 @frozen
 class Job:
-    """A managed job, which either finishes or reports why it could not."""
+    """A managed job, which either finishes or reports the reason why it could not."""
 
     id: int
     name: str
@@ -123,15 +123,15 @@ class Job:
     attempts: tuple[Attempt, ...] = ()
     progress: Progress | None = None
     failure: str = ""  # for people; `outcome_kind` is for code
-    outcome_kind: OutcomeKind | None = None  # how it ended
+    outcome_kind: OutcomeKind | None = None  # None while live
     cancel_requested: bool = False
     needs: tuple[int, ...] = ()  # jobs that must have succeeded before this one starts
-    pipeline: str = ""  # name of the pipeline it is part of
+    pipeline: str = ""  # name of the pipeline that it is part of
     resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it continues
     first_attempt: int = 1
-    displaced_by: int | None = None  # the waiting job of higher priority for which it is to return its slot
-    hedge: int = 2  # places that may be asked for its machines at once
-    uid: str = ""  # random, so that no name is reused after a state folder is lost; a retry keeps the first job's
+    displaced_by: int | None = None  # the waiting job of higher priority to which it must return its slot
+    hedge: int = 2  # maximum number of places requested at once
+    uid: str = ""  # random, so that names are not reused after a state folder is lost; a retry keeps the first job's
 
     @property
     def stem(self) -> str:
@@ -140,16 +140,16 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """The name of its checkpoint folder; a retry uses that of the first job."""
+        """The name of its checkpoint folder; a retry uses the first job's folder."""
         return name_job(self.resumes or self.id, self.uid)
 
     def name_cluster(self, attempt: int) -> str:
-        """Return the name of an attempt's cluster. Names are unique across state folders by the job's random part."""
+        """Return the name of an attempt's cluster. The job's random part makes names unique across state folders."""
         return f"{self.stem}-{attempt}"
 
     @property
     def next_attempt(self) -> int:
-        """The number of the next attempt. Numbers only grow, across retries too, because they fence the checkpoints."""
+        """The number of the next attempt. Numbers only grow, even across retries: they fence the checkpoints."""
         return self.first_attempt + len(self.attempts)
 
 

@@ -1,4 +1,4 @@
-"""Rented machines, the cluster they form, and one execution on it."""
+"""Rented machines, the cluster that they form, and one execution on it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class NodeState(StrEnum):
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     STOPPED = "STOPPED"
-    TERMINATED = "TERMINATED"  # confirmed gone; `Node.reason` may say why
+    TERMINATED = "TERMINATED"  # confirmed gone; `Node.reason` may give the reason
 
 
 class NodeEnd(StrEnum):
-    """The reasons for a node's end that code checks for. `Node.reason` may also be a cloud's own word."""
+    """The reasons for a node's end that code checks for. `Node.reason` may also be a cloud's own term."""
 
     PREEMPTED = "preempted"
-    LEASE = "lease"  # no broker renewed its lease; some clouds only report that it shut itself down
+    LEASE = "lease"  # no broker renewed its lease; some clouds only report that the node shut itself down
     DONE = "done"  # it shut itself down after its work had ended
     TERMINATED = "terminated"  # on request
-    MISSING = "missing"  # missing from the cloud's lists for too long
+    MISSING = "missing"  # omitted from the cloud's lists for too long
 
 
 @frozen
@@ -41,14 +41,14 @@ class MachineSpec:
     image_id: str | None = None
     ports: tuple[str, ...] = ()  # "8080" or "8000-8010", open to any address
     labels: Mapping[str, str] = field(default_factory=dict)
-    group: str = ""  # a connected job group: the nodes of all its clusters may reach each other
+    group: str = ""  # a connected job group: nodes of all its clusters can reach each other
 
 
 @frozen
 class NodeRequest:
     """A gang to create; repeated requests with the same `token` return the same nodes.
 
-    `boot` is the script that a node runs as root at its first start; it is the same for every request with one token.
+    `boot` is the script that a node runs as root at its first boot; it is the same for every request with one token.
     """
 
     owner: str
@@ -57,7 +57,7 @@ class NodeRequest:
     token: str
     placement: Placement
     spec: MachineSpec = MachineSpec()
-    account: str = ""  # recorded before the create call; empty before that, and for clouds without accounts
+    account: str = ""  # recorded before the create call; empty until then, and for clouds without accounts
     boot: str = field(default="", repr=False)
 
 
@@ -80,18 +80,18 @@ class Node:
     usd_hour: float = 0.0
     created_s: float = 0.0
     ended_s: float | None = None  # when billing stopped
-    reason: str = ""  # why it ended: a `NodeEnd`, or the cloud's own word
-    handle: str = ""  # what the transport needs to reach it (local: the node's folder; ssh: user@host)
-    account: str = ""  # its AWS account id or Google project; empty for clouds without accounts
+    reason: str = ""  # why it ended: a `NodeEnd`, or the cloud's own term
+    handle: str = ""  # used by the transport to reach it (local: the node's folder; ssh: user@host)
+    account: str = ""  # its AWS account ID or Google project; empty for clouds without accounts
 
 
 @frozen
 class NodeList:
-    """The nodes that a cloud listed. A node in one of the regions `unseen` may exist although it is not listed."""
+    """The nodes that a cloud listed. A node in one of the `unseen` regions may exist although it is not listed."""
 
     nodes: tuple[Node, ...] = ()
     account: str = ""  # of the login that listed them
-    unseen: Mapping[str, CloudError] = field(default_factory=dict)  # region -> why it could not be listed
+    unseen: Mapping[str, CloudError] = field(default_factory=dict)  # region -> the error that prevented its list
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -119,14 +119,14 @@ class Cluster:
     attempt: int
     nodes: tuple[Node, ...] = ()
     created_s: float = 0.0
-    job_id: int | None = None  # the managed job it belongs to
+    job_id: int | None = None  # the managed job that it belongs to
     autostop: Autostop | None = None
 
 
 class RunStatus(StrEnum):
-    """States of one execution of a task on a cluster; each node's agent reports one, and the gang's is derived."""
+    """States of one execution of a task on a cluster; the gang's state is derived from those of the nodes."""
 
-    PENDING = "PENDING"  # waiting for its turn, or for accelerators that other runs hold
+    PENDING = "PENDING"  # waiting for its turn, or for accelerators in use by other runs
     SETTING_UP = "SETTING_UP"
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
@@ -136,7 +136,7 @@ class RunStatus(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the run has ended, for whatever reason."""
+        """Whether the run has ended, for any reason."""
         return self not in (RunStatus.PENDING, RunStatus.SETTING_UP, RunStatus.RUNNING)
 
 

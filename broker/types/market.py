@@ -14,7 +14,7 @@ Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
 
 @frozen
 class AcceleratorFigures:
-    """The capabilities of one accelerator, from its maker's data sheet; None for those that it does not state."""
+    """The capabilities of one accelerator, from its manufacturer's data sheet; None if not stated there."""
 
     name: str
     memory_gib: float
@@ -60,7 +60,7 @@ class Offer:
     accelerator_memory_gib: float = 0
     ondemand_usd_hour: float | None = None
     spot_usd_hour: float | None = None
-    interruption_band: float | None = None  # upper bound in percent per month; 100 stands for "over 20"
+    interruption_band: float | None = None  # upper bound in percent per month; 100 means "over 20"
     is_estimated: bool = False  # the on-demand price is derived, not listed, and shown with `~`
     as_of: str = ""
     spot_as_of: str = ""
@@ -70,7 +70,7 @@ class Offer:
 class Placement:
     """A place for a gang: `node_count` nodes of one offer, spot or on-demand.
 
-    `other_zones` have the same price in the same region; the cloud may choose any of them, the same for all nodes.
+    `other_zones` have the same price in the same region; the cloud may choose any one of them for all nodes.
     `alternative` is the index of the task's alternative (`Task.resources`) that the offer fits.
     """
 
@@ -90,31 +90,31 @@ class Placement:
     def get_resources(self, task: Task) -> Resources:
         """Return the alternative of `task` that this placement was planned for.
 
-        A launch that is repeated with a shorter list of alternatives may resume a placement of the longer list; then
-        the first alternative applies.
+        A launch that is repeated with a shorter list of alternatives may resume a placement of the longer list; in that
+        case, the first alternative applies.
         """
         return task.resources[self.alternative if self.alternative < len(task.resources) else 0]
 
     @property
     def as_of(self) -> str:
-        """The ISO date of the price that applies; empty if unknown."""
+        """The ISO date of the applicable price; empty if unknown."""
         return (self.offer.spot_as_of if self.is_spot else "") or self.offer.as_of
 
 
 @frozen
 class Breakdown:
-    """The terms of an estimate: its expected hours, the hours that are billed, and all other costs.
+    """The terms of an estimate: its expected hours, the billed hours, and all other costs.
 
     `work_hours` + `stall_hours` + `lost_hours` + `recovery_hours` + `waiting_hours` are the expected hours. A
     checkpoint is written every `Estimate.checkpoint_every_s` of work. A start takes `recovery_s`, of which
-    `recovery_billed_s` are paid for. `*_usd_hour` are of the whole gang: on spot, the mean of the candidate places;
-    on-demand, the cheapest.
+    `recovery_billed_s` are paid for. `*_usd_hour` are for the whole gang: on spot, the mean of the candidate places;
+    on-demand, the cheapest place.
     """
 
     work_hours: float
     stall_hours: float = 0.0  # writing checkpoints
     lost_hours: float = 0.0  # work since the last checkpoint, which is repeated
-    recovery_hours: float = 0.0  # on spot, the first start included
+    recovery_hours: float = 0.0  # on spot, including the first start
     waiting_hours: float = 0.0  # for spot capacity
     recovery_s: float = 0.0
     recovery_billed_s: float = 0.0
@@ -129,10 +129,10 @@ class Breakdown:
 
 @frozen
 class Estimate:
-    """A placement with the expected cost to finish. Hours and dollars are None if the task states no work.
+    """A placement with the expected cost to finish. Hours and dollars are None if the task specifies no work.
 
     Time on spot counts from submission. `switch_after_hours` is set if the job starts on spot and may continue
-    on-demand: when waiting, starts and lost work have used up that many hours of its deadline.
+    on-demand, once waiting, starts and lost work have used up that many hours of its deadline.
     """
 
     placement: Placement
@@ -148,7 +148,7 @@ class Estimate:
 
     @property
     def strategy(self) -> Strategy:
-        """The pricing of the work, as plans show it: on one pricing model, or on spot with a later switch."""
+        """The pricing of the work as shown in plans: one pricing model, or spot with a later switch."""
         if not self.placement.is_spot:
             return "on-demand"
         return "spot" if self.switch_after_hours is None else "spot, then on-demand"
@@ -156,7 +156,7 @@ class Estimate:
 
 @frozen
 class Rejection:
-    """The number of offers that a named filter removed, and the nearest miss in words."""
+    """The number of offers that a named filter removed, and a description of the nearest miss."""
 
     filter: str
     count: int
@@ -167,9 +167,9 @@ class Rejection:
 class Plan:
     """A ranking of estimates, best first, never empty; `reason` explains the choice, `estimates[0]`, in one sentence.
 
-    The planner's sequence computes each estimate on first access: thousands of offers fit, and few are read.
-    `hour_value_usd` is the value of an hour by which placements were ranked; None if the task states no work.
-    `interval_factor` widens the intervals of the forecast, where those of earlier jobs were too narrow.
+    The planner's sequence computes each estimate on first access: thousands of offers may fit, but few are read.
+    `hour_value_usd` is the value of an hour used to rank placements; None if the task specifies no work.
+    `interval_factor` widens the intervals of the forecast if those of earlier jobs were too narrow.
     """
 
     task: Task

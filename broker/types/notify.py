@@ -1,4 +1,4 @@
-"""Notifications about managed jobs: the kinds that exist, and what a task says about them."""
+"""Notifications about managed jobs: their kinds, and the settings of a task."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from broker.frozen import frozen
 class NotificationKind(StrEnum):
     """The kinds of notifications. The values are the words of `notify: {on: [...]}`, and part of each message."""
 
-    ENDED = "ended"  # whatever the result; a failure is of the kind below, but sent to those that want this one, too
+    ENDED = "ended"  # with any result; a failure is of the next kind, but is also sent to receivers of this one
     FAILED = "failed"
-    PREEMPTED = "preempted"  # nodes were lost, for whatever reason
+    PREEMPTED = "preempted"  # nodes were lost, for any reason
     RECOVERED = "recovered"
-    DEADLINE = "deadline"  # it can no longer be met with the requested confidence
-    ATTENTION = "attention"  # something that only a user can repair
+    DEADLINE = "deadline"  # the deadline can no longer be met with the requested confidence
+    ATTENTION = "attention"  # a problem that only a user can fix
 
 
 @frozen
 class NotifySpec:
-    """Which notifications go where. None, and no addresses: as `[notify]` in `config.toml` says.
+    """The kinds and receivers of notifications. None, and no addresses: as set by `[notify]` in `config.toml`.
 
-    `webhook` and `slack` are URLs, or `env:NAME` for a variable of the daemon, as a Slack URL is a secret.
+    `webhook` and `slack` are URLs, or `env:NAME` for a variable of the daemon, because a Slack URL is a secret.
     """
 
     on: tuple[NotificationKind, ...] | None = None

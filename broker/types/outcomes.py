@@ -1,6 +1,6 @@
 """Outcomes and events of attempts and jobs, as kinds with data.
 
-Code compares kinds. Only `broker/wording.py` turns them into sentences, and no code parses a sentence.
+Code compares kinds. Only `broker/wording` turns them into sentences, and no code parses a sentence.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ class OutcomeKind(StrEnum):
     """The ways in which an attempt or a job ends. The values are stored, and shown by `--json`."""
 
     SUCCEEDED = "succeeded"
-    PROGRAM_FAILED = "program_failed"  # it exited by itself with an error code
+    PROGRAM_FAILED = "program_failed"  # the program exited on its own with an error code
     SETUP_FAILED = "setup_failed"
     STALLED = "stalled"  # no new step within the task's stall timeout
-    GANG_BROKEN = "gang_broken"  # a rank was lost, and no program failed by itself
+    GANG_BROKEN = "gang_broken"  # a rank was lost, and no program failed on its own
     PREEMPTED = "preempted"  # a spot market took nodes, or gave notice
     NODE_LOST = "node_lost"  # on-demand nodes were lost
     UNHEALTHY = "unhealthy"  # the check of a node's GPUs found a fault before the program started
-    TAKEN_DOWN = "taken_down"  # a user ended the cluster
+    TAKEN_DOWN = "taken_down"  # a user terminated the cluster
     LEASE_EXPIRED = "lease_expired"  # no broker renewed the nodes' lease
     DISPLACED = "displaced"  # a waiting job of higher priority took its slot
     MOVED = "moved"  # the spot policy chose another place
@@ -34,17 +34,17 @@ class OutcomeKind(StrEnum):
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"  # after a restore, a newer attempt was found running
     GANG_INCOMPLETE = "gang_incomplete"  # after a restore, some of its nodes were missing
-    GROUP_RESTARTED = "group_restarted"  # its job group restarted, as another task was lost
+    GROUP_RESTARTED = "group_restarted"  # its job group restarted because another task was lost
     GROUP_MOVED = "group_moved"  # its job group continues in another region
     GROUP_ENDED = "group_ended"  # the primary tasks of its job group have succeeded
     NO_OFFER = "no_offer"  # of jobs only
     DEPENDENCY_FAILED = "dependency_failed"  # of jobs only
-    OTHER = "other"  # recorded before kinds existed, as a sentence that matches no kind
+    OTHER = "other"  # recorded before kinds existed, as a sentence that does not match any kind
 
 
 @frozen
 class Outcome:
-    """The end of an attempt: `detail` for people, the newest `step` known then, and the program's own `exit_code`."""
+    """The end of an attempt: `detail` for people, the newest `step` at that time, and the program's `exit_code`."""
 
     kind: OutcomeKind
     detail: str = ""
@@ -61,7 +61,7 @@ class IntentEnd(StrEnum):
     NEVER_ASKED = "never_asked"
     REFUSED = "refused"
     QUOTA_EXCEEDED = "quota_exceeded"
-    UNCLEAR = "unclear"  # no clear answer, and no nodes of it are left
+    UNCLEAR = "unclear"  # no clear answer, and no nodes remain
 
 
 class EventKind(StrEnum):
@@ -96,8 +96,8 @@ class EventKind(StrEnum):
     LATE = "late"
     WAITING = "waiting"
     QUEUED = "queued"
-    DISPLACING = "displacing"  # it takes the slot of another job
-    DISPLACED = "displaced"  # it is to return its slot to another job
+    DISPLACING = "displacing"  # the job takes the slot of another job
+    DISPLACED = "displaced"  # the job must return its slot to another job
     SLOT_RETURNED = "slot_returned"
     ADVISED = "advised"
     NOTICED = "noticed"  # the cloud announced the preemption of a node
@@ -140,7 +140,7 @@ EventData = Mapping[str, object]  # JSON values
 
 @frozen
 class Event:
-    """An event of a job or a cluster; `data` is what `broker/wording.py` needs to describe its kind."""
+    """An event of a job or a cluster; `data` are the values that `broker/wording` needs to describe its kind."""
 
     kind: EventKind
     data: EventData

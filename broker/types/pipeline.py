@@ -8,7 +8,7 @@ from broker.types.market import Estimate, Objective
 
 @frozen
 class Transfer:
-    """Data moved from one placement to another. `is_assumed`: the price is unknown and a conservative one is used."""
+    """Data moved from one placement to another. `is_assumed`: the price is unknown, and a conservative one is used."""
 
     usd: float
     hours: float
@@ -17,7 +17,7 @@ class Transfer:
 
 @frozen
 class PipelineStep:
-    """The choice for one task. `is_assumed`: the task states no work and counts as one hour."""
+    """The choice for one task. `is_assumed`: the task specifies no work and counts as one hour."""
 
     name: str
     estimate: Estimate
@@ -41,8 +41,8 @@ class PipelinePlan:
     """The choice for every task, in an order that can be run.
 
     `usd` is the cost of all steps and transfers; `hours` is the longest path through them. `lower_bound` is in the
-    objective's unit (USD, or hours for "time"): no plan can be better, and with `is_optimal` this one reaches it.
-    `greedy_*` is the result of choosing for each task alone.
+    objective's unit (USD, or hours for "time"): no plan can be better, and with `is_optimal`, this plan attains it.
+    `greedy_*` is the result of choosing for each task separately.
     """
 
     objective: Objective

@@ -1,4 +1,4 @@
-"""Schedules of managed jobs: what a task says, what is stored, and what became of each due time."""
+"""Schedules of managed jobs: the specification in a task, the stored schedule, and the outcome of each due time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from broker.frozen import frozen
 
 
 class Overlap(StrEnum):
-    """What happens at a due time while the previous job is alive. The values are the words of `overlap`."""
+    """The action at a due time while the previous job is live. The values are those of `overlap`."""
 
     SKIP = "skip"
-    QUEUE = "queue"  # it starts when the previous job has ended; at most one due time waits
+    QUEUE = "queue"  # start when the previous job has ended; at most one due time waits
 
 
 @frozen
 class ScheduleSpec:
-    """When a task starts: five cron fields in a time zone. `until` is a local date or time, the last one included."""
+    """The times when a task starts: five cron fields in a time zone. `until` is a local date or time, inclusive."""
 
     cron: str
     timezone: str = "UTC"
@@ -25,18 +25,18 @@ class ScheduleSpec:
 
 
 class DueOutcome(StrEnum):
-    """What became of a due time. The values are stored, and shown by `--json`."""
+    """The outcomes of a due time. The values are stored, and shown by `--json`."""
 
     STARTED = "started"
     WAITING = "waiting"  # for the end of the previous job
     SKIPPED = "skipped"  # the previous job was alive, or another due time waited
-    MISSED = "missed"  # no controller ran, and a later due time was caught up instead
-    REFUSED = "refused"  # as a launch is: by a limit, by a setting, or because nothing fits
+    MISSED = "missed"  # no controller was running, and a later due time was processed instead
+    REFUSED = "refused"  # like a launch: by a limit or a setting, or because nothing fits
 
 
 @frozen
 class DueTime:
-    """What became of one due time; a `missed` one stands for `count` of them, up to `last_s`."""
+    """The outcome of one due time; a `missed` one represents `count` of them, up to `last_s`."""
 
     due_s: float
     outcome: DueOutcome
@@ -48,9 +48,9 @@ class DueTime:
 
 @frozen
 class JobSchedule:
-    """A stored schedule. `next_s` None: it has ended, as no due time is left.
+    """A stored schedule. `next_s` is None if it has ended because no due time remains.
 
-    `user` and `project` are those of the token that created it on a server, otherwise empty.
+    `user` and `project` come from the token that created it on a server, and are empty otherwise.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Services: how many replicas a task is served by, when a replica is ready, and what may be spent on availability."""
+"""Services: the number of replicas of a task, the readiness of a replica, and the settings for availability."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from enum import StrEnum
 
 from broker.frozen import frozen
 
-GATEWAYS_MAX = 2  # of a service: replicas admit the certificates of so many
+GATEWAYS_MAX = 2  # of a service: replicas accept the certificates of this many
 
 
 @frozen
 class ReadinessProbe:
     """The request that a replica must answer with a 2xx status before it receives traffic.
 
-    `path` empty: no request, an accepted connection is enough. This is the probe of `tcp` and `grpc`.
+    An empty `path` means that no request is made, and an accepted connection is enough; `tcp` and `grpc` use this
+    probe.
     """
 
     path: str
-    initial_delay_s: float = 1200.0  # a replica that was never ready for this long has failed (SkyPilot's default)
+    initial_delay_s: float = 1200.0  # a replica that is not ready within this time has failed (SkyPilot's default)
     timeout_s: float = 15.0
     interval_s: float = 1.0
-    failure_s: float = 180.0  # a replica that was ready and fails probes for this long is replaced
+    failure_s: float = 180.0  # a ready replica that then fails probes for this time is replaced
     post_data: str | None = None  # the body of a POST; None: the probe is a GET
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @frozen
 class ReplicaPolicy:
-    """Bounds and targets of the number of replicas. `replicas_max` None: the number is fixed."""
+    """Bounds and targets for the number of replicas. `replicas_max` None: the number is fixed."""
 
     replicas_min: int = 1
     replicas_max: int | None = None
@@ -37,7 +38,7 @@ class ReplicaPolicy:
     target_qps: Mapping[str, float] = field(default_factory=dict)  # by accelerator; "" for any
     target_in_flight: float | None = None  # requests in flight per replica
     target_ttft_s: float | None = None  # 95th percentile of the time to a stream's first token
-    target_tpot_s: float | None = None  # 95th percentile of the time per token after it
+    target_tpot_s: float | None = None  # 95th percentile of the time per token after the first
     ondemand_min: int = 0
     has_ondemand_fallback: bool = False
     upscale_delay_s: float = 0.0
@@ -45,12 +46,12 @@ class ReplicaPolicy:
 
     @property
     def has_latency_target(self) -> bool:
-        """Whether streams are to keep a service level."""
+        """Whether streams have a latency target."""
         return self.target_ttft_s is not None or self.target_tpot_s is not None
 
     @property
     def has_target(self) -> bool:
-        """Whether anything measured determines the number of replicas."""
+        """Whether measurements determine the number of replicas."""
         return bool(self.target_qps or self.target_in_flight or self.has_latency_target)
 
 
@@ -58,7 +59,7 @@ class ReplicaPolicy:
 class TlsFiles:
     """Paths of a private key and its certificate, in PEM format.
 
-    `client_ca_path`: clients must present a certificate that this authority signed.
+    `client_ca_path`: clients must present a certificate signed by this authority.
     """
 
     key_path: str
@@ -67,7 +68,7 @@ class TlsFiles:
 
 
 class ServiceProtocol(StrEnum):
-    """What clients speak; the balancer reads requests of `http` only, and passes bytes of the others on."""
+    """The protocol of clients; the balancer only reads requests of `http`, and forwards other bytes."""
 
     HTTP = "http"
     TCP = "tcp"
@@ -92,9 +93,9 @@ class GatewayPlace:
 
 @frozen
 class GatewaySpec:
-    """The machines that the balancers of a service run on: gateway 1 in the first place, 2 in the second if there is.
+    """The machines that run the balancers of a service: gateway 1 in the first place, gateway 2 in the second, if any.
 
-    `places` empty: on this machine if the replicas are local processes, else wherever it is cheapest.
+    If `places` is empty: on this machine if the replicas are local processes, else in the cheapest location.
     """
 
     count: int = 1
@@ -113,19 +114,19 @@ class ServiceSpec:
     balancing: str = "least_load"
     stream_timeout_s: float = 120.0  # SkyServe's default
     tls: TlsFiles | None = None
-    gateway: GatewaySpec | None = None  # None: one balancer, beside the controller
-    is_tls_passed: bool = False  # the program ends TLS itself; the balancer passes it on
+    gateway: GatewaySpec | None = None  # None: one balancer, next to the controller
+    is_tls_passed: bool = False  # the program terminates TLS itself; the balancer forwards it
     protocol: ServiceProtocol = ServiceProtocol.HTTP
     balancer: BalancerType = BalancerType.BROKER
 
     @property
     def has_keys(self) -> bool:
-        """Return whether the balancer reads requests, and thus can check API keys."""
+        """Whether the balancer reads requests, and can therefore check API keys."""
         return self.protocol is ServiceProtocol.HTTP and self.balancer is BalancerType.BROKER
 
 
 class ServiceEventKind(StrEnum):
-    """An event of a service; `serve/wording.py` makes sentences of it."""
+    """The kinds of events of a service; `serve/wording.py` renders them as sentences."""
 
     CREATED = "CREATED"
     UPDATED = "UPDATED"
@@ -146,10 +147,10 @@ class ServiceEventKind(StrEnum):
 
 
 class UpdateMode(StrEnum):
-    """The way in which a new version replaces the old one, in SkyPilot's words."""
+    """The way in which a new version replaces the old one, with SkyPilot's names."""
 
     ROLLING = "rolling"  # one replica at a time
-    BLUE_GREEN = "blue_green"  # the old ones serve until all new ones are ready
+    BLUE_GREEN = "blue_green"  # the old replicas serve until all new ones are ready
 
 
 @frozen
@@ -166,14 +167,14 @@ class Service:
     port: int
     created_s: float
     mode: UpdateMode = UpdateMode.ROLLING
-    wanted: int = 0  # by the autoscaler, spare ones excluded
+    wanted: int = 0  # set by the autoscaler, without spare ones
     down_requested: bool = False
-    failure: str = ""  # why no more replicas are started
+    failure: str = ""  # the reason why no more replicas are started
 
 
 @frozen
 class Replica:
-    """One replica: a managed job with a number that is never reused. `zone` and `is_spot`: as it was placed."""
+    """One replica: a managed job with a number that is never reused. `zone` and `is_spot`: as placed."""
 
     service: str
     number: int
@@ -181,9 +182,9 @@ class Replica:
     job_id: int
     port: int
     created_s: float
-    is_spot: bool | None = None  # None: as the task says
+    is_spot: bool | None = None  # None: as specified by the task
     region: str | None = None
     zone: str | None = None
-    ready_s: float | None = None  # when it first was
-    drained_s: float | None = None  # since then it gets no new requests
-    failure: str = ""  # why it is replaced
+    ready_s: float | None = None  # time when it first became ready
+    drained_s: float | None = None  # time since which it receives no new requests
+    failure: str = ""  # the reason why it is replaced

@@ -11,7 +11,7 @@ from broker.types.notify import NotifySpec
 from broker.types.schedules import ScheduleSpec
 from broker.types.service import ServiceSpec
 
-CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
+CONTAINER = "docker:"  # SkyPilot's prefix for an image that runs as a container, instead of being booted
 
 
 @frozen
@@ -54,16 +54,16 @@ class JobRecovery:
     """The recovery of a managed job.
 
     `strategy` None is the default: the same place first, then the plan's order. `max_restarts_on_errors` None: a
-    program that fails is restarted while the job makes progress (`jobs/deaths.py`).
+    failing program is restarted while the job makes progress (`jobs/deaths.py`).
     """
 
     strategy: str | None = None
     max_restarts_on_errors: int | None = None
     recover_on_exit_codes: tuple[int, ...] = ()
-    stall_timeout_s: float | None = None  # restart a program that reports no new step for this long
+    stall_timeout_s: float | None = None  # restart a program that reports no new step for this time
     checks_health: bool | None = None  # None: on GPU machines of clouds
-    nodes_min: int | None = None  # of an elastic program: it continues with at least this many, the first included
-    caches_setup: bool = False  # later starts restore what `setup` wrote instead of running it
+    nodes_min: int | None = None  # an elastic program continues with at least this many, including the first
+    caches_setup: bool = False  # later starts restore the results of `setup` instead of running it
 
 
 @frozen
@@ -106,15 +106,16 @@ class Goal:
     deadline_hours: float | None = None
     budget_usd: float | None = None
     confidence: float = 0.9
-    hour_value_usd: float | None = None  # of an hour earlier; None: derived from the on-demand price of the gang
+    # of finishing an hour earlier; None: derived from the on-demand price of the gang
+    hour_value_usd: float | None = None
 
 
 @frozen
 class CheckpointSpec:
     """The cost and the destination of checkpoints. `every_s` None: the Young/Daly interval is used.
 
-    `to` is a bucket, or a folder that every node sees; None: the user's own default, else a folder on this machine.
-    `is_for_same_ranks`: the program resumes only on as many accelerators as wrote the checkpoint.
+    `to` is a bucket, or a folder that every node can access; None: the user's default, else a folder on this machine.
+    `is_for_same_ranks`: the program only resumes on the number of accelerators that wrote the checkpoint.
     """
 
     every_s: float | None = None
@@ -198,17 +199,17 @@ class Task:
     recovery: JobRecovery = JobRecovery()
     autostop: Autostop | None = None  # of the cluster that `launch` starts
     checkpoint: CheckpointSpec = CheckpointSpec()
-    unattended_s: float | None = None  # how long a managed job continues while its broker is away; None: the default
+    unattended_s: float | None = None  # how long a managed job continues without its broker; None: the default
     max_duration_s: float | None = None  # of a managed job, from its first machines to its end
     inputs: tuple[DataSet, ...] = ()
     outputs: tuple[DataSet, ...] = ()
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
     service: ServiceSpec | None = None  # of `broker serve`
-    pipeline: str | None = None  # name in the header of the file's several tasks
-    group: GroupRole | None = None  # its part in a job group
-    priority: int = 0  # of a managed job: those with a higher one start first when `max_live_jobs` is short
-    notify: NotifySpec | None = None  # of managed jobs; None: as `[notify]` in `config.toml` says
+    pipeline: str | None = None  # name in the header of a file with several tasks
+    group: GroupRole | None = None  # its role in a job group
+    priority: int = 0  # of a managed job: higher ones start first when `max_live_jobs` is reached
+    notify: NotifySpec | None = None  # of managed jobs; None: as set by `[notify]` in `config.toml`
     event_callback: str | None = None  # a command that the daemon runs at each change of a managed job's status
-    schedule: ScheduleSpec | None = None  # of the jobs that `broker jobs launch` stores it for; None: one job, now
+    schedule: ScheduleSpec | None = None  # stored by `broker jobs launch`; None: one job, now
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

@@ -12,7 +12,7 @@ from broker.frozen import frozen
 class GpuSample:
     """One GPU at one moment; None for values that it does not report."""
 
-    ratio: float | None = None  # of the time since the driver's last sample in which it computed
+    ratio: float | None = None  # share of the time since the driver's last sample in which it was busy
     memory_used_bytes: float | None = None
     memory_bytes: float | None = None
     temperature_celsius: float | None = None
@@ -21,9 +21,9 @@ class GpuSample:
 
 @frozen
 class NodeSample:
-    """One node at one moment, by its own clock. CPU and rates are means since the sample before.
+    """One node at one moment, by its own clock. CPU and rates are means since the preceding sample.
 
-    CPU and memory are those of the container where the agent runs in one. `xids`: errors of NVIDIA's driver since the
+    CPU and memory are those of the container if the agent runs in one. `xids`: errors of NVIDIA's driver since the
     node's boot, by number.
     """
 
@@ -44,7 +44,7 @@ class NodeSample:
 
 @frozen
 class NodeFault:
-    """What a check of a node's GPUs found before the program started, with the serials of the GPUs at fault."""
+    """The result of a failed check of a node's GPUs before the program started, with the serials of the faulty GPUs."""
 
     rank: int
     reason: str
@@ -64,7 +64,7 @@ class OwnTime:
 class JobUsage:
     """The current usage of a job's nodes: means over its nodes and GPUs. None if no node reports it."""
 
-    nodes: int  # that have reported within a minute
+    nodes: int  # number that has reported within a minute
     cpu_ratio: float | None = None
     memory_ratio: float | None = None
     gpu_ratio: float | None = None
@@ -83,7 +83,7 @@ class NodeHistory:
 
 @frozen
 class SetupResult:
-    """What became of the setup archive on one node.
+    """The result of the setup archive on one node.
 
     `result`: `used` (`took_s` instead of `setup_s`), `kept` for later starts, or `not_kept` for a `reason`.
     """

@@ -1,4 +1,4 @@
-"""Render outcomes and events as text for users. Only this room does, and no module parses the text."""
+"""Render outcomes and events as text for users. Only this package does, and no module parses the text."""
 
 from __future__ import annotations
 

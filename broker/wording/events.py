@@ -12,7 +12,7 @@ _RENDERERS: dict[str, Callable[..., str]] = {**vars(job_events), **vars(node_eve
 
 
 def describe_event(event: Event) -> str:
-    """Return the event as a sentence, possibly with more lines; for a damaged event return its raw data."""
+    """Return the event as a sentence, possibly with more lines; for a damaged event, return its raw data."""
     try:
         return find_renderer(event.kind)(**event.data)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError):

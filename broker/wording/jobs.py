@@ -21,7 +21,7 @@ from broker.wording.waits import describe_slots
 
 
 class KindFacts(TypedDict):
-    """A kind of machines in an event: hours of work per hour, as corrected and as planned, and USD per hour of work."""
+    """A kind of machines in an event: hours of work per hour (corrected and planned), and USD per hour of work."""
 
     name: str
     speed: float
@@ -49,7 +49,7 @@ def render_started() -> str:
 
 
 def render_recovered(*, step: int, took_s: float | None = None) -> str:
-    """`took_s` None: the clock was set back meanwhile."""
+    """Render the end of a recovery. `took_s` is None if the clock was set back in the meantime."""
     took = "" if took_s is None else f", {took_s:.1f} s after the loss"
     return f"recovered at step {step}{took}"
 
@@ -88,7 +88,7 @@ def render_setup_retried(*, exit_code: int | None) -> str:
 def render_setup_restored(
     *, number: int, setup_s: float, size_gib: float, took_s: float, nodes: int, saved_usd: float
 ) -> str:
-    """`saved_usd`: the price of the gang for the time saved."""
+    """Render a restored `setup`. `saved_usd`: the price of the gang for the saved time."""
     where = "" if nodes == 1 else f" on {nodes} nodes"
     text = f"`setup` was skipped{where}: its files came from an archive of {size_gib:.2f} GiB in {took_s:.1f} s"
     return f"{text} instead of {setup_s:.1f} s, which saved {format_usd(saved_usd)} USD"
@@ -111,7 +111,7 @@ def render_nodes_given_back(*, number: int) -> str:
 
 
 def render_group_placed(*, group: str, place: str, usd: float, apart_usd: float, near: str = "") -> str:
-    """`near`: the task whose machines are already there; otherwise the place was chosen for all tasks together."""
+    """Render the place of a group. `near`: the task whose machines are already there; "" if chosen for all tasks."""
     if near:
         return f"group {group}: placing near task {near} in {place}"
     costs = f"{format_usd(usd)} USD for all tasks; {format_usd(apart_usd)} USD with each task in its cheapest location"
@@ -163,9 +163,9 @@ def render_decision(
     machine: str | None = None,
     kinds: Sequence[KindFacts] = (),
 ) -> str:
-    """Render a decision: `action` is "move", "stay" or "wait", `place` the target of a move or the current place.
+    """Render a decision: `action` is "move", "stay" or "wait"; `place` is the target of a move or the current place.
 
-    With machines of several `kinds`, `machine` names that of the place.
+    With machines of several `kinds`, `machine` is the kind at the place.
     """
     verb = {"move": "move to", "stay": "stay on"}.get(action)
     decision = "wait without machines" if verb is None else "stay"
@@ -191,7 +191,7 @@ def render_decision(
 
 
 def _describe_kind(kind: KindFacts, slowest: KindFacts) -> str:
-    """Describe the speed of a kind over that of the slowest one, and what an hour of work costs there."""
+    """Describe the speed of a kind relative to the slowest one, and the cost of an hour of work on it."""
     ratio, factor = kind["speed"] / slowest["speed"], kind["speed"] / kind["told"]
     speed = f"{kind['name']}" if kind is slowest else f"{kind['name']} does {ratio:.2g} times the work per hour"
     prices = [("spot", kind["spot_usd_work_hour"]), ("on-demand", kind["ondemand_usd_work_hour"])]
@@ -218,11 +218,11 @@ def render_displacing(*, victim: int) -> str:
 
 
 def render_displaced(*, by: int) -> str:
-    return f"job {by} has a higher priority and takes the slot; the program is told to save"
+    return f"job {by} has a higher priority and takes the slot; the program is signalled to save"
 
 
 def render_slot_returned(*, by: int) -> str:
-    return f"returned its slot to job {by}; it waits in its place in the queue and resumes from its newest checkpoint"
+    return f"returned its slot to job {by}; it keeps its position in the queue and resumes from its newest checkpoint"
 
 
 def render_advised(*, rank: int) -> str:

@@ -16,8 +16,8 @@ def render_place_asked(*, place: Place, usd_hour: float, is_resumed: bool = Fals
 def render_place_hedged(
     *, place: Place, usd_hour: float, late: Place, at_stake_usd_hour: float, late_s: float | None = None
 ) -> str:
-    """`late`: the previous place, which has not answered for `late_s`, or whose answer is unclear (None)."""
-    why = "gives no clear answer" if late_s is None else f"has not answered for {late_s:.0f} s"
+    """Render an additional request. `late`: the previous place, silent for `late_s` (None: unclear answer)."""
+    why = "has given no clear answer" if late_s is None else f"has not responded for {late_s:.0f} s"
     request = render_place_asked(place=place, usd_hour=usd_hour)
     return f"{describe_place(late)} {why}; also {request}, up to {format_usd(at_stake_usd_hour)} USD/h at once"
 
@@ -65,7 +65,7 @@ def render_place_returned(*, place: Place, took_s: float, usd: float) -> str:
 
 
 def render_last_places(*, regions: Sequence[str]) -> str:
-    return f"no location outside {' and '.join(regions)} is left to try; waiting for a clear answer there"
+    return f"no location outside {' and '.join(regions)} remains to be tried; waiting for a clear answer there"
 
 
 # -- clusters and nodes
@@ -92,7 +92,7 @@ def render_cluster_adopted(*, cluster: str, tag: str, node_count: int) -> str:
 
 
 def render_attempt_adopted(*, number: int, found_count: int | None = None) -> str:
-    """`found_count`: number of nodes found of an incomplete gang."""
+    """Render an adopted attempt. `found_count`: number of nodes found of an incomplete gang."""
     result = "continues" if found_count is None else f"ends because only {found_count} of its nodes were found"
     return f"attempt {number} was found by its tags and {result}"
 

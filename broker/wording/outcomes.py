@@ -1,4 +1,4 @@
-"""Render how attempts and jobs ended: a few words for each kind of outcome, and the reason of a failure."""
+"""Render how attempts and jobs ended: a short phrase for each kind of outcome, and the reason for a failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
 
 
 def describe_outcome(outcome: Outcome | None) -> str:
-    """Return how an attempt ended in a few words; empty while it has not."""
+    """Return a short description of how an attempt ended; empty while it has not."""
     return "" if outcome is None else _OUTCOMES[outcome.kind](outcome)
 
 
@@ -56,7 +56,7 @@ def describe_notice() -> str:
 
 
 def describe_slow_node(*, own_s: float, usual_s: float, saved_s: float) -> str:
-    """Return the reason for the replacement of a slow node, which makes the rest of the job `saved_s` shorter."""
+    """Return the reason for replacing a slow node, which shortens the rest of the job by `saved_s`."""
     times = f"{own_s:.3g} s for its own part of a step, {usual_s:.3g} s on the others"
     return f"{times}; without it, the rest of the job takes about {format_duration(saved_s)} less"
 
@@ -66,7 +66,7 @@ def describe_lost_start(error: str) -> str:
 
 
 def explain_exit(exit_code: int | None, *, cause: str = "", times: int = 1, step: int | None = None) -> str:
-    """Return why a job failed whose program exited with an error."""
+    """Return the reason for the failure of a job whose program exited with an error."""
     return f"`run` exited with {name_exit_code(exit_code, cause)}{_count(times, step)}"
 
 
@@ -85,7 +85,7 @@ def explain_broken_gang(reason: str, *, times: int = 1, step: int | None = None)
 def explain_unhealthy(reason: str, *, times: int) -> str:
     return (
         f"{times} nodes failed the check of their GPUs, the last one: {reason}; "
-        "`job_recovery: {health_check: false}` starts without the check"
+        "`job_recovery: {health_check: false}` disables the check"
     )
 
 
@@ -111,13 +111,13 @@ def explain_max_duration(limit_s: float) -> str:
 
 
 def explain_dependency(job_id: int | None, name: str, status: str) -> str:
-    """Return why a dependency failed; `job_id` is None if that job no longer exists."""
+    """Return the reason for a failed dependency; `job_id` is None if that job no longer exists."""
     job = "another job" if job_id is None else f"job {job_id} ({name})"
     return f"it depends on {job}, which is {status}"
 
 
 def explain_group_failure(job_id: int, name: str, status: str) -> str:
-    """Return why a job of a group was ended by the failure of another one."""
+    """Return the reason why a job of a group was ended by the failure of another one."""
     return f"its group failed: job {job_id} ({name}) is {status}"
 
 

@@ -12,7 +12,7 @@ Place = Mapping[str, Any]
 
 
 def make_place(placement: Placement) -> dict[str, object]:
-    """Return a placement as the data of an event."""
+    """Return a placement as event data."""
     offer = placement.offer
     return {
         "cloud": offer.cloud,

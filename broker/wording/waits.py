@@ -1,4 +1,4 @@
-"""Render why a job waits."""
+"""Render the reason why a job waits."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from broker.types import JobWait, WaitReason
 
 
 def describe_wait(wait: JobWait, *, now_s: float) -> str:
-    """Return a clause that continues "Job 3 waits"; "" if the status says it already."""
+    """Return a clause that continues "Job 3 waits"; "" if the status already shows the reason."""
     match wait.reason:
         case WaitReason.LIMIT:
             return f"for one of {describe_slots(wait.limit, wait.project)}, at position {wait.position}"
         case WaitReason.CAPACITY:
             left_s = max(0.0, (wait.until_s or now_s) - now_s)
-            return f"for capacity; clouds are asked again in {left_s:.0f} s"
+            return f"for capacity; next request in {left_s:.0f} s"
         case WaitReason.NEEDS:
-            return "for the jobs that it needs"
+            return "for the jobs that it depends on"
         case WaitReason.START:
             return ""
 

@@ -45,5 +45,5 @@ def test_unknown_accelerator_of_a_file_is_refused_with_its_place(tmp_path: Path)
     (task,) = load_tasks_text("run: x\nresources:\n  accelerators: A1000:8", "train.yaml")
     with pytest.raises(UnknownNameError) as caught:
         Context(tmp_path).plan(task)
-    assert caught.value.details == ("asked for in train.yaml:3:3",)
+    assert caught.value.details == ("requested in train.yaml:3:3",)
     assert "did you mean `A100`" in caught.value.hints[0]

@@ -17,7 +17,7 @@ def test_every_step_of_a_nodes_life_is_played_and_nothing_is_left(shell: Shell) 
     shown = shell.run("check", "local", "--live", "--bucket", f"file://{bucket}").stdout
     for line in ("ok      bucket:", "ok      create:", "ok      run: Linux", "ok      stop:", "ok      terminate:"):
         assert line in shown
-    assert "ok      leaks: nothing is left" in shown
+    assert "ok      leaks: nothing remains" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert shell.read_json("status")["clusters"] == []
     assert list(bucket.rglob("from-here")) == []

@@ -100,7 +100,7 @@ def test_queue_and_why_say_what_jobs_wait_for(
     (tmp_path / "config.toml").write_text("max_live_jobs = 1\n")
     lines = run("jobs", "queue").splitlines()
     told = [line for line in lines if " waits " in line]
-    assert told[0].startswith(f"Job {refused.id} waits for capacity; clouds are asked again in ")
+    assert told[0].startswith(f"Job {refused.id} waits for capacity; next request in ")
     assert told[1:] == [
         f"Job {high.id} waits for one of 1 slots (`max_live_jobs`), at position 1",
         f"Job {low.id} waits for one of 1 slots (`max_live_jobs`), at position 2",

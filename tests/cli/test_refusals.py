@@ -68,7 +68,7 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
     assert count_launches(account) == 3 and account.instances == {}
     again = shell.run(*ordered, code=5).stderr
     assert count_launches(account) == 3, "what refused a moment ago is remembered by the next command"
-    assert again.count("(remembered, not asked again yet)") == 3
+    assert again.count("(earlier refusal, not retried yet)") == 3
     assert set(find_hints(again)) == set(find_hints(error)), "what mends it is remembered as well"
 
 

@@ -1,4 +1,4 @@
-"""A managed job while the machine that launched it is away: announced before it starts, and kept."""
+"""A managed job while the machine that launched it is unavailable: announced before it starts, and kept."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_job_on_this_machine_is_launched_without_that_line(shell: Any) -> None:
         ("aws", "It continues for up to 2 h without this machine; preemptions are handled when it is back."),
         (
             "verda",
-            "It continues, and costs money, for as long as this machine is away, even beyond budget and deadline, "
+            "It continues, and costs money, while this machine is unavailable, even beyond budget and deadline, "
             "because machines of verda cannot terminate themselves; preemptions are handled when it is back.",
         ),
     ],

@@ -178,7 +178,7 @@ def test_one_sentence_is_shown_unless_tasks_differ_and_none_for_this_machine() -
 def test_no_allowance_is_promised_where_machines_cannot_terminate_themselves() -> None:
     (told,) = describe_allowances([make_paid_plan("hyperbolic", goal=Goal(budget_usd=3.0))])
     assert told == (
-        "continues, and costs money, for as long as this machine is away, even beyond budget and deadline, because "
+        "continues, and costs money, while this machine is unavailable, even beyond budget and deadline, because "
         "machines of hyperbolic cannot terminate themselves; preemptions are handled when it is back"
     )
 
@@ -187,6 +187,6 @@ def test_an_allowance_names_the_clouds_of_the_plan_where_it_would_not_hold() -> 
     plan, other = make_paid_plan(), make_paid_plan("yotta")
     (told,) = describe_allowances([replace(plan, estimates=(*plan.estimates, *other.estimates))])
     assert told == (
-        "continues for up to 12 h without this machine; for as long as it is away on yotta, whose machines cannot "
+        "continues for up to 12 h without this machine; as long as it is unavailable on yotta, whose machines cannot "
         "terminate themselves; preemptions are handled when it is back"
     )

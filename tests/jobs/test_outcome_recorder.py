@@ -173,7 +173,7 @@ def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> N
         stage.conclude(Verdict.FAILED, code)
         assert stage.see() == (
             JobStatus.RECOVERING, Outcome(kind=OutcomeKind.PROGRAM_FAILED, exit_code=code,
-            detail="it requested a restart: no headway" if code == 75 else ""), "", START_S + 5.0 * number,
+            detail="it requested a restart, without progress" if code == 75 else ""), "", START_S + 5.0 * number,
         )  # fmt: skip
         stage.begin(number + 1)
     stage.conclude(Verdict.FAILED, 3)

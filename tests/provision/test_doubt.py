@@ -1,4 +1,4 @@
-"""A region without clear answers: the search soon continues elsewhere, and otherwise ends in bounded time."""
+"""A region without clear answers: the search soon continues elsewhere, and otherwise ends within a limit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_region_is_requested_soon_and_zones_of_the_suspect_one_are_skipp
     usual_s = search.world.cloud.settle_s + search.world.cloud.timings.boot_s_max
     assert search.end_s <= usual_s + 10.0, "one look for what was made, then the other region's own time"
     assert set(search.asked) == {"east1a", "west1a"}
-    assert "gives no clear answer; also requesting 2 x big spot in west1a" in "\n".join(search.told)
+    assert "has given no clear answer; also requesting 2 x big spot in west1a" in "\n".join(search.told)
     assert not search.world.store.intents.list_open() and search.world.count_live(lambda node: True) == 2
 
 
@@ -80,7 +80,7 @@ def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_th
     assert search.up(*EAST, *WEST, hedge=1).placement.offer.zone == "west1a"
     assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
-    assert not any("is left to try" in line for line in search.told)
+    assert not any("remains to be tried" in line for line in search.told)
     (hedged,) = (line for line in search.told if "also requesting" in line)
     assert "up to 2.00 USD/h at once" in hedged, "the abandoned one costs no more"
     assert not search.world.store.intents.list_open()
@@ -96,7 +96,9 @@ def test_a_search_without_other_regions_reports_so_and_ends(
     with pytest.raises(CapacityError) as caught:
         search.up(*EAST, hedge=hedge)
     assert search.end_s <= 5 * UNCLEAR_S_MAX
-    assert len([line for line in search.told if "no location outside east1 (simulated) is left to try" in line]) == 1
+    assert (
+        len([line for line in search.told if "no location outside east1 (simulated) remains to be tried" in line]) == 1
+    )
     assert "east1a" in str(caught.value.details) and "east1b" in str(caught.value.details)
     assert not search.world.store.intents.list_open() and not search.world.list_live_nodes()
 

@@ -84,7 +84,7 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
     story = "\n".join(told)
     for words in (
         "requesting 2 x big spot in east1a",
-        "has not answered for 20 s",
+        "has not responded for 20 s",
         "up to 4.00 USD/h at once",
         "all nodes are running after",
     ):

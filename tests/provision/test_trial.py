@@ -91,7 +91,7 @@ def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> N
     assert "1 x big spot in east1a" in steps["create"].note and "sim-" in steps["create"].note
     again_s = float(steps["stop"].note.removeprefix("stopped, and up again after ").removesuffix(" s"))
     assert stage.cloud.lag_s <= again_s < stage.cloud.lag_s + 6.0
-    assert steps["leaks"].note == "nothing is left"
+    assert steps["leaks"].note == "nothing remains"
     assert gang.run_ids == {1} and gang.autostop == Autostop(idle_minutes=10, is_down=True)
     assert 5.0 <= steps["run"].took_s <= 7.0 and steps["login"].spent_usd == 0.0
     assert steps["leaks"].spent_usd == pytest.approx(stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()))
@@ -144,7 +144,7 @@ def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
     [
         ({"status": RunStatus.FAILED}, "the command ended with status FAILED: (node 0) Python 3.12.3"),
         ({"status": RunStatus.FAILED, "log": ""}, "the command ended with status FAILED"),
-        ({"log": "(node 0) Linux\n"}, "the command ran, but its output did not arrive"),
+        ({"log": "(node 0) Linux\n"}, "the command ran, but its output was not received"),
         ({"ends_after_s": 1e9}, f"the command has not ended after {RUN_S_MAX:g} s"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_node_that_is_not_confirmed_gone_is_reported_as_a_leak(stage: Stage) -
     assert steps["terminate"].outcome is steps["leaks"].outcome is StepOutcome.FAILED
     assert f"try again with `broker down {NAME}`" in steps["terminate"].hints[0]
     (node,) = stage.world.list_live_nodes()
-    assert steps["leaks"].note == f"still there: {node.id}" and node.state is NodeState.RUNNING
+    assert steps["leaks"].note == f"nodes remain: {node.id}" and node.state is NodeState.RUNNING
 
 
 def test_nodes_of_an_earlier_trial_are_terminated_first_and_stop_is_skipped_if_not_supported(stage: Stage) -> None:

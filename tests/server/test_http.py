@@ -30,6 +30,8 @@ CANARY = "swordfish-in-the-canary"
 def test_api_document_describes_every_verb_and_its_answers(hosted: Hosted) -> None:
     _, document = hosted.ask("/openapi.json")
     assert {f"/v1/{verb}" for verb in VERBS} <= set(document["paths"])
+    summaries = {verb: document["paths"][f"/v1/{verb}"]["post"]["summary"] for verb in VERBS}
+    assert not [verb for verb, text in summaries.items() if not text.endswith(".")], "a summary is a whole sentence"
     for verb, body in (("show_status", {}), ("list_queue", {"newest": 5}), ("show_cost", {"by": "day"})):
         status, answer = hosted.ask(f"/v1/{verb}", body, token=hosted.tokens["viewer"])
         schema = document["paths"][f"/v1/{verb}"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]

@@ -369,5 +369,5 @@ def test_redirect_of_another_login_is_ignored_and_an_error_ends_it(served: Hoste
 
 
 def test_login_that_never_arrives_ends(served: Hosted) -> None:
-    with pytest.raises(UsageError, match="no login arrived"):
+    with pytest.raises(UsageError, match="no login was received"):
         log_in(ServerLogin(url=served.listening.url, token=Secret(value="")), lambda page: None, waits=-99)

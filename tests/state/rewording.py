@@ -68,11 +68,11 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"; trying again in (\d+ s)", r"; retrying in \1"),
     (
         r"is late after (\d+ s): (?:asking for) (.+?) too, ([\d.]+ USD/h) at stake",
-        r"has not answered for \1; also requesting \2, up to \3 at once",
+        r"has not responded for \1; also requesting \2, up to \3 at once",
     ),
     (
         r"gives no clear answer: (?:asking for) (.+?) too, ([\d.]+ USD/h) at stake",
-        r"gives no clear answer; also requesting \1, up to \2 at once",
+        r"has given no clear answer; also requesting \1, up to \2 at once",
     ),
     (r"\basking for (\d+ x )", r"requesting \1"),
     (r"\bgoing on with (\d+ x )", r"resuming \1"),
@@ -89,7 +89,7 @@ RULES: tuple[tuple[str, str], ...] = (
         r"(\d+ x \S+ [^(]+\(\w+\)) is confirmed gone after ([\d.]+ s), it cost ([\d.]+ USD)",
         r"terminated \1 in \2 (cost \3)",
     ),
-    (r"no place outside (.*) is left to ask: waiting for", r"no location outside \1 is left to try; waiting for"),
+    (r"no place outside (.*) is left to ask: waiting for", r"no location outside \1 remains to be tried; waiting for"),
     (r"(\S+) had no record and was ended", r"terminated \1, which had no record"),
 )
 KEPT = re.compile(r"; keeping \d+ of \d+ nodes while replacing the rest$")  # part of the event, not of the outcome

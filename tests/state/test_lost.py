@@ -82,7 +82,7 @@ def test_another_database_in_its_place_is_refused(path: Path, tmp_path: Path) ->
     Store(tmp_path / "other.db", clock=CLOCK).close()
     remove(path)
     (tmp_path / "other.db").rename(path)
-    with pytest.raises(StateError, match="another file was put in its place"):
+    with pytest.raises(StateError, match="another file has replaced it"):
         open_store(path)
 
 

@@ -22,7 +22,7 @@ def test_a_key_is_made_once_and_is_private(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_a_key_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
     (tmp_path / "secret.key").write_text("hunter2")
-    with pytest.raises(StateError, match="is not a valid key: 32 bytes") as caught:
+    with pytest.raises(StateError, match="is not a valid key: expected 32 bytes") as caught:
         load_key(tmp_path)
     assert "openssl rand" in caught.value.hints[0] and "hunter2" not in str(caught.value)
 

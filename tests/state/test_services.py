@@ -18,7 +18,7 @@ def test_a_service_is_returned_as_it_was_added_and_its_name_is_used_once(open_st
     made = store.services.add("chat", Task(run="serve"), **PLACE)  # type: ignore[arg-type]
     assert (made.name, made.version, made.port, made.wanted) == ("chat", 1, 30000, 2)
     assert open_store().services.get("chat") == made == store.services.list()[0]
-    with pytest.raises(UsageError, match="`chat` exists"):
+    with pytest.raises(UsageError, match="`chat` already exists"):
         store.services.add("chat", Task(), **PLACE)  # type: ignore[arg-type]
     assert [event.kind for event in store.services.list_events("chat")] == [ServiceEventKind.CREATED]
 

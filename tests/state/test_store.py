@@ -92,7 +92,7 @@ def test_an_older_schema_in_a_folder_that_cannot_be_written_is_refused_with_the_
         return real(name, flags, *given, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StateError, match="has schema 15, and cannot be brought to schema") as caught:
+    with pytest.raises(StateError, match="has schema 15, and cannot be migrated to schema") as caught:
         Store(path, clock=SystemClock())
     assert caught.value.hints == ("make the folder writable",)
 

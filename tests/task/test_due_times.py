@@ -198,7 +198,7 @@ def test_invalid_schedule_is_a_fault_with_its_position(text: str, message: str, 
 
 
 def test_schedule_of_one_task_among_several_is_a_fault() -> None:
-    with pytest.raises(TaskError, match="must be the only one of its file"):
+    with pytest.raises(TaskError, match="must be the only one in its file"):
         load_tasks_text('name: a\nrun: x\nschedule: "0 2 * * *"\n---\nname: b\nrun: x\n', "task.yaml")
 
 

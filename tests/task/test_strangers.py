@@ -169,9 +169,9 @@ def test_header_of_a_group_may_have_placement_and_unknown_fields_are_named_as_it
         ("apiVersion: v1\nkind: Pod\nspec: {}", "a Kubernetes manifest"),
         ("version: '3'\nservices: {web: {image: x}}", "a Docker Compose file"),
         ("on: push\njobs: {a: {steps: []}}", "a GitHub Actions workflow"),
-        ("cluster_name: x\nprovider: {type: aws}", "a configuration of a Ray cluster"),
-        ("name: v\ntype: k8s-pvc\ninfra: k8s\nsize: 10Gi", "the description of a volume"),
-        ("jobs: {controller: {}}\nkubernetes: {ports: ingress}", "a file of SkyPilot's settings"),
+        ("cluster_name: x\nprovider: {type: aws}", "a Ray cluster configuration"),
+        ("name: v\ntype: k8s-pvc\ninfra: k8s\nsize: 10Gi", "a volume description"),
+        ("jobs: {controller: {}}\nkubernetes: {ports: ingress}", "a SkyPilot settings file"),
     ],
 )
 def test_file_of_another_program_is_refused_in_one_sentence(text: str, expected: str) -> None:
@@ -258,11 +258,11 @@ def test_common_mistake_gets_a_hint(text: str, fault: str) -> None:
         ("resources:\n  cpus 2\n  memory: 4", "2 not valid YAML: a field without `:` | put a colon after `cpus`"),
         ("resources:\n  cpus:2\n  memory: 4", "2 not valid YAML: a field without `:` | put a space after the colon"),
         ("resources:\n  cpus: 2\n   memory: 4", "3 not valid YAML: this line is indented further than line 2"),
-        ("resources:\n    cpus: 2\n  memory: 4", "3 not valid YAML: the indentation of this line fits none above it"),
+        ("resources:\n    cpus: 2\n  memory: 4", "3 not valid YAML: the indentation matches no line above"),
         ("envs:\n  A: x\n\n4\n", "4 not valid YAML: a field without `:` | write `KEY: VALUE`, or remove the line"),
         (
             "resources:\n  infra: */us-east-1",
-            "2 not valid YAML: `*` and `&` have a meaning of their own | put the value",
+            "2 not valid YAML: `*` and `&` have a special meaning in YAML | put the value",
         ),
         ("name: @x", "1 not valid YAML: a value cannot start with `@` | put it in quotes"),
         (

@@ -56,7 +56,7 @@ def check_clouds(context: Context) -> tuple[CloudAnswer, ...]:
 
 
 def plan_tasks(context: Context, *, tasks: tuple[Task, ...], is_dryrun: bool = True) -> tuple[Plan, ...]:
-    """Rank placements for each task, on every listed cloud, or on those that are set up without `is_dryrun`."""
+    """Rank placements for each task: on every listed cloud with `is_dryrun`, else on the clouds that are set up."""
     found = [context.resolve(task) for task in tasks]
     check_notices(found, is_launch=False, note=context.note)
     plans = tuple(plan_launch(context, task, is_dryrun=is_dryrun) for task in found)
@@ -65,7 +65,7 @@ def plan_tasks(context: Context, *, tasks: tuple[Task, ...], is_dryrun: bool = T
 
 
 def report_month(context: Context, *, month: str | None = None) -> Report:
-    """Report a month, YYYY-MM in the local time of the store's machine; the current one with None."""
+    """Report a month, YYYY-MM in the local time of the store's machine; None means the current one."""
     return read_report(context, read_month(month, now_s=context.clock.now_s()), on_damage=context.warn)
 
 
@@ -80,7 +80,7 @@ def list_forecasts(context: Context) -> tuple[JudgedForecast, ...]:
 
 
 def inspect_clouds(context: Context) -> tuple[CloudSummary, ...]:
-    """Ask every cloud whether it could launch nodes now, and record the answers."""
+    """Check whether each cloud could launch nodes now, and record the results."""
     found = tuple(asyncio.run(checking.check_clouds(context)))
     rows = [(each.name, each.can_launch, each.note) for each in found]
     record_overview(context.config, rows, now_s=context.clock.now_s())
@@ -101,7 +101,7 @@ def inspect_cloud(context: Context, *, cloud: str) -> tuple[CheckedItem, ...]:
 
 
 def list_startable(context: Context, *, cloud: str) -> tuple[TypeCheckResult, ...]:
-    """List accelerators with whether their smallest machine would start now. Raises UsageError, CloudError."""
+    """List accelerators, and whether their smallest machine would start now. Raises UsageError, CloudError."""
     inspector = find_inspector(cloud)
     if not isinstance(inspector, InspectsTypes):
         raise UsageError(

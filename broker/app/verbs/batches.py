@@ -19,7 +19,7 @@ Show = Callable[[Sequence[Plan]], None]
 
 @frozen
 class MapState:
-    """A map at one moment. `manifest` is None until no shard is left; `failures` explain shards that were left out."""
+    """A map at one moment. `manifest` is None while shards remain; `failures` explain failed shards."""
 
     name: str
     input: str
@@ -50,7 +50,7 @@ class SweepRun:
 
 @frozen
 class SweepState:
-    """A sweep at one moment. `runs` are those that were started, the best first; `best` is the number of a run."""
+    """A sweep at one moment. `runs` are the started runs, the best first; `best` is the number of a run."""
 
     name: str
     configurations: tuple[Mapping[str, str], ...]
@@ -159,7 +159,7 @@ async def _follow_sweep(driver: SweepDriver, on_change: Callable[[SweepState], N
 
 
 def read_sweep(context: Context, *, request: SweepRequest) -> SweepState:
-    """Read the state of a sweep, changing nothing."""
+    """Read the state of a sweep without changing anything."""
     driver = SweepDriver(context, request)
     return _describe_sweep(driver, driver.look())
 

@@ -17,7 +17,7 @@ from broker.types import Autostop, Estimate, Run
 
 @frozen
 class DownPreview:
-    """The clusters that a `down` would terminate, and an error for every name that it would not."""
+    """The clusters that `down` would terminate, and an error for every other given name."""
 
     names: tuple[str, ...]
     failures: tuple[BrokerError, ...]
@@ -36,7 +36,7 @@ def check_up(context: Context, *, cluster: str) -> None:
 
 
 def find_run(context: Context, *, cluster: str, run_id: int | None = None) -> int:
-    """Return the run id given, or the newest of a cluster that is up. Raises UsageError."""
+    """Return the run ID given, or the newest of a cluster that is up. Raises UsageError."""
     return clusters.find_run_id(context, clusters.find_up(context, cluster).name, run_id)
 
 
@@ -49,7 +49,7 @@ def follow_run(
     is_following: bool = True,
     offset: int = 0,
 ) -> None:
-    """Pass a run's output from `offset` on to `on_chunk`. Raises RunFailedError for a run that did not succeed."""
+    """Pass a run's output, starting at `offset`, to `on_chunk`. Raises RunFailedError if the run fails."""
 
     async def follow() -> None:
         found = clusters.find_up(context, cluster)
@@ -65,7 +65,7 @@ def list_runs(context: Context, *, cluster: str) -> tuple[Run, ...]:
 
 
 def cancel_runs(context: Context, *, cluster: str, run_ids: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Cancel the runs, or all with None; return those that were live."""
+    """Cancel the runs, or all if None; return those that were live."""
     return tuple(asyncio.run(clusters.cancel_runs(context, clusters.find_up(context, cluster), run_ids)))
 
 
@@ -96,9 +96,9 @@ def preview_down(context: Context, *, patterns: tuple[str, ...], is_all: bool = 
 def terminate_clusters(
     context: Context, *, names: tuple[str, ...], on_down: Callable[[str], None], is_immediate: bool = False
 ) -> tuple[BrokerError, ...]:
-    """Terminate clusters concurrently; return the errors of those that could not be.
+    """Terminate clusters concurrently; return the errors of those that could not be terminated.
 
-    Each first uploads its files for mounted buckets, unless `is_immediate`.
+    Each cluster first uploads its files for mounted buckets, unless `is_immediate`.
     """
     wanted, failures = clusters.select_clusters(context, names)
     taking = clusters.take_down(

@@ -23,7 +23,7 @@ from broker.state.people import Owned
 from broker.types import Job, JobStatus, JobWait, NodeHistory, Secret
 from broker.types.forecasts import JobForecast
 
-FORECASTS_MAX = 10  # live jobs in a list whose rest is forecast, each in the time of a plan
+FORECASTS_MAX = 10  # live jobs of a list that get a forecast; each takes as long as a plan
 
 
 @frozen
@@ -49,7 +49,7 @@ class Queue:
     spent_usd: Mapping[int, float]
     count: int
     forecasts: Mapping[int, JobForecast]
-    waits: Mapping[int, JobWait] = field(default_factory=dict)  # of PENDING jobs; none from an older server
+    waits: Mapping[int, JobWait] = field(default_factory=dict)  # of PENDING jobs; empty from an older server
     users: Mapping[int, str] = field(default_factory=dict)
     other_count: int = 0
 
@@ -64,15 +64,15 @@ class Story:
     paid_usd: float
     needs: tuple[Job, ...]
     forecast: JobForecast | None
-    chances: tuple[ChancePoint, ...] = ()  # of the deadline, as they moved; none from an older server
-    nodes: tuple[NodeHistory, ...] = ()  # what its nodes report of themselves; none from an older server
+    chances: tuple[ChancePoint, ...] = ()  # of meeting the deadline, over time; empty from an older server
+    nodes: tuple[NodeHistory, ...] = ()  # reported by its nodes; empty from an older server
     wait: JobWait | None = None
     starts: StartCost | None = None
 
 
 @frozen
 class Cancellation:
-    """A job that was asked to end; `is_live` is False for one that had ended before."""
+    """A job whose end was requested; `is_live` is False if it had already ended."""
 
     job_id: int
     name: str
@@ -89,7 +89,7 @@ class Cancelled:
 
 
 def list_queue(context: Context, *, newest: int | None, of_all_users: bool = True) -> Queue:
-    """List the `newest` jobs and every live one; all jobs where it is None. On a server, list the caller's own jobs
+    """List the `newest` jobs and every live one; all jobs if None. On a server, list the caller's own jobs
     unless `of_all_users`."""
     visibility = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
     lines = context.store.jobs.list_lines(None if visibility.only else newest, on_damage=context.warn)
@@ -132,13 +132,13 @@ def list_jobs(context: Context, *, of_all_users: bool = True) -> tuple[PricedJob
 
 
 def explain_waits(context: Context, jobs: Sequence[Job | JobLine]) -> Mapping[int, JobWait]:
-    """Return why the PENDING ones of these jobs wait; nothing is read if there is none."""
+    """Return the reasons why PENDING jobs among these wait. Without any, nothing is read."""
     wanted = {each.id for each in jobs if each.status is JobStatus.PENDING}
     return context.job_queue.explain(wanted) if wanted else {}
 
 
 def show_job(context: Context, *, job: str) -> PricedJob:
-    """Find a job by ID, or the newest of a name. Raises UsageError."""
+    """Find a job by ID, or the newest job with a name. Raises UsageError if there is none."""
     return _view(context, jobs.find_job(context, job))
 
 
@@ -159,7 +159,7 @@ def follow_log(
     is_following: bool = True,
     offset: int = 0,
 ) -> None:
-    """Pass a job's output from `offset` on to `on_chunk`, across recoveries, until the job ends."""
+    """Pass a job's output, starting at `offset`, to `on_chunk`, across recoveries, until the job ends."""
     found = jobs.find_job(context, job)
     if not is_following:
         context.keep_jobs_going()
@@ -207,7 +207,7 @@ def wait_for_job(context: Context, *, job: str, status: JobStatus, timeout_s: fl
 
 
 def cancel_jobs(context: Context, *, names: tuple[str, ...], is_all: bool = False) -> Cancelled:
-    """Cancel jobs by ID, name or pipeline, or all that are live. Raises UsageError if none of the names is known."""
+    """Cancel jobs by ID, name or pipeline, or all live jobs. Raises UsageError if none of the names is known."""
     known = context.store.jobs.list(on_damage=context.warn)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if is_all else []
     missing: list[UsageError] = []
@@ -228,7 +228,7 @@ def cancel_jobs(context: Context, *, names: tuple[str, ...], is_all: bool = Fals
 
 
 def retry_job(context: Context, *, job: str, secrets: Mapping[str, Secret], request_id: str | None) -> Job:
-    """Submit an ended job again, which resumes from its checkpoints."""
+    """Resubmit an ended job, which resumes from its checkpoints."""
     given = {name: secret.value for name, secret in secrets.items()}
     return jobs.retry(context, jobs.find_job(context, job), secrets=given, request_id=request_id)
 
@@ -236,6 +236,6 @@ def retry_job(context: Context, *, job: str, secrets: Mapping[str, Secret], requ
 def retry_group(
     context: Context, *, job: str, secrets: Mapping[str, Secret], request_id: str | None
 ) -> tuple[Job, ...]:
-    """Submit all jobs of an ended job group again, as a new group; `job` is the name of the group."""
+    """Resubmit all jobs of an ended job group as a new group; `job` is the name of the group."""
     given = {name: secret.value for name, secret in secrets.items()}
     return jobs.retry_group(context, job, secrets=given, request_id=request_id)

@@ -27,7 +27,7 @@ class Started:
 
 
 def name_target(context: Context, *, task: Task) -> str:
-    """Return the name of the cluster that a launch of the task uses where none is given."""
+    """Return the default name of the cluster for a launch of the task."""
     return launching.name_cluster(task, context.config.owner)
 
 
@@ -66,12 +66,12 @@ def launch(
 
 
 def describe_interrupted(context: Context, *, cluster: str) -> tuple[str, ...]:
-    """Describe what an interrupted launch left running, its cost, and the command that terminates it."""
+    """Describe what is still running after an interrupted launch, its cost, and the command that terminates it."""
     return tuple(launching.describe_interrupted(context, cluster))
 
 
 def exec_task(context: Context, *, cluster: str, task: Task) -> int:
-    """Start a task's `run` on a cluster that is up; return the run's id."""
+    """Start a task's `run` on a cluster that is up; return the run's ID."""
     return asyncio.run(launching.exec_task(context, find_up(context, cluster), task))
 
 
@@ -96,7 +96,7 @@ def launch_jobs(
         return ()
     found = forecasts.submit(context, ready.tasks, ready.plans, name=name, request_id=request_id, hedge=hedge)
     submitted = tuple(found)
-    # Called before the daemon starts: the jobs are recorded, and repeating the launch would submit them twice.
+    # Called before the daemon starts: the jobs are already recorded, so repeating the launch would submit them twice.
     on_submitted(submitted)
     context.ensure_daemon()
     return submitted

@@ -15,7 +15,7 @@ def list_schedules(context: Context) -> tuple[ScheduleView, ...]:
 
 
 def list_due_times(context: Context, *, schedule: str, newest: int = schedules.NEWEST) -> tuple[DueTime, ...]:
-    """List what became of the `newest` due times of a schedule, oldest first. Raises UsageError."""
+    """List the outcomes of the `newest` due times of a schedule, oldest first. Raises UsageError."""
     context.keep_jobs_going()
     return tuple(context.store.schedules.list_due_times(schedules.find_schedule(context, schedule), newest=newest))
 
@@ -26,7 +26,7 @@ def pause_schedule(context: Context, *, schedule: str) -> JobSchedule:
 
 
 def resume_schedule(context: Context, *, schedule: str) -> JobSchedule:
-    """Start jobs again, from the next due time on."""
+    """Start jobs again from the next due time."""
     found = schedules.resume_schedule(context, schedule)
     context.ensure_daemon()
     return found

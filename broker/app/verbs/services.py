@@ -41,7 +41,7 @@ def bring_up_service(
     confirm: Show,
     track_upload: TrackUpload = ignore_upload,
 ) -> Service | None:
-    """Record a service, which its controller then brings up; return None for a dry run. Raises UsageError."""
+    """Record a service for its controller to bring up; return None for a dry run. Raises UsageError."""
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
     made, _ = record_service(
         context, (), task, service=service, host=host, port=port, callbacks=callbacks, is_dryrun=is_dryrun
@@ -99,7 +99,7 @@ def follow_service_log(
     is_following: bool = True,
     offset: int = 0,
 ) -> None:
-    """Pass a replica's output from `offset` on to `on_chunk`; with None, the balancer's log, which is not followed."""
+    """Pass a replica's output, from `offset`, to `on_chunk`; for None, the balancer's log, which is not followed."""
     found = find_service(context, service)
     if replica is None:
         gateways.check_has_log(context, found)
@@ -122,7 +122,7 @@ def follow_service_log(
 
 
 def preview_services_down(context: Context, *, names: tuple[str, ...], is_all: bool = False) -> tuple[str, ...]:
-    """Return the services that a `down` would terminate. Raises UsageError for an unknown name."""
+    """Return the services that `down` would terminate. Raises UsageError for an unknown name."""
     if is_all:
         return tuple(each.name for each in context.store.services.list())
     return tuple(find_service(context, each).name for each in names)

@@ -19,9 +19,9 @@ LOOK_S = 1.0
 
 @frozen
 class JobChanges:
-    """Changes since the last look: the jobs as they are now, by ID, and their new events, oldest first.
+    """Changes since the last read: the changed jobs in their current state, by ID, and their new events, oldest first.
 
-    `usage`: what the nodes of all watched jobs use now; none from an older server.
+    `usage` is the current usage of the nodes of all watched jobs; empty from an older server.
     """
 
     lines: tuple[JobLine, ...]
@@ -39,7 +39,7 @@ class JobHistory:
 
 
 class Watcher:
-    """The watched jobs as last seen. `look` returns what changed since."""
+    """The watched jobs as last read. `look` returns changes since then."""
 
     def __init__(self, context: Context, wanted: int | None) -> None:
         self._context = context
@@ -53,7 +53,7 @@ class Watcher:
         return all(line.status.is_terminal for line in self.lines.values())
 
     def look(self) -> tuple[Sequence[JobLine], Sequence[EventRow]]:
-        """Return the jobs that changed, by id, and their new events, oldest first."""
+        """Return the changed jobs, by ID, and their new events, oldest first."""
         store = self._context.store
         newest = store.events.get_newest_id()
         events = store.events.list(after=self._newest) if newest > self._newest else []
@@ -63,7 +63,7 @@ class Watcher:
         return changed, [each for each in events if each.id <= newest and each.job_id in found]
 
     def _read(self) -> Mapping[int, JobLine]:
-        """Read the wanted job, or every live job and those seen before, which may have ended."""
+        """Read the wanted job, or every live job and those read before, which may have ended."""
         jobs = self._context.store.jobs
         live = {line.id: line for line in jobs.list_lines(0, on_damage=self._context.warn)}
         known = set(self.lines) if self._wanted is None else {self._wanted}
@@ -77,9 +77,9 @@ class Watcher:
 
 
 def watch_jobs(context: Context, *, job: str | None, on_change: Callable[[JobChanges], None]) -> None:
-    """Pass changes of a job, or of all live ones with None, to `on_change` about once a second until they end.
+    """Pass changes of a job, or of all live jobs for None, to `on_change` about once a second until they end.
 
-    Raises JobEndedError for a named job that ended in another status than SUCCEEDED.
+    Raises JobEndedError for a named job that ended with a status other than SUCCEEDED.
     """
     wanted = None if job is None else find_job(context, job).id
     watcher = Watcher(context, wanted)
