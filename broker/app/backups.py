@@ -165,8 +165,8 @@ class Backups:
     def restore(self) -> Restored:
         """Fill an empty state folder from the newest backup, under a new epoch, which fences every earlier server.
 
-        May be repeated until it returns: an interrupted call leaves no database. Raises StateError, or UsageError if there
-        is no backup.
+        May be repeated until it returns: an interrupted call leaves no database. Raises StateError, or UsageError if
+        there is no backup.
         """
         if (self._home / DATABASE).exists():
             raise StateError(
