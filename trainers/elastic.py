@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 2.0
 SEARCH_S = 3.0
-# The death of a peer is noticed at once, a machine that vanished after `rendezvous.SILENCE_S_MAX`.
+# The death of a peer is detected at once, a vanished machine after `rendezvous.SILENCE_S_MAX`.
 CHANGE_S_MAX = 40.0
 LOCK_S_MAX = 30.0
 VOTE_S_MAX = 120.0

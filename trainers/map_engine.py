@@ -85,7 +85,7 @@ class ShardMapper:
     def __call__(self, row: Row) -> Row:
         """Return the row with `items`, the number of results, and `reason`, which is empty unless the program failed.
 
-        Raises OSError if the input or output keeps failing, which engines answer by another try or by ending the map.
+        Raises OSError if the input or output keeps failing; an engine then retries or ends the map.
         """
         number = int(row["shard"])
         try:

@@ -217,7 +217,7 @@ def spare_compiler() -> None:
 
 
 class SparedAdamW(torch.optim.AdamW):
-    """AdamW whose step does not import torch's compiler to tell it where to break a graph: see `spare_compiler`."""
+    """AdamW whose step does not import torch's compiler only to mark a graph break: see `spare_compiler`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

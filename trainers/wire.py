@@ -122,7 +122,7 @@ class Wire:
                 self._flush()
             except ssl.SSLError:
                 with suppress(OSError):
-                    self._flush()  # so that the other end learns the reason
+                    self._flush()  # so that the other end receives the reason
                 raise
             else:
                 return self._flush()

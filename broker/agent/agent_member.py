@@ -26,14 +26,14 @@ TICK_S = 0.1
 # time the program ends, and the broker starts the next attempt from the newest checkpoint.
 AWAY_S_MAX = 300.0
 BACKLOG_CHARS_MAX = 1 << 20  # of the log, kept while there is no head
-FACTS = ("setup", "exit", "notice", "cancel")  # a new head must be told again
+FACTS = ("setup", "exit", "notice", "cancel")  # repeated to each new head
 
 
 class Membership:
     """The connection of one runner to the head of its gang, wherever that is.
 
-    `on_message` gets the head's messages; {"type": "lost"} only when the run is to end for it. `lead` is called when
-    this node is to take over: it starts a coordinator, and returns whether that succeeded.
+    `on_message` gets the head's messages; {"type": "lost"} only if the run must end because of it. `lead` is called
+    when this node is to take over: it starts a coordinator, and returns whether that succeeded.
     """
 
     def __init__(

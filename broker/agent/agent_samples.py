@@ -23,7 +23,7 @@ else:
 
 EVERY_S = 10.0
 FIRST_S = 1.0  # until the first sample, so that a short program has one
-SECTOR_BYTES = 512  # the unit of /proc/diskstats, whatever the disk's own sector size
+SECTOR_BYTES = 512  # the unit of /proc/diskstats, regardless of the disk's own sector size
 PARTS = ("loop", "ram", "zram", "dm-", "md", "sr", "nbd")  # devices built on others, or without a disk
 
 

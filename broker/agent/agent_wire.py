@@ -67,7 +67,7 @@ class Wire:
             except ssl.SSLWantReadError:
                 self._flush(give_up_s)
             except ssl.SSLError:
-                self._flush(give_up_s)  # tells the peer why
+                self._flush(give_up_s)  # sends the peer the reason
                 raise
             else:
                 return self._flush(give_up_s)

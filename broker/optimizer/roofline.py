@@ -220,7 +220,7 @@ def _data_s(
 
     Stage 0 sends 2 x the gradients once per step, stages 1 and 2 gradients and weights, overlapping the last backward
     pass; stage 3 gathers the weights twice per micro-batch and scatters the gradients once per step (Rajbhandari 2020,
-    section 7.2), overlapping all of it. A ring crosses a node's network once, whatever the number of its cards.
+    section 7.2), overlapping all of it. A ring crosses a node's network once, regardless of the number of its cards.
     """
     d = sharding.replicas
     if d == 1:

@@ -41,7 +41,7 @@ def ensure_credentials(folder: ServiceFolder, service: str, *, has_gateways: boo
 
 
 def read_gateway_files(folder: ServiceFolder, number: int) -> dict[str, str]:
-    """Return what gateway `number` needs, by name: its own key, and the replicas' certificate. Raises StateError."""
+    """Return the files of gateway `number`, by name: its own key, and the replicas' certificate. Raises StateError."""
     return {
         folder.balancer_pem.name: _read(folder.gateway_pem(number)),
         folder.replica_pem.name: read_certificate(folder.replica_pem),

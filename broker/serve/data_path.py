@@ -73,7 +73,7 @@ class ReplicaQueue:
         self._woken = asyncio.Event()
 
     async def wait(self, deadline_s: float) -> bool:
-        """Wait until a replica may be ready; return False after the deadline, or where too many wait."""
+        """Wait until a replica may be ready; return False after the deadline, or if too many wait."""
         rest_s = deadline_s - self._clock.now_s()
         if rest_s <= 0 or self.is_full:
             return False

@@ -2,7 +2,7 @@
 
 A gateway is a managed job like a replica, without a row of its own: its request id names the service, its number and
 the try, so that a controller which was killed finds it. Its machine's agent replaces files and returns the load
-(`gateway_link.py`); a gateway that the controller does not reach serves on with its last files.
+(`gateway_link.py`); a gateway that the controller cannot reach keeps serving with its last files.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Gateways:
         return max(1, sum(each.may_serve for each in self._tries))
 
     def merge(self) -> Load | None:
-        """Return the load of the service; None if no gateway is heard."""
+        """Return the load of the service; None if no gateway reports."""
         heard = {number: link.load for number, link in self._links.items() if link.is_heard()}
         is_complete = all(each.number in heard for each in self._tries if each.may_serve)
         return merge_loads([load for load in heard.values() if load is not None], is_complete=is_complete)

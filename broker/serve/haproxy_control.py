@@ -137,9 +137,9 @@ class HaproxyControl:
                 continue
 
     async def reload(self) -> bool:
-        """Have the configuration in the folder served by a new worker; return whether it is.
+        """Start a new worker with the configuration in the folder; return whether it serves.
 
-        A configuration that is refused changes nothing: the old worker serves on. Raises NoAnswerError.
+        A configuration that is refused changes nothing: the old worker keeps serving. Raises NoAnswerError.
         """
         before = {each.pid for each in await self.list_workers()}
         assert self._process is not None

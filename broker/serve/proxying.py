@@ -157,7 +157,7 @@ class Proxy:
         headers = pass_headers(request.headers)
         headers.pop("content-length", None)
         if self.gate.has_keys:
-            headers.popall("authorization", None)  # replicas do not learn the keys
+            headers.popall("authorization", None)  # replicas do not receive the keys
         if isinstance(body, aiohttp.StreamReader) and request.content_length is not None:
             headers["content-length"] = str(request.content_length)
         remote, earlier = request.remote or "", headers.get("x-forwarded-for")

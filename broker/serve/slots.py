@@ -33,7 +33,7 @@ class PlacementRequest:
 
 @frozen
 class ChosenSlots:
-    """Slots; `needed` of their replicas have to be ready. None: one replica per slot, whatever happens to it."""
+    """Slots; `needed` of their replicas have to be ready. None: one replica per slot, in any state."""
 
     slots: tuple[Slot, ...]
     needed: int | None = None

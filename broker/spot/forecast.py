@@ -145,7 +145,7 @@ class SpotMarket:
 
 
 def read_market(candidate: Candidate, fallback: Candidate | None, prior: Prior) -> SpotMarket:
-    """Return what is known of the market of a candidate, with the prior for the rest."""
+    """Return the market of a candidate as far as it is known, with the prior for the rest."""
     work_usd, hour_usd, speed = 1.0, 1.0, 1.0
     if fallback is not None:
         work_usd, hour_usd = fallback.usd_work_hour, fallback.placement.usd_hour

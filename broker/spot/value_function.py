@@ -66,7 +66,7 @@ class ValueFunction:
             self.solved[j] = max(self.solved[j], counts[j])
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
-        """Return the value of starting on spot, which is either survived or lost on the way.
+        """Return the value of starting on spot: the start is either survived or lost on the way.
 
         `seen` counts the periods that reached this age, and those of them that outlived such a start.
         """
@@ -82,7 +82,7 @@ class ValueFunction:
     def enter_beside_usd(
         self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)
     ) -> float:
-        """Return the value of starting on spot while on-demand runs, which works on as long as the start overlaps.
+        """Return the value of starting on spot while on-demand runs, and works as long as the start overlaps.
 
         Equal to `enter_usd` if starts do not overlap.
         """
