@@ -49,7 +49,7 @@ class World:
     address: str
     port: int
     holdings: tuple[tuple[int, int, int], ...]  # per rank: step in memory, index of its part, number of parts
-    members: tuple[str, ...] = ()  # ids, where the rendezvous may move
+    members: tuple[str, ...] = ()  # ids, if the rendezvous may move
 
     def read_holdings(self) -> "Sequence[Holding]":
         """Return what each rank kept in memory from the previous world."""

@@ -161,7 +161,7 @@ def call_function(
         try:
             found = list(process([json.loads(line) for line in part]))
             results += [json.dumps(each).encode() for each in found]
-        except Exception as error:  # whatever the user's program raises is reported with the shard
+        except Exception as error:  # any error of the user's program is reported with the shard
             raise ProgramError(f"{type(error).__name__}: {error}") from error
         if len(found) != len(part):
             raise ProgramError(f"`process` returned {len(found)} results for {len(part)} items")

@@ -127,7 +127,7 @@ def call_after_backward(loss: Tensor, function: Callable[[], None]) -> None:
 
 
 def choose_clock(strategy: Strategy, device: torch.device, batch: int) -> WorkClock:
-    """Return the clock of a rank: one that measures nothing where times of ranks would not be comparable."""
+    """Return the clock of a rank: one that measures nothing if times of ranks would not be comparable."""
     if not strategy.has_equal_work() or not are_shares_comparable(batch, strategy.share.count):
         return WorkClock()
     if device.type == "cpu":

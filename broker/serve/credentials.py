@@ -55,7 +55,7 @@ def _list_clients(folder: ServiceFolder, *, has_gateways: bool) -> list[Path]:
 
 
 def make_client_context(folder: ServiceFolder) -> ssl.SSLContext | None:
-    """Return the TLS settings of the balancer's connections to replicas; None where no credentials were made."""
+    """Return the TLS settings of the balancer's connections to replicas; None if no credentials were created."""
     if not (folder.balancer_pem.exists() and folder.replica_pem.exists()):
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

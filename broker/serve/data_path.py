@@ -37,7 +37,7 @@ class DataPath(Protocol):
     counts: Counts
 
     def listen(self) -> AbstractAsyncContextManager[int]:
-        """Accept clients; yield the port. Raises OSError where it is taken, StateError without a needed program."""
+        """Accept clients; yield the port. Raises OSError if it is taken, StateError without a needed program."""
 
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file, whose replicas the route table already has. Does not wait, and never fails."""
@@ -52,7 +52,7 @@ class DataPath(Protocol):
         """Update the counts, and `in_flight` of each route, before they are written; without an answer, keep them."""
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
-        """Return the responses of the last minute, in all and by replica; nothing where responses are not read."""
+        """Return the responses of the last minute, in all and by replica; nothing if responses are not read."""
 
 
 class ReplicaQueue:

@@ -97,7 +97,7 @@ class ReplicaLoad:
 
 @frozen
 class Load:
-    """The load at one balancer. `arrivals` counts requests since it started, `pid` tells one from another.
+    """The load at one balancer. `arrivals` counts requests since it started, `pid` distinguishes them.
 
     The load of a service with gateways is the sum of theirs (`merging.py`); its `pid` is 0.
     """

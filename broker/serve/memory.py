@@ -25,7 +25,7 @@ def freeze_heap() -> None:
 
 
 def find_malloc_trim() -> Callable[[], None] | None:
-    """Return a function that returns free memory to the system; None where the C library has none (macOS, musl)."""
+    """Return a function that returns free memory to the system; None if the C library has none (macOS, musl)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):

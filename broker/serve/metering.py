@@ -81,7 +81,7 @@ class ResponseMeter:
         self._events += 1
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Take the numbers of a journal, which counts tokens across replicas, where it knows the ids."""
+        """Take the numbers of a journal, which counts tokens across replicas, if it knows the ids."""
         if prompt_tokens:
             self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
             self._has_usage = True

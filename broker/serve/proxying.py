@@ -177,7 +177,7 @@ class Proxy:
     async def _copy_whole(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.Response | None:
-        """Return a short response, read to its end; None for another one. Raises _LostError where it breaks off."""
+        """Return a short response, read to its end; None for another one. Raises _LostError if it breaks off."""
         length = response.content_length
         if length is None or length > WHOLE_BODY_BYTES_MAX or response.content_type == EVENT_STREAM:
             return None
@@ -196,7 +196,7 @@ class Proxy:
     async def _copy(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
-        """Copy a response as it arrives; where the replica breaks off, the client's connection is closed as well."""
+        """Copy a response as it arrives; if the replica breaks off, the client's connection is closed as well."""
         answer = self.make_answer(route, response)
         try:
             await answer.prepare(request)

@@ -50,7 +50,7 @@ class ScalingState:
 def find_target_qps(policy: ReplicaPolicy, accelerator: str, count: float = 1) -> float:
     """Return the requests per second of a replica with these accelerators; 0 without a target.
 
-    Keys are `A100:8`, `A100`, or "" for any; where none fits, the lowest target counts.
+    Keys are `A100:8`, `A100`, or "" for any; if none fits, the lowest target counts.
     """
     keys = (f"{accelerator}:{count:g}", accelerator, "")
     found = (policy.target_qps[key] for key in keys if key in policy.target_qps)

@@ -189,7 +189,7 @@ class _Client:
 
     @classmethod
     async def open(cls, transport: asyncio.Transport, tls: ssl.SSLContext | None) -> _Client:
-        """Begin to read, after the handshake of TLS where it is asked for. Raises OSError."""
+        """Begin to read, after the TLS handshake if one is required. Raises OSError."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -233,7 +233,7 @@ class _Flow:
     async def copy(self) -> bool:
         """Copy to the end; return whether the other direction may continue: TLS has no half-open connections.
 
-        Raises OSError where either end broke off.
+        Raises OSError if either end broke off.
         """
         while True:
             try:

@@ -111,8 +111,9 @@ def _count_ends(
 def fit_prior(recordings: Sequence[Durations]) -> Prior:
     """Fit the pooled hazards of recordings.
 
-    All weigh the same, whatever their length, except those with less than `EXPOSURE_HOURS` of such periods, which weigh
-    by their hours. A recording that was closed for half a minute in two days says next to nothing about reopening.
+    All weigh the same, regardless of their length, except those with less than `EXPOSURE_HOURS` of such periods, which
+    weigh by their hours. A recording that was closed for half a minute in two days says next to nothing about
+    reopening.
     """
     assert recordings
     opened, closed = (
