@@ -111,7 +111,7 @@ class CompileCache:
         """Return artifacts, their keys and the kernels of this process; None if it has compiled nothing."""
         try:
             saved = torch.compiler.save_cache_artifacts()
-        except Exception as error:  # of many kinds, and training is worth more
+        except Exception as error:  # many kinds are possible, and training is worth more
             warn(f"the compiled graphs cannot be kept: {error}")
             return None
         if saved is None:

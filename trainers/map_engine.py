@@ -24,7 +24,7 @@ from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 WAVE = 10_000  # shards that an engine has at a time: its driver holds an object for each of them
 Row = dict[str, Any]
 MapShards = Callable[[Sequence[int]], Iterable[Row]]  # yields what `ShardMapper` returns for each shard, in any order
-OpenEngine = Callable[[str, Sequence[str], int], MapShards]  # of the output's URL, the program's words, and its batch
+OpenEngine = Callable[[str, Sequence[str], int], MapShards]  # takes output URL, program words, batch
 
 
 def run_driver(name: str, arguments: Sequence[str], open_engine: OpenEngine) -> int:

@@ -22,7 +22,7 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 # The names of AdamW's moments in checkpoints.
 STATE_NAMES = {"exp_avg": "first", "exp_avg_sq": "second"}
 
-MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # of named parameters
+MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # takes named parameters
 
 
 class Optimizer:

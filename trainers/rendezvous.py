@@ -29,9 +29,9 @@ class Member:
     writer: Any
     holding: tuple[int, int, int] = (-1, 0, 1)  # step in memory (-1: none), index of its part, number of parts
     unit: int = 1  # the size of its world must be a multiple of this
-    generation: int = 0  # of its previous world; 0: none
+    generation: int = 0  # that of its previous world; 0: none
     former: tuple[str, ...] = ()  # ids of that world, sent if it met at another rendezvous
-    epoch: int = 0  # of the leader that broker named
+    epoch: int = 0  # that of the leader that broker named
     lost: str = ""  # prefix of the ids on the node whose rendezvous was lost
 
     def send(self, **message: Any) -> None:

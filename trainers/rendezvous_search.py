@@ -60,7 +60,7 @@ class Status:
     generation: int  # 0: no world has formed there
     is_gathering: bool
     is_over: bool
-    epoch: int | None = None  # in which the node leads, if broker names it
+    epoch: int | None = None  # the epoch in which the node leads, if broker names it
 
 
 class Places:
@@ -71,7 +71,7 @@ class Places:
         self._places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in text.split(","))]
         self._past = past
         self._is_named = bool(os.environ.get(NAMED_VARIABLE))
-        self.epoch = 0  # of the leader to which the last connection was made
+        self.epoch = 0  # that of the leader to which the last connection was made
         credential = read_credential(os.environ)
         if credential is None:
             words = f"`{PLACES_VARIABLE}` is set without `BROKER_GANG_PEM`: start workers with trainers.launch"

@@ -50,7 +50,7 @@ else:
 
 LINGER_S = 5.0  # minimum idle time before autostop: log followers can still read the last lines
 WATCH_S = 0.5
-POWER_OFF_S = 5.0  # between two tries
+POWER_OFF_S = 5.0  # time between two tries
 LOG_BYTES_MAX = 1 << 20
 
 

@@ -19,9 +19,9 @@ else:
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
 PARTS = ("outcome", "log")
-NOTICED_S = 1.0  # between two uploads of the log once a preemption notice came
-SHARE_MAX = 0.2  # of the time until the end that these uploads take: the program may be saving a checkpoint
-KEEP_LOG_S = 600.0  # between two uploads of a running program's log while the broker is unavailable
+NOTICED_S = 1.0  # time between two uploads of the log after a preemption notice
+SHARE_MAX = 0.2  # maximum share of the time that these uploads take: the program may be saving a checkpoint
+KEEP_LOG_S = 600.0  # time between two uploads of a running program's log while broker is unavailable
 
 
 def load_bucket() -> Any:

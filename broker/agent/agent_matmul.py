@@ -17,7 +17,7 @@ from typing import Any
 
 SIDE = 8192  # 1.1 TFLOP: milliseconds on any GPU of the table, far longer than a kernel's launch
 ROUNDS = 3  # the best counts: the first ones run while clocks still rise
-PRODUCTS = 4  # of a round
+PRODUCTS = 4  # per round
 
 
 def main(result: str, limit_s: float) -> None:

@@ -40,7 +40,7 @@ STAGE = "setup-archive"  # below ~/.broker: on the disk of the home folder, so t
 CHANGES = "setup_changes.json"
 MANIFEST, USED = "manifest", "used.json"
 READ_BYTES_S = 100e6  # expected before a download: what one request of S3 carries, of the several that are made
-NICE = 10  # of the upload, beside the program
+NICE = 10  # niceness of the upload, which runs beside the program
 SECRET_CHARACTERS_MIN = 8  # a shorter value occurs in files by chance
 SECRET_NAME = re.compile(r"(^|_)(API)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)", re.IGNORECASE)
 TOKEN = re.compile(r"[A-Za-z0-9+=_.~-][A-Za-z0-9+/=_.~-]{23,}")  # not a path, which begins with a slash

@@ -23,7 +23,7 @@ from broker.lab.optimum_bound import IDLE, ONDEMAND, PricedIntervals, PricedPlan
 # bound's price and the longest.
 TOLERANCE = 2e-4
 PRICE_STEPS = 24
-PRICES = (2.0, 8.0, 32.0, 64.0)  # of work, tried until its plan has enough; in prices of on-demand work
+PRICES = (2.0, 8.0, 32.0, 64.0)  # prices of work, tried until the plan has enough work; in prices of on-demand work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class Case:
     sites: tuple[Site, ...]
     work_hours: float
     deadline_hours: float
-    save_every_hours: float = 0.0  # of work; 0: no work is ever lost
+    save_every_hours: float = 0.0  # work between checkpoints; 0: no work is ever lost
     notice_hours: float = 0.0
     move_usd: tuple[tuple[float, ...], ...] = ()
     look_hours: float = 0.0

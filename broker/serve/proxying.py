@@ -26,7 +26,7 @@ CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 EVENT_STREAM = "text/event-stream"
 TRIES_MAX = 4
-RESUMES_MAX = 20  # of one stream
+RESUMES_MAX = 20  # per stream
 KEPT_BODY_BYTES_MAX = 4 << 20  # a longer body is streamed, and its request is not repeated
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10

@@ -19,7 +19,7 @@ from broker.frozen import frozen
 from broker.types import ReplicaPolicy
 
 RATIO_MAX = 2.0  # a latency may be far above its target; the next step follows once new replicas have served a minute
-CALM = 0.8  # of the target: the expected latency without a replica must be below it
+CALM = 0.8  # share of the target below which the expected latency without a replica must be
 
 
 @frozen

@@ -12,7 +12,7 @@ from broker.spot.policies.base import Candidate, round_speed
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the mean hazard of the next two hours
-COHORT_HOURS = 1e-3  # between the changes of markets that change together
+COHORT_HOURS = 1e-3  # markets whose changes are closer than this change together
 STINT_HOURS_MAX = 24.0  # evidence on a market says little about more than a day ahead
 
 

@@ -15,7 +15,7 @@ from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.types import Placement
 
 EPSILON_HOURS = 1e-7  # below a millisecond: the rounding error of sums of hours
-SPEED_STEP, SPEED_MIN = 0.05, 0.01  # of a ratio of speeds: the step of its logarithm, the least
+SPEED_STEP, SPEED_MIN = 0.05, 0.01  # of a ratio of speeds: the step of its logarithm, and its minimum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +73,10 @@ class JobView:
     look_hours: float = 0.0
     last: int | None = None  # the candidate lost last, if nothing runs
     work_hours: float = 0.0  # in total; gives the due progress together with `deadline_hours`
-    deadline_hours: float | None = None  # from submission
+    deadline_hours: float | None = None  # counted from submission
     spent_usd: float | None = None
     saves_on_notice: bool = False  # a preemption loses no work: its notice is long enough for a checkpoint
-    hour_value_usd: float | None = None  # of finishing an hour earlier; None: the default of each policy
+    hour_value_usd: float | None = None  # value of finishing an hour earlier; None: the default of each policy
 
     @property
     def sure_left_hours(self) -> float:
