@@ -149,11 +149,11 @@ class _Chart:
         return round(STEPS_BOTTOM - step / self.timeline.steps_total * (STEPS_BOTTOM - STEPS_TOP), 1)
 
     def y_usd(self, usd: float) -> float:
-        """Both lines share one axis, whose top is the bill on demand."""
+        """Return the position of an amount; both lines share one axis, whose top is the on-demand bill."""
         return round(COST_BOTTOM - usd / self.ondemand_usd * (COST_BOTTOM - COST_TOP), 1)
 
     def draw_steps(self, result: dict[str, Any]) -> Iterator[str]:
-        """One line for each attempt, a dot for each checkpoint, a red line for each preemption."""
+        """Draw one line for each attempt, a dot for each checkpoint, and a red line for each preemption."""
         for part in range(5):
             step = self.timeline.steps_total * part // 4
             y = self.y_step(step)
@@ -176,7 +176,7 @@ class _Chart:
             yield f'<text x="{x + 6}" y="{STEPS_TOP + 12}" fill="{RED}">{label}</text>'
 
     def draw_cost(self, result: dict[str, Any]) -> Iterator[str]:
-        """Cost so far on spot, and what the same hours cost on demand."""
+        """Draw the cost so far on spot, and the cost of the same hours on-demand."""
         paid_usd, hours = result["summary"]["paid_usd"], self.timeline.hours
         for usd in (0.0, self.ondemand_usd):
             y = self.y_usd(usd)
