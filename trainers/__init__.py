@@ -1,4 +1,4 @@
-"""The bundled trainers: programs a broker runs on its nodes. They know the environment contract, never the broker.
+"""The bundled trainers: programs that broker runs on nodes. They rely on environment variables, never on broker.
 
 `from trainers import train` trains a model of your own (docs/TRAINERS.md).
 """

@@ -128,7 +128,7 @@ class BucketStorage:
             raise self._explain(verb, error) from error
 
     def _explain(self, verb: str, error: Exception) -> OSError:
-        # The service's own word for it, where it is in the answer; else the library's first line.
+        # The service's own error code if the message contains one; otherwise the library's first line.
         code = re.search(r"<Code>(\w+)</Code>", str(error))
         first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
         return OSError(f"could not {verb} `{self._url}`: {code[1] if code else first or type(error).__name__}")
@@ -148,7 +148,7 @@ class BucketFiles:
 
         assert mode == "wb", "checkpoints are read by `BucketStorage.stream`"
         writer = Writer(obstore.open_writer(self._store, path, buffer_size=PART_BYTES))
-        yield writer  # an exception passes, and what was sent is never put together
+        yield writer  # an exception passes through, and the upload is never completed
         writer.finish()
         self._seals[path] = writer.digest.hexdigest(), writer.size
 
@@ -157,14 +157,14 @@ class BucketFiles:
         return f"{path}/{suffix}"
 
     def init_path(self, path: str) -> str:
-        """Return the path as it is."""
+        """Return the path unchanged."""
         return path
 
     def mkdir(self, path: str) -> None:
         """Do nothing: buckets have no folders."""
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such an object."""
+        """Return whether the object exists."""
         import obstore
 
         try:
@@ -197,11 +197,11 @@ class Writer(io.RawIOBase):
         self._file, self.digest, self.size = file, hashlib.sha256(), 0
 
     def writable(self) -> bool:
-        """Return true; it cannot be read."""
+        """Return true: a writer is never read."""
         return True
 
     def write(self, data: Any) -> int:
-        """Send all of it."""
+        """Send all bytes, and add them to the digest."""
         content = memoryview(data).cast("B")
         self._file.write(bytes(content))
         self.digest.update(content)
@@ -209,11 +209,11 @@ class Writer(io.RawIOBase):
         return len(content)
 
     def tell(self) -> int:
-        """Return bytes so far."""
+        """Return the number of bytes sent so far."""
         return self.size
 
     def finish(self) -> None:
-        """Put the object together: only now does it exist."""
+        """Complete the upload: only now does the object exist."""
         self._file.close()
 
 
@@ -268,7 +268,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> str | None:
-    """Return a bucket's region, which S3 names in a header of every answer."""
+    """Return a bucket's region, which S3 names in a header of every response."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:

@@ -40,7 +40,7 @@ FAILURES_MAX = 3
 
 # Intended: one process trains alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # one that failed, written once more
+warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # one that failed, written again
 
 
 class HeldByOne:

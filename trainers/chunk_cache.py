@@ -1,6 +1,6 @@
 """A cache of data-set chunks on a node's disk, shared by its ranks. It outlives their processes.
 
-Each file ends with a digest of its content, so that only files which a crash left incomplete are fetched again.
+Each file ends with a digest of its content, so that only files that a crash left incomplete are fetched again.
 """
 
 import contextlib

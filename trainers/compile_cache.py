@@ -1,6 +1,6 @@
-"""Keep what torch.compile produced beside the checkpoints, so that a restart on another machine does not compile again.
+"""Keep the output of torch.compile beside the checkpoints, so that a restart on another machine does not compile again.
 
-`compiled/<key>/<digest>` holds the artifacts of one set of graphs; `key` stands for everything on which the machine
+`compiled/<key>/<digest>` holds the artifacts of one set of graphs; `key` is a digest of everything on which the machine
 code depends. Ranks that compiled the same graphs share one file. A file is a SHA-256 and a zip archive: `about.json`,
 torch's own artifacts, and on CPUs the compiled kernels, which torch's artifacts lack: with those alone, each start
 would still call the C++ compiler.
@@ -46,7 +46,7 @@ class CompileCache:
     """The artifacts of one run on one kind of device. A failure is a warning: the run compiles as without a cache."""
 
     def __init__(self, storage: Storage, about: Mapping[str, Any], counter: Counter) -> None:
-        """Use artifacts that were made under the same `about`; `counter` decides which of equal ranks writes."""
+        """Use artifacts that were created under the same `about`; `counter` decides which of equal ranks writes."""
         self._storage, self._about, self._counter = storage, dict(about), counter
         self._folder = f"{FOLDER}/{hash_about(about)}"
         self._known: set[str] = set()  # in storage, as far as this process has seen
@@ -102,7 +102,7 @@ class CompileCache:
         about = json.loads(archive.read(ABOUT))
         for name in about[KERNELS]:
             place_kernel(find_folder(), name, archive.read(f"{KERNELS}/{name}"))
-        # Unpickled there. Whoever can write to the store can run code here, as with torch's index of a checkpoint.
+        # Unpickled there. Anyone who can write to the store can run code here, as with torch's index of a checkpoint.
         if torch.compiler.load_cache_artifacts(archive.read(ARTIFACTS)) is None:
             raise Damage("torch cannot read its artifacts")
         return set(about["keys"])
@@ -111,7 +111,7 @@ class CompileCache:
         """Return artifacts, their keys and the kernels of this process; None if it has compiled nothing."""
         try:
             saved = torch.compiler.save_cache_artifacts()
-        except Exception as error:  # of many kinds, and training is worth more
+        except Exception as error:  # many kinds are possible, and training is worth more
             warn(f"the compiled graphs cannot be kept: {error}")
             return None
         if saved is None:
@@ -125,7 +125,7 @@ class CompileCache:
         name = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
         try:
             if self._counter.add(f"{self._folder}/{name}", 1) > 1:
-                return  # another rank has compiled the same
+                return  # another rank has compiled the same graphs
             present = self._storage.list_names(self._folder)
             if name in present or len(present) >= FILES_MAX:
                 return

@@ -87,7 +87,7 @@ class DataConfig:
         False, "keep attention within each document of a window, and restart positions there; a separator ends one"
     )
     mask_share: float = knob(0.0, "share of tokens that are hidden and predicted (BERT: 0.15); 0: predict the next one")
-    mask_id: int = knob(-1, "id that stands for a hidden token; -1: that of --init-from, or a new one")
+    mask_id: int = knob(-1, "id that replaces a hidden token; -1: that of --init-from, or a new one")
 
 
 @dataclass(frozen=True, kw_only=True)

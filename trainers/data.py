@@ -69,7 +69,7 @@ class Corpus:
             longest = max((len(shard) for shard in shards), default=0)
             raise TrainerError(
                 f"the data has {longest} tokens in a row; a context of {context} needs {context + 1} "
-                "for each window, and one window at least"
+                "for each window, and at least one window"
             )
         assert windows.stop <= self._ends[-1]
         self.fingerprint = f"{fingerprint}/{context}/{seed}/{windows.start}-{windows.stop}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 2.0
 SEARCH_S = 3.0
-# The death of a peer is noticed at once, a machine that vanished after `rendezvous.SILENCE_S_MAX`.
+# The death of a peer is detected at once, a vanished machine after `rendezvous.SILENCE_S_MAX`.
 CHANGE_S_MAX = 40.0
 LOCK_S_MAX = 30.0
 VOTE_S_MAX = 120.0
@@ -49,7 +49,7 @@ class World:
     address: str
     port: int
     holdings: tuple[tuple[int, int, int], ...]  # per rank: step in memory, index of its part, number of parts
-    members: tuple[str, ...] = ()  # ids, where the rendezvous may move
+    members: tuple[str, ...] = ()  # ids, if the rendezvous may move
 
     def read_holdings(self) -> "Sequence[Holding]":
         """Return what each rank kept in memory from the previous world."""

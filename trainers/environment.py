@@ -14,7 +14,7 @@ class Environment:
     attempt: int = 0
     progress_file: Path | None = None
     preemption_file: Path | None = None
-    hazard_per_hour: float | None = None  # of the whole gang
+    hazard_per_hour: float | None = None  # for the whole gang
     checkpoint_every_s: float | None = None
 
 

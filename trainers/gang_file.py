@@ -43,7 +43,7 @@ def find_epoch(variables: Mapping[str, str], node_rank: int) -> int | None:
 
 
 def mark_followed(variables: Mapping[str, str]) -> None:
-    """Tell broker that this program continues without the first node. Without the mark, it is restarted instead."""
+    """Mark this program as able to continue without the first node. Without the mark, broker restarts it instead."""
     if path := variables.get(VARIABLE):
         with suppress(OSError):
             Path(path + FOLLOWED_SUFFIX).touch(mode=0o600)

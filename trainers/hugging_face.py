@@ -285,7 +285,7 @@ def _list_llama(model: ModelConfig) -> Iterator[Weight]:
     }
     layers = {"gate": "gate_proj", "expand": "up_proj", "project": "down_proj"}
     stacks, router = {name: f"mlp.experts.{{}}.{other}" for name, other in layers.items()}, "mlp.gate"
-    if not model.query_key_norm:  # Mixtral's names; Qwen3 has others
+    if not model.query_key_norm:  # Mixtral's names; Qwen3 uses others
         stacks = {name: f"block_sparse_moe.experts.{{}}.{other}" for name, other in MIXTRAL_LAYERS.items()}
         router = "block_sparse_moe.gate"
     if model.experts:

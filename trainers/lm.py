@@ -32,7 +32,7 @@ WHOLE_SAMPLE_AXES = {"replicate", "shard", "island", "server"}
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment specify; return the exit code."""
     try:
-        config = adopt_shape(parse_config(arguments))  # of `--init-from`
+        config = adopt_shape(parse_config(arguments))  # the shape of `--init-from`
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ from trainers.strategies.base import MicroBatch, Passes, Strategy
 class Reading:
     """Values that the host reads from the device. Equal on all ranks that step together."""
 
-    loss: float  # of the step at which the host read the device
+    loss: float  # the loss of the step at which the host read the device
     norm: float
     skipped_steps: tuple[int, ...]  # since the last reading, skipped because of non-finite gradients
     is_stop_asked: bool

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from trainers.map_engine import Row, get_mapper, run_driver
 
 CONNECT_S_MAX = 300  # the scheduler may still be starting, on a busy machine
-RETRIES = 10  # of a shard whose input or output failed
+RETRIES = 10  # per shard, if its input or output fails
 
 
 class DaskShards:

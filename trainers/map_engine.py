@@ -24,7 +24,7 @@ from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 WAVE = 10_000  # shards that an engine has at a time: its driver holds an object for each of them
 Row = dict[str, Any]
 MapShards = Callable[[Sequence[int]], Iterable[Row]]  # yields what `ShardMapper` returns for each shard, in any order
-OpenEngine = Callable[[str, Sequence[str], int], MapShards]  # of the output's URL, the program's words, and its batch
+OpenEngine = Callable[[str, Sequence[str], int], MapShards]  # takes output URL, program words, batch
 
 
 def run_driver(name: str, arguments: Sequence[str], open_engine: OpenEngine) -> int:
@@ -85,7 +85,7 @@ class ShardMapper:
     def __call__(self, row: Row) -> Row:
         """Return the row with `items`, the number of results, and `reason`, which is empty unless the program failed.
 
-        Raises OSError if the input or output keeps failing, which engines answer by another try or by ending the map.
+        Raises OSError if the input or output keeps failing; an engine then retries or ends the map.
         """
         number = int(row["shard"])
         try:

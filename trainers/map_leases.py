@@ -36,7 +36,7 @@ class Shard:
     key: str
     start: int
     end: int
-    size_bytes: int  # of the file
+    size_bytes: int  # size of the file
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from trainers.map_places import Place, open_place
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 
 READ_BYTES = 1 << 20  # read at a time past the end of a shard, to complete its last line
-RENEWALS = 3  # of a lease within its validity
+RENEWALS = 3  # per lease, while it is valid
 FAILURES_MAX = 3  # the worker fails after its program has failed on this many different shards in a row
 LOOK_S = 0.2
 IsOver = Callable[[], bool]
@@ -161,7 +161,7 @@ def call_function(
         try:
             found = list(process([json.loads(line) for line in part]))
             results += [json.dumps(each).encode() for each in found]
-        except Exception as error:  # whatever the user's program raises is reported with the shard
+        except Exception as error:  # any error of the user's program is reported with the shard
             raise ProgramError(f"{type(error).__name__}: {error}") from error
         if len(found) != len(part):
             raise ProgramError(f"`process` returned {len(found)} results for {len(part)} items")

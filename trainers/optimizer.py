@@ -22,7 +22,7 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 # The names of AdamW's moments in checkpoints.
 STATE_NAMES = {"exp_avg": "first", "exp_avg_sq": "second"}
 
-MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # of named parameters
+MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # takes named parameters
 
 
 class Optimizer:
@@ -217,7 +217,7 @@ def spare_compiler() -> None:
 
 
 class SparedAdamW(torch.optim.AdamW):
-    """AdamW whose step does not import torch's compiler to tell it where to break a graph: see `spare_compiler`."""
+    """AdamW whose step does not import torch's compiler only to mark a graph break: see `spare_compiler`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """Measure the time that a rank spends on its own part of a step, without its waits for other ranks.
 
-Ranks that step together finish each step together, so the duration of a step does not tell which of them is slow.
+Ranks that step together finish each step together, so the duration of a step does not show which of them is slow.
 Broker compares the `own_s` of the nodes and names the slow one.
 
 On a CPU this is the time for which the training thread runs or waits for a core, plus its waits for samples; a rank
@@ -127,7 +127,7 @@ def call_after_backward(loss: Tensor, function: Callable[[], None]) -> None:
 
 
 def choose_clock(strategy: Strategy, device: torch.device, batch: int) -> WorkClock:
-    """Return the clock of a rank: one that measures nothing where times of ranks would not be comparable."""
+    """Return the clock of a rank: one that measures nothing if times of ranks would not be comparable."""
     if not strategy.has_equal_work() or not are_shares_comparable(batch, strategy.share.count):
         return WorkClock()
     if device.type == "cpu":

@@ -72,7 +72,7 @@ class PeerCheckpoint:
             for memory in self._own
         ]
         self._turn = 0
-        self._step: int | None = None  # of the last copy
+        self._step: int | None = None  # the step of the last copy
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # held while memory becomes incomplete

@@ -22,7 +22,7 @@ from trainers.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a rank tells others of a part that it has in memory."""
+    """The description of a part in a rank's memory, as announced to the other ranks."""
 
     world: str
     step: int
@@ -66,7 +66,7 @@ def find_newest_version(kept: Iterable[Kept]) -> tuple[int, str, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Elements that one rank has and another one needs. `number` tells apart the moves between the same two ranks."""
+    """Elements that one rank has and another one needs. `number` distinguishes the moves between the same two ranks."""
 
     source: int
     target: int
@@ -150,5 +150,5 @@ def _move(
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, which gloo can send whatever its dtype."""
+    """Return the bytes of a contiguous tensor, which gloo can send regardless of its dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -30,7 +30,7 @@ class Recipe:
     training: "Samples"
     validation: "Samples | None"
     loss: Loss
-    unit: str  # of throughput: tokens, images
+    unit: str  # the unit of throughput: tokens, images
     units_per_sample: int
     flops_per_sample: float  # forward and backward, for the share of the device's peak (MFU); 0: unknown
     forward: Forward = call_model

@@ -29,13 +29,13 @@ class Member:
     writer: Any
     holding: tuple[int, int, int] = (-1, 0, 1)  # step in memory (-1: none), index of its part, number of parts
     unit: int = 1  # the size of its world must be a multiple of this
-    generation: int = 0  # of its previous world; 0: none
+    generation: int = 0  # that of its previous world; 0: none
     former: tuple[str, ...] = ()  # ids of that world, sent if it met at another rendezvous
-    epoch: int = 0  # of the leader that broker named
+    epoch: int = 0  # that of the leader that broker named
     lost: str = ""  # prefix of the ids on the node whose rendezvous was lost
 
     def send(self, **message: Any) -> None:
-        """Send one line. A broken connection is noticed by its reader."""
+        """Send one line. The reader detects a broken connection."""
         if not self.writer.is_closing():
             self.writer.write(json.dumps(message).encode() + b"\n")
 
@@ -67,7 +67,7 @@ class Rendezvous:
     on_gather: Callable[[], None] = lambda: None
 
     def arrive(self, member: Member) -> None:
-        """Add a worker that asks for admission."""
+        """Add a worker that requests admission."""
         if member.former and member.generation > self.generation:
             self._adopt(member)
         elif self.is_movable and self.generation == 0 and not self.waiting:
@@ -197,9 +197,9 @@ class Rendezvous:
 
 
 def arrange(members: Sequence[Member]) -> list[Member]:
-    """Return the members in rank order. If each kept one of several parts, the parts alternate as before.
+    """Return the members in rank order. If each kept one of several parts, the parts alternate as they did before.
 
-    This way the members form a whole state if they can, and few of them must be sent a part.
+    In this way, the members form a complete state if possible, and few of them must receive a part.
     """
     left = list(members)
     newest = max((member.holding for member in left), default=(-1, 0, 1))

@@ -20,7 +20,7 @@ from trainers.rendezvous import SILENCE_S_MAX
 from trainers.wire import Credential, Wire, read_credential
 
 CONNECT_S_MAX = 120.0
-# For a leader that broker names. Its agent ends the program earlier (`AWAY_S_MAX` in `agent_member.py`).
+# The wait for a leader that broker names. Its agent ends the program earlier (`AWAY_S_MAX` in `agent_member.py`).
 NAMED_S_MAX = 600.0
 DIAL_S = 5.0
 RETRY_S = 0.2
@@ -60,7 +60,7 @@ class Status:
     generation: int  # 0: no world has formed there
     is_gathering: bool
     is_over: bool
-    epoch: int | None = None  # in which the node leads, if broker names it
+    epoch: int | None = None  # the epoch in which the node leads, if broker names it
 
 
 class Places:
@@ -71,7 +71,7 @@ class Places:
         self._places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in text.split(","))]
         self._past = past
         self._is_named = bool(os.environ.get(NAMED_VARIABLE))
-        self.epoch = 0  # of the leader to which the last connection went
+        self.epoch = 0  # that of the leader to which the last connection was made
         credential = read_credential(os.environ)
         if credential is None:
             words = f"`{PLACES_VARIABLE}` is set without `BROKER_GANG_PEM`: start workers with trainers.launch"

@@ -46,7 +46,7 @@ class RendezvousServer:
         self._timers: list[asyncio.TimerHandle] = []
         self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_empty = threading.Event()  # whether no member of the world is connected, once that is asked
+        self._is_empty = threading.Event()  # set, after a request, when no member of the world is connected
         rendezvous.on_gather = self._set_timers
         self._loop.call_soon(self._set_timers)
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
@@ -166,7 +166,7 @@ class RendezvousServer:
                 if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
                     raise ValueError("does not read")
         except (OSError, TimeoutError, ValueError):
-            pass  # whatever the cause, this worker is treated as lost
+            pass  # regardless of the cause, this worker is treated as lost
         finally:
             if member:
                 self._rendezvous.depart(member)

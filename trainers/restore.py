@@ -112,7 +112,7 @@ class Restorer:
         self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], progress: RestoreProgress
     ) -> tuple[dict[str, Any], Damage | None]:
         """Read a checkpoint into a copy of the state; return the copy and the damage that any rank found."""
-        import torch.distributed.checkpoint as dcp  # takes 0.6 s, which a fresh start does not need
+        import torch.distributed.checkpoint as dcp  # takes 0.6 s, and a fresh start does not need it
         from torch.distributed.checkpoint.api import CheckpointException
 
         from trainers.verified_reader import VerifiedReader

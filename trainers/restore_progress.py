@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LOOK_S = 2.0
-REPORT_S = 10.0  # between lines in the progress file; a shorter restore reports only its result
+REPORT_S = 10.0  # time between lines in the progress file; a shorter restore reports only its result
 
 
 class Counter(Protocol):
@@ -42,7 +42,7 @@ class RestoreStatus:
 
     step: int
     read_bytes: int
-    wanted_bytes: int  # of all ranks; grows until each has planned its reads
+    wanted_bytes: int  # total over all ranks; grows until each has planned its reads
 
 
 class RestoreProgress:

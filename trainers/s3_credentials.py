@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-AGE_S_MAX = 600.0  # between reads of the file, which broker replaces while a program runs
+AGE_S_MAX = 600.0  # time between reads of the file, which broker replaces while a program runs
 FILES = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 
 

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default="model", help="model name in responses")
     parser.add_argument(
         "--host",
-        help="address to listen on (default: $BROKER_REPLICA_HOST, or the loopback, on a cloud's node all interfaces)",
+        help="address to listen on (default: $BROKER_REPLICA_HOST, or all interfaces on a cloud node, or the loopback)",
     )
     parser.add_argument("--port", type=int, help="port to listen on (default: $BROKER_REPLICA_PORT, or 8000)")
     parser.add_argument("--slots", type=int, default=16, help="sequences in a batch")

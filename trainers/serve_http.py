@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """A response in one piece (`content`), or a stream of server-sent events (`events`)."""
+    """A complete response (`content`), or a stream of server-sent events (`events`)."""
 
     status: int = 200
     content: bytes = b""

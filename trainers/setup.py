@@ -4,7 +4,7 @@ A Python that has a suitable torch is used unchanged, whether it is on PATH or e
 the pinned torch is installed for this node's accelerator, without root, into a folder that belongs to the agent.
 Afterwards `python`, `python3`, `pip` and `torchrun` in `run:` resolve to that Python. A second run changes nothing.
 
-Standard library only, Python 3.8 and later: this runs on whatever Python the node has.
+Standard library only, Python 3.8 and later: this runs on any Python that the node has.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class HostStreams:
     """Streams of a CPU, on which everything is done at once."""
 
     def mark_training(self) -> None:
-        """Do nothing: training is never behind."""
+        """Do nothing: training is never behind the host."""
 
     def begin_copies(self, event: None) -> None:
         """Do nothing."""
@@ -93,7 +93,7 @@ class HostStreams:
         target.copy_(source)
 
     def mark_copies(self) -> None:
-        """Do nothing: no copy is left."""
+        """Do nothing: no copy is pending."""
 
     def hold_training(self, event: None) -> None:
         """Do nothing."""

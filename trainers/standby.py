@@ -20,7 +20,7 @@ from pathlib import Path
 
 PATH_VARIABLE, COMMAND_VARIABLE = "BROKER_ELASTIC_STANDBY", "BROKER_ELASTIC_COMMAND"
 STATE_VARIABLE = "BROKER_ELASTIC_STATE"
-EXIT_CODE_HANDED_OVER = 86  # of a worker that has handed over to its standby
+EXIT_CODE_HANDED_OVER = 86  # the code of a worker that has handed over to its standby
 HAND_OVER_S = 5.0
 DESCRIPTORS_MAX = 253  # in one message; SCM_MAX_FD of Linux
 READY, END = b"ready", b"\n"

@@ -170,7 +170,7 @@ def open_stream(url: str) -> Stream:
     if not training:
         raise TrainerError(
             f"`{url}` has no token file to train on\n\n"
-            "hint: `python -m trainers.prepare TEXT --output tokens` makes them; copy that folder there"
+            "hint: `python -m trainers.prepare TEXT --output tokens` creates them; copy that folder there"
         )
     return Stream(source=source, training=training, validation=validation, about=about, fingerprint=fingerprint)
 

@@ -25,13 +25,13 @@ from trainers.watchdog import Watchdog
 if TYPE_CHECKING:
     from trainers.compile_cache import CompileCache
 
-# A request to stop is noticed when the host reads the device: at least this often, even if steps are logged rarely.
+# A request to stop is detected when the host reads the device: at least this often, even if steps are logged rarely.
 READ_STEPS_MAX = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """Takes the steps of the loop; checkpoints at intervals, at the end, and when the run is asked to stop."""
+    """Takes the steps of the loop; checkpoints at intervals, at the end, and when a stop is requested."""
 
     config: RunConfig
     checkpoints: CheckpointManager

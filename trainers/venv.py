@@ -1,6 +1,6 @@
 """Create a virtual environment of pinned packages: `python3 -m trainers.venv jax==0.10.2 flax==0.12.8`.
 
-Use it in the `setup:` of a task that runs another framework than the bundled trainers. Environments are cached by a key
+Use it in the `setup:` of a task that runs a framework other than the bundled trainers. Environments are cached by a key
 of packages, range of Pythons and kind of accelerator, so the next attempt on this node, or another local node of this
 machine, reuses them. Afterwards `python` and every program of the environment come first on PATH in `run:`. A second
 run changes nothing.

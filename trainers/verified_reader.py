@@ -99,7 +99,7 @@ class VerifiedReader(FileSystemReader):
                     objects += [(item, content) for item in items]
                 else:
                     _load_tensor(content, items, planner)
-            except Exception as error:  # raised only if the file turns out to be intact
+            except Exception as error:  # raised only if the file proves to be intact
                 failure = failure or error
         source.finish()
         if failure is not None:

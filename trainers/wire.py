@@ -20,7 +20,7 @@ from trainers.errors import TrainerError
 
 PEM_VARIABLE = "BROKER_GANG_PEM"
 SECRET_VARIABLE = "BROKER_ELASTIC_SECRET"
-HANDSHAKE_S = 15.0  # until a connection is authenticated
+HANDSHAKE_S = 15.0  # limit until a connection is authenticated
 LINE_BYTES_MAX = 1 << 20
 CHUNK_BYTES = 1 << 16
 
@@ -122,7 +122,7 @@ class Wire:
                 self._flush()
             except ssl.SSLError:
                 with suppress(OSError):
-                    self._flush()  # so that the other end learns the reason
+                    self._flush()  # so that the other end receives the reason
                 raise
             else:
                 return self._flush()

@@ -3,7 +3,8 @@
 Verbs: submit, access (agent_access.py), peers (agent_group.py), exchange (agent_exchange.py), head (agent_head.py),
 status, log, cancel, lease, autostop, and follow, a persistent session (agent_follow.py). A server that was replaced is
 refused (agent_epoch.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, shuts the
-node down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on autostop.
+node down when its lease expires, when its work is done while the broker is unavailable (agent_lease.py), or on
+autostop.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ else:
 
 LINGER_S = 5.0  # minimum idle time before autostop: log followers can still read the last lines
 WATCH_S = 0.5
-POWER_OFF_S = 5.0  # between two tries
+POWER_OFF_S = 5.0  # time between two tries
 LOG_BYTES_MAX = 1 << 20
 
 
@@ -212,7 +213,7 @@ def answer_status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_request_fields(run_id: int) -> dict[str, Any]:
-    """Return the name, accelerators and port in a job group of a run, and what became of its setup's archive."""
+    """Return the name, accelerators and port in a job group of a run, and the outcome of its setup's archive."""
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     port = (spec.get("head") or {}).get("group_port")
     texts = {name: str(spec.get(name) or "") for name in ("name", "accelerators")}

@@ -21,7 +21,7 @@ else:
     import agent_flush as flush
 
 FOLDER = "access"
-PLACEHOLDER = "{access}"  # in variables and files: stands for their folder
+PLACEHOLDER = "{access}"  # in variables and files: replaced by the path of their folder
 ENVS = "envs.json"
 SCOPE = "scope"
 MAIN = "BROKER_ACCESS_DIR"

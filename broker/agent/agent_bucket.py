@@ -33,7 +33,7 @@ else:  # a sibling module: a plain name on a node, a package member in the broke
 
 ANSWER_S = 10.0
 TRIES, PAUSE_S = 3, 1.0
-LOG_BYTES_MAX = 64 << 20  # of one object; of a longer log the head and the tail
+LOG_BYTES_MAX = 64 << 20  # per object; only the head and the tail of a longer log are kept
 LOG_HEAD_BYTES = 16 << 20
 CUT = "[broker: {} bytes of the log were cut here]\n"
 SCHEMES = ("s3://", "gs://", "az://")
@@ -104,7 +104,7 @@ def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
     tail = rest[len(rest) - (LOG_BYTES_MAX - LOG_HEAD_BYTES) :]
     note = rest[: len(rest) - len(tail)]
     cut_bytes = int(re.sub(rb"[^0-9]", b"", note) or b"0")
-    skipped_bytes = offset - LOG_HEAD_BYTES - cut_bytes  # of the tail: already read
+    skipped_bytes = offset - LOG_HEAD_BYTES - cut_bytes  # the part of the tail that was already read
     length = len(head) + cut_bytes + len(tail)
     if skipped_bytes >= 0:
         return tail[skipped_bytes:], max(offset, length)

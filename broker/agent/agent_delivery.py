@@ -19,9 +19,9 @@ else:
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
 PARTS = ("outcome", "log")
-NOTICED_S = 1.0  # between two uploads of the log once a preemption notice came
-SHARE_MAX = 0.2  # of the time until the end that these uploads take: the program may be saving a checkpoint
-KEEP_LOG_S = 600.0  # between two uploads of a running program's log while the broker is away
+NOTICED_S = 1.0  # time between two uploads of the log after a preemption notice
+SHARE_MAX = 0.2  # maximum share of the time that these uploads take: the program may be saving a checkpoint
+KEEP_LOG_S = 600.0  # time between two uploads of a running program's log while broker is unavailable
 
 
 def load_bucket() -> Any:
@@ -102,7 +102,7 @@ def is_noticed(run_id: int) -> bool:
 
 
 def keep_log(run_id: int, kept_bytes: int) -> int:
-    """Upload the log so far after a preemption notice, or while the broker is away: this may be the only copy.
+    """Upload the log so far after a preemption notice, or while broker is unavailable: this may be the only copy.
 
     Return its size, or `kept_bytes` if there is nothing to do. Raises Refused.
     """
@@ -123,7 +123,7 @@ def keep_log(run_id: int, kept_bytes: int) -> int:
 
 
 class LogKeeper:
-    """Upload the logs of running programs: rarely while the broker is away, at once after a preemption notice."""
+    """Upload the logs of running programs: rarely while broker is unavailable, at once after a preemption notice."""
 
     def __init__(self) -> None:
         self._kept: dict[int, int] = {}  # run -> bytes of its log in the bucket

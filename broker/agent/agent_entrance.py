@@ -1,7 +1,7 @@
 """Let the balancer of a service, and no other client, reach the program of a replica. Standard library only.
 
 A port of the node speaks TLS: each end presents a certificate that broker made for the service, and trusts only the
-other's. What passes is copied to and from the program, which listens on the loopback and needs no TLS of its own.
+other's. Data is copied to and from the program, which listens on the loopback and needs no TLS of its own.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Side(asyncio.Protocol):
             self.other._transport.write(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Close the other end after its last byte; after an error cut it off, so that no part counts as the whole."""
+        """Close the other end after its last byte; after an error, cut it off: a part must not pass for the whole."""
         self._is_over = True
         self.other.end(is_cut=exc is not None)
 
@@ -171,12 +171,12 @@ class _Side(asyncio.Protocol):
             self._transport.close()
 
     def pause_reading(self) -> None:
-        """Take nothing from this end for now."""
+        """Stop reading from this end for now."""
         if not self._is_over and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Take data from this end again."""
+        """Resume reading from this end."""
         if not self._is_over and not self._transport.is_closing():
             self._transport.resume_reading()
 

@@ -1,4 +1,4 @@
-"""Make the variables of a run's setup and program. Standard library only."""
+"""Build the variables for a run's setup and program. Standard library only."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ else:
 FIELD = "server_epoch"  # a gang has an epoch of its own, of its head
 NAME = "epoch.json"
 LOCK = "epoch.lock"
-EXIT_CODE = 77  # of a refused call, and of no other
+EXIT_CODE = 77  # the code of a refused call, and of no other
 
 
 class SupersededError(OSError):

@@ -39,8 +39,8 @@ class Coordinator:
     With `nodes_min` the program is elastic: once it runs, any rank but the head may be lost, leave after a notice, and
     be replaced, as long as `nodes_min` ranks remain.
 
-    After the loss of a head, one of its members starts a coordinator with a higher `epoch` for the ranks that are left
-    (`survivors`), whose program runs. It admits members that know its epoch only; one that knows a higher epoch
+    After the loss of a head, one of its members starts a coordinator with a higher `epoch` for the remaining ranks
+    (`survivors`), whose program runs. It admits only members that know its epoch; a member that knows a higher epoch
     deposes it.
     """
 

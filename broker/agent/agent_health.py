@@ -1,8 +1,8 @@
 """Check the GPUs of a node before the first step of a gang. Standard library only.
 
-The broker asks for it with BROKER_HEALTH, a JSON object: `gpus` is the number that the node must have, `refused` lists
-the serials of GPUs that failed an earlier check. What cannot be read is reported as unchecked, never as a
-fault: only evidence against a GPU takes a node out of a gang.
+The broker requests it through BROKER_HEALTH, a JSON object: `gpus` is the number that the node must have, `refused`
+lists the serials of GPUs that failed an earlier check. A property that cannot be read is reported as unchecked, never
+as a fault: only evidence against a GPU takes a node out of a gang.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUERY = ("uuid", "serial", "name", "ecc.errors.uncorrected.volatile.total")
 NO_DEVICES = "No devices were found"
 UNKNOWN = ("", "0", "N/A", "[N/A]", "[Not Supported]", "[Unknown Error]", "[GPU is lost]")
 EX_UNHEALTHY = 69  # sysexits.h: EX_UNAVAILABLE
-LIMIT_S = 25.0  # of the matrix products, whose Python first imports torch; with nvidia-smi and the log 30 s and more
+LIMIT_S = 25.0  # for the matrix products, including the import of torch; the whole check may take 30 s and more
 PROBED = "health.json"  # the GPUs of this node that have passed: a node is not timed again for its next attempt
 RESULT = "matmul.json"
 SCRIPT = """\
@@ -54,7 +54,7 @@ class Card(NamedTuple):
 
     @property
     def serials(self) -> list[str]:
-        """Return what identifies this GPU on any machine."""
+        """Return an identifier of this GPU, the same on any machine."""
         return [each for each in (self.uuid, self.serial) if each not in UNKNOWN]
 
 
@@ -67,7 +67,7 @@ class HealthFinding(NamedTuple):
 
 
 def read_order(spec: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what to check; None where the broker asks for nothing, or for nothing valid."""
+    """Return what to check; None if the broker requests no check, or an invalid one."""
     try:
         order = json.loads(str(spec["envs"].get(VARIABLE) or "null"))
         return {"gpus": float(order["gpus"]), "refused": [str(each) for each in order["refused"]]}
@@ -156,7 +156,7 @@ def make_script() -> str:
 
 
 def judge(finding: HealthFinding, cards: list[Card], result: dict[str, Any] | None) -> HealthFinding:
-    """Add what the matrix products showed; a program that could not time them leaves them unchecked."""
+    """Add the result of the matrix products; if the program could not time them, they stay unchecked."""
     measured = result.get("tflops") if result else None
     if not isinstance(measured, dict):
         why = str((result or {}).get("unchecked") or "no result")[:200]

@@ -54,7 +54,7 @@ def coordinate(
 
 
 def take_over(folder: Path, spec: Message, head: Message) -> agent_gang.Coordinator | None:
-    """Coordinate the ranks that are left after the loss of a head; return None if this node cannot listen.
+    """Coordinate the remaining ranks after the loss of a head; return None if this node cannot listen.
 
     The merged log continues at the offset up to which the broker has copied the last head's.
     """

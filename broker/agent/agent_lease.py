@@ -1,7 +1,7 @@
 """Limit how long this node runs without the broker. Standard library only.
 
-The broker renews the lease every minute. While it is away, the node works until the lease expires: "lease". It shuts
-down earlier, "done", once all its runs have ended and their results are in the bucket.
+The broker renews the lease every minute. While it is unavailable, the node works until the lease expires: "lease". It
+shuts down earlier, "done", once all its runs have ended and their results are in the bucket.
 """
 
 from __future__ import annotations

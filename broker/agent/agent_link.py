@@ -21,7 +21,7 @@ else:
 
 BEAT_S = 2.0
 LOST_S = 15.0  # a peer that is silent for this long is lost
-HANDSHAKE_S = 15.0  # until a connection is authenticated and has sent `hello`
+HANDSHAKE_S = 15.0  # limit until a connection is authenticated and has sent `hello`
 CONNECT_S = 5.0
 STRANGERS_MAX = 256  # connections that are not yet authenticated, in addition to one per rank
 SECONDS_MAX = 1e7

@@ -1,6 +1,6 @@
 """Time a matrix product on each GPU, in the Python of the task, which needs torch: `python3 - RESULT LIMIT_S`.
 
-Writes a JSON object: `tflops` by the GPU's UUID, or by its index where torch does not tell the UUID; otherwise
+Writes a JSON object: `tflops` by the GPU's UUID, or by its index if torch does not report the UUID; otherwise
 `unchecked`, the reason. A GPU on which the program does not end in time is unchecked: torch may be slow to import.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 
 SIDE = 8192  # 1.1 TFLOP: milliseconds on any GPU of the table, far longer than a kernel's launch
 ROUNDS = 3  # the best counts: the first ones run while clocks still rise
-PRODUCTS = 4  # of a round
+PRODUCTS = 4  # per round
 
 
 def main(result: str, limit_s: float) -> None:
-    """Write the result; the kernel ends this process at the limit, whatever it waits for."""
+    """Write the result; the kernel ends this process at the limit, even in a call that hangs."""
     write(result, {"unchecked": f"torch did not answer within {limit_s:g} s"})
     signal.alarm(int(limit_s))
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them

@@ -25,15 +25,15 @@ TICK_S = 0.1
 # How long a program continues without a head. A new one is named within seconds of the loss of its node; after this
 # time the program ends, and the broker starts the next attempt from the newest checkpoint.
 AWAY_S_MAX = 300.0
-BACKLOG_CHARS_MAX = 1 << 20  # of the log, kept while there is no head
-FACTS = ("setup", "exit", "notice", "cancel")  # a new head must be told again
+BACKLOG_CHARS_MAX = 1 << 20  # part of the log that is kept while there is no head
+FACTS = ("setup", "exit", "notice", "cancel")  # repeated to each new head
 
 
 class Membership:
     """The connection of one runner to the head of its gang, wherever that is.
 
-    `on_message` gets the head's messages; {"type": "lost"} only when the run is to end for it. `lead` is called when
-    this node is to take over: it starts a coordinator, and returns whether that succeeded.
+    `on_message` gets the head's messages; {"type": "lost"} only if the run must end because of it. `lead` is called
+    when this node is to take over: it starts a coordinator, and returns whether that succeeded.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Membership:
         self._lock = threading.RLock()
         self._link: agent_link.Link | None = None
         self._tries = 0
-        self._number = 0  # of the connection in use: that of one try
+        self._number = 0  # the try that made the connection in use
         self._dead = -1  # the newest connection that was lost before it came into use
-        self._epoch = -1  # of the head that this runner has joined
+        self._epoch = -1  # the epoch of the head that this runner has joined
         self._facts: dict[str, Message] = {}
         self._backlog: collections.deque[str] = collections.deque()
         self._backlog_chars = 0

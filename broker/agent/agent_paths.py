@@ -55,4 +55,4 @@ def make_folders(folders: Sequence[str]) -> Iterator[str]:
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            yield f"warning: cannot make the folder {folder}: {error.strerror}\n"
+            yield f"warning: cannot create the folder {folder}: {error.strerror}\n"

@@ -173,7 +173,7 @@ class Runner:
         else:
             self._send("exit", returncode=returncode)
         self._returncode = returncode
-        if returncode and self._gang.is_away:  # it may have failed for want of the node that is lost
+        if returncode and self._gang.is_away:  # it may have failed because of the lost node
             self._gang.give_up()
 
     def _open_entrance(self) -> None:
@@ -220,7 +220,7 @@ class Runner:
         return returncode
 
     def _check_health(self) -> int:
-        """Check this node's GPUs if the broker asks for it; a fault ends the gang before its first step."""
+        """Check this node's GPUs if the broker requests it; a fault ends the gang before its first step."""
         order = agent_health.read_order(self._spec)
         if order is None or self._verdict:
             return 0

@@ -22,8 +22,8 @@ else:
     import agent_ring
 
 EVERY_S = 10.0
-FIRST_S = 1.0  # until the first sample, so that a short program has one
-SECTOR_BYTES = 512  # the unit of /proc/diskstats, whatever the disk's own sector size
+FIRST_S = 1.0  # delay of the first sample, so that a short program has one
+SECTOR_BYTES = 512  # the unit of /proc/diskstats, regardless of the disk's own sector size
 PARTS = ("loop", "ram", "zram", "dm-", "md", "sr", "nbd")  # devices built on others, or without a disk
 
 
@@ -31,7 +31,7 @@ class Counters(NamedTuple):
     """Monotonic counters at one moment; a rate comes from the difference of two."""
 
     at_s: float
-    cpu_busy_s: float  # of the processors that we may use
+    cpu_busy_s: float  # sum over the processors that we may use
     disk: tuple[int, int] | None  # bytes read and written
     network: tuple[int, int] | None  # bytes received and sent
 

@@ -1,8 +1,8 @@
-"""Run a job's `setup`, or restore what an earlier one left in an archive. Standard library only.
+"""Run a job's `setup`, or restore the archive of an earlier one. Standard library only.
 
-The broker asks for it with BROKER_SETUP_CACHE, a JSON object (`CacheOrder`). On a miss `setup` runs as always; if its
-result can be kept whole and that pays, the first node uploads it in the background while the program runs. The steps
-are in `agent_setup_steps.py`.
+The broker requests it through BROKER_SETUP_CACHE, a JSON object (`CacheOrder`). On a miss, `setup` runs as usual; if
+its result can be kept completely and that pays, the first node uploads it in the background while the program runs. The
+steps are in `agent_setup_steps.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEFORE = "setup_before.json"  # in the run's folder
 
 
 class CacheOrder(NamedTuple):
-    """What the broker asks for.
+    """The request of the broker.
 
     `place`: a bucket URL or folder. `setup_chars`: the length of the task's own `setup`, which follows the steps that
     mount buckets. `starts`: the starts still expected, at `usd_hour` for the gang. A GiB costs `usd_gib_kept` until the
@@ -47,7 +47,7 @@ class CacheOrder(NamedTuple):
 
 
 def read_order(spec: Mapping[str, Any]) -> CacheOrder | None:
-    """Return the order; None where the broker asks for nothing, for nothing valid, or for a run in a container.
+    """Return the order; None if there is none, if it is invalid, or if the run is in a container.
 
     A container keeps what `setup` installs outside the home folder, which an archive would lack.
     """

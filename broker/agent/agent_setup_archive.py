@@ -1,9 +1,9 @@
-"""Pack the changes of a setup into parts with a manifest, and bring them back on another node. Standard library only.
+"""Pack the changes of a setup into parts with a manifest, and restore them on another node. Standard library only.
 
 An archive is a set of parts, named by their SHA-256, and a manifest that is written last: without it no part is used.
-A reader verifies each part before it uses a byte of it, builds all files aside, and only then moves them to their
-places. Whoever is killed in between leaves either nothing that is used or a complete staging folder, from which the
-next start continues.
+A reader verifies each part before it uses a byte of it, builds all files in a staging folder, and only then moves them
+into place. A process that is killed in between leaves either nothing that is used or a complete staging folder, from
+which the next start continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Find what `setup` changed below the home folder, and what it depends on. Standard library only.
+"""Find the changes of `setup` below the home folder, and its dependencies. Standard library only.
 
-`scan` lists the home folder before `setup`; `list_changes` compares it with the home folder afterwards. Whatever an
-archive could not restore on another node raises `Unfit`: an archive holds all that `setup` did, or there is none.
+`scan` lists the home folder before `setup`; `list_changes` compares it with the home folder afterwards. A change that
+an archive could not restore on another node raises `Unfit`: an archive is complete, or there is none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Unfit(Exception):
 
 
 class FileState(NamedTuple):
-    """What identifies the state of a file. Times of folders are left out: they change with their content."""
+    """Properties that identify a file's state. Times of folders are left out: they change with their content."""
 
     mode: int
     inode: int

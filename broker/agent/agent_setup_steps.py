@@ -1,7 +1,7 @@
 """The steps of a setup that is cached: restore, keep, upload. Standard library only.
 
 Each runs in a process of its own, with the environment of the setup: `agent.py _setup restore|keep|upload FOLDER
-[SETUP_S]`. An archive is only ever an optimization: whatever fails here, `setup` runs.
+[SETUP_S]`. An archive is only an optimization: if anything fails here, `setup` runs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ STAGE = "setup-archive"  # below ~/.broker: on the disk of the home folder, so t
 CHANGES = "setup_changes.json"
 MANIFEST, USED = "manifest", "used.json"
 READ_BYTES_S = 100e6  # expected before a download: what one request of S3 carries, of the several that are made
-NICE = 10  # of the upload, beside the program
+NICE = 10  # niceness of the upload, which runs beside the program
 SECRET_CHARACTERS_MIN = 8  # a shorter value occurs in files by chance
 SECRET_NAME = re.compile(r"(^|_)(API)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)", re.IGNORECASE)
 TOKEN = re.compile(r"[A-Za-z0-9+=_.~-][A-Za-z0-9+/=_.~-]{23,}")  # not a path, which begins with a slash
 
 
 def main(step: str, path: str, setup_s: str = "0") -> None:
-    """Run one step; exit with MISSED unless it did what it is for. Never raises: `setup` runs in its place."""
+    """Run one step; exit with MISSED unless it succeeded. Never raises: `setup` runs in its place."""
     folder = Path(path)
     spec = agent_files.read_json(folder / "spec.json") or {}
     order = read_order(spec)
@@ -68,7 +68,7 @@ def main(step: str, path: str, setup_s: str = "0") -> None:
 
 
 def restore(order: CacheOrder, spec: Mapping[str, Any], folder: Path) -> bool:
-    """Bring back the archive of this setup; return whether one was used. Without one, note how the home folder is."""
+    """Restore the archive of this setup; return whether one was used. Without one, record the home folder's state."""
     home, start_s, digest = agent_files.HOME, time.monotonic(), str(spec["setup_digest"])
     staged = agent_files.STATE / STAGE
     if agent_setup_archive.merge(staged, home) == digest:  # an earlier runner was killed while it moved the files
@@ -120,7 +120,7 @@ def fetch(order: CacheOrder, key: str, staged: Path, digest: str) -> dict[str, A
 
 
 def keep(order: CacheOrder, folder: Path, setup_s: float) -> None:
-    """List what `setup` changed, and upload it in the background if it is whole and pays. Raises Unfit."""
+    """List what `setup` changed, and upload it in the background if it is complete and pays. Raises Unfit."""
     noted = agent_files.read_json(folder / BEFORE)
     if noted is None:
         raise Unfit("the state before `setup` is unknown")
@@ -228,5 +228,5 @@ def list_secrets(spec: Mapping[str, Any], folder: Path) -> Iterator[bytes]:
 
 
 def report(folder: Path, result: str, **fields: Any) -> None:
-    """Record what became of the archive, for the broker."""
+    """Record the outcome of the archive, for the broker."""
     agent_files.write_json(folder / agent_files.SETUP_REPORT, {"result": result, **fields}, is_durable=False)

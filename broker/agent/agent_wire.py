@@ -55,7 +55,7 @@ class Wire:
         self._socket = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # guards the three above
         self._write_lock = threading.Lock()  # records are sent in the order of their creation
         self._received = bytearray()
 
@@ -67,7 +67,7 @@ class Wire:
             except ssl.SSLWantReadError:
                 self._flush(give_up_s)
             except ssl.SSLError:
-                self._flush(give_up_s)  # tells the peer why
+                self._flush(give_up_s)  # sends the peer the reason
                 raise
             else:
                 return self._flush(give_up_s)

@@ -32,7 +32,7 @@ CLOUDS: dict[str, str] = {
     "yotta": "broker.clouds.sky.makers:make_yotta",
 }
 # Machines there cannot terminate themselves: SkyPilot 0.14.1 has no autodown for them (`sky/clouds/*.py`, AUTODOWN).
-# Only broker terminates them, so no lease bounds their cost while it is away.
+# Only broker terminates them, so no lease bounds their cost while it is unavailable.
 WITHOUT_SELF_TERMINATION = ("hyperbolic", "primeintellect", "verda", "yotta")
 # name -> `broker.clouds.findings.Inspector`, for `broker check`: a module, or "module:class" instantiated with the name
 CHECKS: dict[str, str] = {

@@ -40,7 +40,7 @@ EXIT_CODES = {"lease": 71, "done": 72, "autostop": 73, "stopped": 74, "terminate
 def main(folder: str, mode: str = "") -> None:
     """Boot the node in the background; return (exit status 0) once its socket responds.
 
-    In the foreground, where a batch system keeps the process, return when the node has ended. SIGTERM is its notice.
+    In the foreground, if a batch system keeps the process, return when the node has ended. SIGTERM is its notice.
     """
     ready_out, ready_in = os.pipe()
     if mode != FOREGROUND:
@@ -86,7 +86,7 @@ def open_lock(folder: str) -> int:
 
 
 def take_host(folder: str) -> int:
-    """Lock the host for this node, where node.json names the lock, and return its descriptor; -1 if it is taken.
+    """Lock the host for this node, if node.json names the lock, and return its descriptor; -1 if it is taken.
 
     The kernel releases it with the last process of the node. Other users lock the same file, which they can only read.
     """

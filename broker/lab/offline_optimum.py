@@ -23,7 +23,7 @@ from broker.lab.optimum_bound import IDLE, ONDEMAND, PricedIntervals, PricedPlan
 # bound's price and the longest.
 TOLERANCE = 2e-4
 PRICE_STEPS = 24
-PRICES = (2.0, 8.0, 32.0, 64.0)  # of work, tried until its plan has enough; in prices of on-demand work
+PRICES = (2.0, 8.0, 32.0, 64.0)  # prices of work, tried until the plan has enough work; in prices of on-demand work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def find_optimum(
 
 
 def _list_reserves(sites: Sequence[Site]) -> list[Site]:
-    """Return the site with the cheapest on-demand work of each speed, without those both slower and dearer."""
+    """Return the site with the cheapest on-demand work of each speed, without those both slower and more expensive."""
     found = list[Site]()
     for site in sorted(sites, key=lambda each: (_price_work(each), -each.ondemand_speed)):
         if all(site.ondemand_speed > each.ondemand_speed for each in found):
@@ -160,7 +160,7 @@ class _Search:
                 self._complete(label, mode, number)
 
     def _complete(self, label: Label, mode: int, begin: int) -> None:
-        """Walk as far as the plan may still be better than the best one, and was not walked before."""
+        """Walk as far as the plan may still beat the best one and has not been walked before."""
         bound = self._bound(label, self.to_go[begin][mode])
         for number in range(begin, len(self.intervals)):
             walked = self.walked[number]

@@ -115,7 +115,7 @@ def _share(
             raise
 
 
-_scenes: tuple[Scene, ...] = ()  # of this worker process
+_scenes: tuple[Scene, ...] = ()  # the scenes of this worker process
 
 
 def _begin_worker(scenes: tuple[Scene, ...]) -> None:

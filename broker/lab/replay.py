@@ -1,9 +1,9 @@
 """Event-driven replay of a job over recorded markets under one policy, in which years take seconds.
 
 The model: every start is billed and does no work; spot is preempted without warning (or with `notice_hours`) when its
-market closes, and work since the last checkpoint is lost; on-demand always starts. A policy is told how long a start
-takes, and later the longest of the starts that were seen. A job that is not on on-demand at
-`PATIENCE` times its deadline is finished on-demand.
+market closes, and work since the last checkpoint is lost; on-demand always starts. A policy knows how long a start is
+expected to take, and later the longest start that occurred. A job that is not on on-demand at `PATIENCE` times its
+deadline is finished on-demand.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Case:
     sites: tuple[Site, ...]
     work_hours: float
     deadline_hours: float
-    save_every_hours: float = 0.0  # of work; 0: no work is ever lost
+    save_every_hours: float = 0.0  # work between checkpoints; 0: no work is ever lost
     notice_hours: float = 0.0
     move_usd: tuple[tuple[float, ...], ...] = ()
     look_hours: float = 0.0
-    start_factor: float = 1.0  # starts take this many times as long as the policy is told
+    start_factor: float = 1.0  # starts take this many times as long as the policy expects
     ondemand_delay_hours: float = 0.0  # an on-demand start takes this much longer
-    hour_value_usd: float | None = None  # told to the policy; costs do not include it
-    overlap_hours: float = 0.0  # the first part of a start on spot: machines that run work on meanwhile, both billed
+    hour_value_usd: float | None = None  # passed to the policy; costs do not include it
+    overlap_hours: float = 0.0  # the first part of a start on spot, during which running machines work; both are billed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def replay(
 ) -> ReplayOutcome:
     """Replay a job submitted at `from_hour` of the recordings.
 
-    An oracle knows when each open interval will end, and a learner what the markets did since submission.
+    An oracle knows when each open interval will end; a learner knows the history of the markets since submission.
     """
     life = Life(case, from_hour, is_oracle=is_oracle, is_learner=is_learner, keeps_timeline=keeps_timeline)
     for _ in range(DECISIONS_MAX):
@@ -124,7 +124,7 @@ class Life:
         return self.saved + self.unsaved >= self.case.work_hours - EPSILON_HOURS
 
     def observe(self) -> tuple[JobView, list[Candidate]]:
-        """Return what a policy may know at this moment: the job, and each site as a candidate."""
+        """Return the view of a policy at this moment: the job, and each site as a candidate."""
         case, candidates = self.case, list[Candidate]()
         if self.ondemand_key != (self.data, self.seen_start):
             self.ondemand_key = self.data, self.seen_start
@@ -174,7 +174,7 @@ class Life:
         )
 
     def _expect_start(self) -> float:
-        """Return what is left of a start as far as the policy knows, which has seen how long it has taken up to now."""
+        """Return the rest of a start as the policy knows it: it has seen how long the start has taken up to now."""
         assert self.current is not None
         told = max(self.case.sites[self.current // 2].start_hours, self.seen_start)
         if self.lead <= told + EPSILON_HOURS:
@@ -198,7 +198,7 @@ class Life:
         self._run_until(min(requested, self._next_event()))
 
     def _pursue(self, target: int | None, move_usd: float) -> None:
-        """Begin to switch. A move of a working job to spot begins with the machines, if starts overlap."""
+        """Begin to switch. If starts overlap, a move of a working job to spot begins with the machines."""
         if target == self.current:
             self.coming = None
             return

@@ -174,7 +174,7 @@ class Weather:
     closed_calm_hours: float = 0.4
     open_stormy_hours: float = 0.5
     closed_stormy_hours: float = 1.6
-    price_share: float = 0.32  # of the on-demand price; a random walk moves it
+    price_share: float = 0.32  # share of the on-demand price; a random walk moves it
 
 
 def make_trace(

@@ -12,7 +12,7 @@ UNBILLED_START_S = {
 }
 # Clouds that do not document it are assumed to bill from the request.
 
-DETECT_S = 30.0  # from a machine's end to the decision to replace the gang: the lost one costs nothing, the others do
+DETECT_S = 30.0  # time from a machine's end to the decision to replace the gang: only the other machines are billed
 
 
 def bill_recovery_s(cloud: str, node_count: int, restart_s: float, restore_s: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from broker.types import Offer
 
 PLACES_MAX = 6  # the largest recorded group; further places add little
-NEAR_PRICE = 1.25  # places that cost less by more than this factor are not candidates beside a dearer choice
+NEAR_PRICE = 1.25  # places that cost less by more than this factor are not candidates beside a more expensive choice
 
 
 class CandidatePlaces:
@@ -24,7 +24,8 @@ class CandidatePlaces:
     def list_near(self, usd: float, own: Offer) -> list[tuple[float, Offer]]:
         """List (USD, offer) of other places from `usd` / `NEAR_PRICE` on, cheapest first.
 
-        One more place at any price makes no choice dearer: places below this bound are better choices themselves.
+        One more place at any price makes no choice more expensive: places below this bound are better choices
+        themselves.
         """
         index = bisect_left(self._usd, usd / NEAR_PRICE)
         where = (own.cloud, own.region, own.zone)

@@ -18,7 +18,7 @@ from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, f
 from broker.spot.recorded_runs import START_HOURS_MAX, RecordedRun
 from broker.types import Breakdown, CheckpointSpec, Estimate, Placement
 
-SWITCH_SHARE_MIN = 0.01  # of the billed hours: below this share on-demand is not part of the strategy
+SWITCH_SHARE_MIN = 0.01  # share of the billed hours below which on-demand is not part of the strategy
 STRETCH_MAX = 50.0  # preemptions per stretch of work: beyond, spot never finishes
 
 

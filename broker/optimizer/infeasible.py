@@ -44,7 +44,7 @@ def loosen_places(task: Task) -> Task:
 
 
 def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> NoOfferError:
-    """Make the error with hints: single changes that help, the cheapest outcome first, else a pair of changes.
+    """Make the error with hints: single changes that help, the cheapest outcome first, otherwise a pair of changes.
 
     `make_plan` is called with changed tasks, on the widest set of offers.
     """

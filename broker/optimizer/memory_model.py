@@ -13,8 +13,8 @@ from broker.optimizer.model_shape import ModelShape
 Recompute = Literal["none", "selective", "full"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 
-# Bytes a parameter: weights, gradients, Adam's states. Mixed precision keeps 2 + 2 + 12 (Rajbhandari 2020, section 3.1:
-# a master copy, momentum and variance of 4 bytes each); single precision 4 + 4 + 8.
+# Bytes per parameter: weights, gradients, Adam's states. Mixed precision keeps 2 + 2 + 12 (Rajbhandari 2020, section
+# 3.1: a master copy, momentum and variance of 4 bytes each); single precision 4 + 4 + 8.
 BYTES_PER_PARAMETER: dict[Dtype, tuple[int, int, int]] = {"bf16": (2, 2, 12), "fp16": (2, 2, 12), "fp32": (4, 4, 8)}
 
 # CUDA context, NCCL buffers, kernels' workspace and the allocator's fragments: 2 GiB, and 6 % of the card. Our

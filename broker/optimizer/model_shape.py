@@ -28,8 +28,8 @@ class ModelShape:
     vocabulary: int = VOCABULARY
     kv_heads: int | None = None  # None: as many as heads
     mlp_width: float | None = None  # None: 4 times the width
-    idle_parameters: float = 0.0  # of a mixture of experts: parameters of the experts that a token does not use
-    experts_per_token: int = 8  # of a mixture of experts: DeepSeek-V3's, whose tokens travel to at most 4 nodes
+    idle_parameters: float = 0.0  # in a mixture of experts: parameters of the experts that a token does not use
+    experts_per_token: int = 8  # in a mixture of experts: DeepSeek-V3's number; its tokens travel to at most 4 nodes
 
     @cached_property  # a search reads it a hundred thousand times
     def layer_parameters(self) -> float:

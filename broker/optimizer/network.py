@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-# (cloud, prefix of the instance type) -> Gbit/s of one node; the longest prefix wins. Sources: the clouds' own pages on
-# their accelerator machines, read as of 2025 (AWS "Accelerated computing instances", Google "GPU machine types", Azure
-# "GPU accelerated sizes", Oracle "GPU shapes", Nebius "GPU clusters"). If a page gives several figures, this is the
-# network that the accelerators use.
+# (cloud, prefix of the instance type) -> Gbit/s of one node; the longest matching prefix applies. Sources: the clouds'
+# own pages on their accelerator machines, read as of 2025 (AWS "Accelerated computing instances", Google "GPU machine
+# types", Azure "GPU accelerated sizes", Oracle "GPU shapes", Nebius "GPU clusters"). If a page gives several figures,
+# this is the network that the accelerators use.
 GBITS: dict[tuple[str, str], float] = {
     ("aws", "p6-b300"): 6400, ("aws", "p6-b200"): 3200, ("aws", "p5"): 3200, ("aws", "p5.4xlarge"): 100,
     ("aws", "p4d"): 400, ("aws", "p3dn"): 100, ("aws", "p3.16xlarge"): 25, ("aws", "p3"): 10,

@@ -19,7 +19,7 @@ class RankedOffer(NamedTuple):
 
     score: float  # USD to finish and the value of its time, or USD per hour if no work is given
     usd: float  # to finish, or per hour if no work is given
-    usd_hour: float  # of the whole gang
+    usd_hour: float  # price of the whole gang
     cloud: str
     region: str
     zone: str
@@ -29,7 +29,7 @@ class RankedOffer(NamedTuple):
     forecast: RunForecast | None
     prices: GangPrices
     data: DataCost
-    alternative: int = 0  # of the task: the first one that the offer fits
+    alternative: int = 0  # the first alternative of the task that the offer fits
 
     @property
     def hours(self) -> float:
@@ -39,7 +39,7 @@ class RankedOffer(NamedTuple):
 
 RANK = itemgetter(slice(0, 8))
 IDENTITY = itemgetter(slice(3, 8))
-SAME_SCORE = 1.01  # of placements this close to the best, the fastest is chosen
+SAME_SCORE = 1.01  # the fastest placement within this factor of the best is chosen
 
 
 def rank_by_score(candidates: Sequence[RankedOffer], hour_value_usd: float) -> list[RankedOffer]:

@@ -33,7 +33,7 @@ from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Place
 # Preemptions observed by (cloud, region, zone, instance type).
 History = Mapping[tuple[str, str, str | None, str], Observation]
 Refused = Callable[[Placement], bool]
-HOUR_VALUE_SHARE = 0.02  # of the gang's on-demand price: 1 % of the cost of 100 h on-demand is worth half an hour
+HOUR_VALUE_SHARE = 0.02  # share of the gang's on-demand price: 1 % of the cost of 100 h is worth half an hour
 PLACE_COUNTS = (1, 2, 3, 6)  # sizes of candidate sets that are compared; 6 is the largest recorded group
 
 

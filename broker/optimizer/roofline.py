@@ -54,7 +54,7 @@ class Hardware:
         return nvlink / 2 * LINK_EFFICIENCY if nvlink else PCIE_GBS
 
     def peak_flops(self, dtype: Dtype) -> float:
-        """FLOP/s of one card; zero where no figure is known."""
+        """Return FLOP/s of one card; zero if no figure is known."""
         tflops = self.figures.fp32_tflops if dtype == "fp32" else self.figures.training_tflops
         return (tflops or self.figures.training_tflops or 0.0) * 1e12
 
@@ -173,7 +173,7 @@ def _memory_s(
 def _tensor_s(
     shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, recompute: Recompute, dtype: Dtype
 ) -> float:
-    """Two all-reduces per block forward, two backward (Shoeybi 2019, section 3), two more with full recomputation.
+    """Time all-reduces: two per block forward, two backward (Shoeybi 2019, section 3), two more for full recomputation.
 
     A ring sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009); sequence parallelism sends as much.
     """
@@ -220,7 +220,7 @@ def _data_s(
 
     Stage 0 sends 2 x the gradients once per step, stages 1 and 2 gradients and weights, overlapping the last backward
     pass; stage 3 gathers the weights twice per micro-batch and scatters the gradients once per step (Rajbhandari 2020,
-    section 7.2), overlapping all of it. A ring crosses a node's network once, whatever the number of its cards.
+    section 7.2), overlapping all of it. A ring crosses a node's network once, regardless of the number of its cards.
     """
     d = sharding.replicas
     if d == 1:

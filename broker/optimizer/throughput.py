@@ -21,7 +21,7 @@ REFERENCE_BATCH = 256
 # `work_on: A100:16` does not say how its cards are connected: assume nodes of at most 8 on 400 Gbit/s.
 REFERENCE_NODE = 8
 REFERENCE_NETWORK_GBS = 50.0
-PEAK_SHARE = 0.5  # of a card for which only the peak is known
+PEAK_SHARE = 0.5  # share of the peak that a card reaches if only the peak is known
 
 
 def scale_work(

@@ -57,7 +57,7 @@ class RateBucket:
         self._at_s = now_s
 
     def resize(self, limit: float, *, now_s: float) -> None:
-        """Change the limit; what is missing to a full bucket stays missing."""
+        """Change the limit; the amount missing from a full bucket stays the same."""
         self.find_wait_s(0, now_s=now_s)
         self.level += max(1.0, limit) - max(1.0, self.limit)
         self.limit = limit

@@ -1,6 +1,6 @@
 """The balancer of one service: a separate process, started and replaced by the service's controller.
 
-It reads where the replicas are from `routing.json` as soon as that changes, probes them, and writes `load.json`.
+It reads the replicas' addresses from `routing.json` whenever that changes, probes them, and writes `load.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A canary: a second version of a service that gets a share of its requests, in `canary.json` until it is decided.
+"""A canary: a second version of a service that gets a share of its requests, in `canary.json` until it ends.
 
 The service's own version remains the desired one. `promote` makes the canary the desired version, which then replaces
 the other like any update; `rollback` removes the file, and its replicas are drained like those of an old version.

@@ -35,9 +35,9 @@ from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
 STEP_S = 0.5
 DRAIN_S_MAX = 120.0  # SkyServe's
 NEAR_IN_FLIGHT = 8.0  # without a target: requests in flight up to which a replica in a gateway's region is preferred
-FAILURES_MAX = 3  # of replicas of a version that was never ready
+FAILURES_MAX = 3  # failed replicas of a version that was never ready
 BACKOFF_S_MAX = 60.0
-BALANCER_EVERY_S = 2.0  # between two starts
+BALANCER_EVERY_S = 2.0  # time between two starts
 
 LaunchBalancer = Callable[[ServiceFolder], bool]
 MakeGateways = Callable[[ServiceFolder], Gateways]
@@ -70,7 +70,7 @@ class ServiceController:
         self._canary: Canary | None = None
         self._lacks_keys = False  # as recorded in an event
         self._make_gateways = make_gateways
-        self._gateways: Gateways | None = None  # of a service that has some
+        self._gateways: Gateways | None = None  # None: the service has none
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""

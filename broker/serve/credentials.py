@@ -41,7 +41,7 @@ def ensure_credentials(folder: ServiceFolder, service: str, *, has_gateways: boo
 
 
 def read_gateway_files(folder: ServiceFolder, number: int) -> dict[str, str]:
-    """Return what gateway `number` needs, by name: its own key, and the replicas' certificate. Raises StateError."""
+    """Return the files of gateway `number`, by name: its own key, and the replicas' certificate. Raises StateError."""
     return {
         folder.balancer_pem.name: _read(folder.gateway_pem(number)),
         folder.replica_pem.name: read_certificate(folder.replica_pem),
@@ -55,7 +55,7 @@ def _list_clients(folder: ServiceFolder, *, has_gateways: bool) -> list[Path]:
 
 
 def make_client_context(folder: ServiceFolder) -> ssl.SSLContext | None:
-    """Return the TLS settings of the balancer's connections to replicas; None where no credentials were made."""
+    """Return the TLS settings of the balancer's connections to replicas; None if no credentials were created."""
     if not (folder.balancer_pem.exists() and folder.replica_pem.exists()):
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

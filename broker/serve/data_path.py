@@ -37,7 +37,7 @@ class DataPath(Protocol):
     counts: Counts
 
     def listen(self) -> AbstractAsyncContextManager[int]:
-        """Accept clients; yield the port. Raises OSError where it is taken, StateError without a needed program."""
+        """Accept clients; yield the port. Raises OSError if it is taken, StateError without a needed program."""
 
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file, whose replicas the route table already has. Does not wait, and never fails."""
@@ -52,7 +52,7 @@ class DataPath(Protocol):
         """Update the counts, and `in_flight` of each route, before they are written; without an answer, keep them."""
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
-        """Return the responses of the last minute, in all and by replica; nothing where responses are not read."""
+        """Return the responses of the last minute, in all and by replica; nothing if responses are not read."""
 
 
 class ReplicaQueue:
@@ -73,7 +73,7 @@ class ReplicaQueue:
         self._woken = asyncio.Event()
 
     async def wait(self, deadline_s: float) -> bool:
-        """Wait until a replica may be ready; return False after the deadline, or where too many wait."""
+        """Wait until a replica may be ready; return False after the deadline, or if too many wait."""
         rest_s = deadline_s - self._clock.now_s()
         if rest_s <= 0 or self.is_full:
             return False

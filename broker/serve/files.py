@@ -55,12 +55,12 @@ class Routing:
     stream_timeout_s: float = 120.0
     tls: TlsFiles | None = None
     is_stopped: bool = False
-    shares: Mapping[int, float] = field(default_factory=dict)  # of requests, by version; the others share the rest
+    shares: Mapping[int, float] = field(default_factory=dict)  # of requests, by version; other versions share the rest
     balancers: int = 1  # among which the limits per minute of API keys are divided
     protocol: ServiceProtocol = ServiceProtocol.HTTP
     balancer: BalancerType = BalancerType.BROKER
     is_tls_passed: bool = False
-    region: str = ""  # of the balancer, as in `Backend`; its own replicas come first
+    region: str = ""  # the balancer's region, as in `Backend`; replicas there come first
     near_in_flight_max: float = 0.0  # requests in flight up to which a replica in that region is preferred
 
     @property
@@ -97,7 +97,7 @@ class ReplicaLoad:
 
 @frozen
 class Load:
-    """The load at one balancer. `arrivals` counts requests since it started, `pid` tells one from another.
+    """The load at one balancer. `arrivals` counts requests since it started, `pid` distinguishes them.
 
     The load of a service with gateways is the sum of theirs (`merging.py`); its `pid` is 0.
     """

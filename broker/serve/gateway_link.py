@@ -39,7 +39,7 @@ class GatewayLink:
         self._exchange, self._clock = exchange, clock
         self._meter = DemandMeter()
         self._place: tuple[str, int] | None = None  # the cluster, and the attempt that created it
-        self._digests: Mapping[str, str] | None = None  # None: the machine was not asked yet
+        self._digests: Mapping[str, str] | None = None  # None: the machine was not queried yet
         self._load_text = ""
         self._asked_s = -math.inf
         self._call: asyncio.Task[None] | None = None
@@ -49,13 +49,13 @@ class GatewayLink:
         return self.load is not None and self._clock.now_s() - self.load.time_s <= LOAD_AGE_S_MAX
 
     def measure(self) -> Demand:
-        """Return the demand at this gateway; none while it is not heard."""
+        """Return the demand at this gateway; none while it does not report."""
         return self._meter.measure(self.load if self.is_heard() else None)
 
     def push(self, cluster: Cluster, files: Mapping[str, str]) -> asyncio.Task[None] | None:
         """Begin a call if files differ from those on the machine, or the last call was long ago; return it.
 
-        The first call to a machine pushes nothing: it learns what the machine holds.
+        The first call to a machine pushes nothing: it reads the list of files there.
         """
         place = cluster.name, cluster.attempt
         if place != self._place:

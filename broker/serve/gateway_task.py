@@ -91,7 +91,7 @@ def write_program(folder: ServiceFolder, *, is_here: bool) -> Path:
     """Write the files that gateways run, completely or not at all; return their folder. Raises StateError.
 
     `is_here`: the gateways are processes of this machine, and use the Python that runs here. Each release of broker has
-    a folder of its own, so that a gateway which starts meanwhile copies one release.
+    a folder of its own, so that a gateway that starts meanwhile copies one release.
     """
     wheel, needs = pack_wheel(), list_requirements(EXTRAS)
     settings = {

@@ -1,8 +1,8 @@
 """The gateways of one service: their jobs, the files that they get, and the sum of what they report.
 
 A gateway is a managed job like a replica, without a row of its own: its request id names the service, its number and
-the try, so that a controller which was killed finds it. Its machine's agent replaces files and returns the load
-(`gateway_link.py`); a gateway that the controller does not reach serves on with its last files.
+the try, so that a restarted controller finds it. Its machine's agent replaces files and returns the load
+(`gateway_link.py`); a gateway that the controller cannot reach keeps serving with its last files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from broker.state.store import Store
 from broker.types import GATEWAYS_MAX, Cluster, GatewaySpec, Job, JobStatus, Service, ServiceEventKind, Task
 
 NUMBERS = range(1, GATEWAYS_MAX + 1)
-ANSWER_S = 0.2  # for which a step waits for answers: those of an open session take a few milliseconds
+ANSWER_S = 0.2  # a step waits this long for answers: those of an open session take a few milliseconds
 FAILURES_MAX = 3  # in a row, before any gateway was reached
 BACKOFF_S_MAX = 300.0
 SAVE_EVERY_S = 1.0
@@ -114,7 +114,7 @@ class Gateways:
         return max(1, sum(each.may_serve for each in self._tries))
 
     def merge(self) -> Load | None:
-        """Return the load of the service; None if no gateway is heard."""
+        """Return the load of the service; None if no gateway reports."""
         heard = {number: link.load for number, link in self._links.items() if link.is_heard()}
         is_complete = all(each.number in heard for each in self._tries if each.may_serve)
         return merge_loads([load for load in heard.values() if load is not None], is_complete=is_complete)

@@ -23,7 +23,7 @@ POOL = "replicas"
 WEIGHT_MAX = 256  # HAProxy's
 SHARE_UNITS = 10_000
 BALANCING = {"round_robin": "roundrobin"}  # all others: the less busy of two drawn ones
-DRAIN_S = 120  # after a reload, the old process serves its open connections for so long, as a drained replica does
+DRAIN_S = 120  # after a reload, the old process serves its open connections for this long, as a drained replica does
 TUNNEL_S = 24 * 3600
 HALF_OPEN_S = 300
 
@@ -108,7 +108,7 @@ def _render_frontend(routing: Routing, pools: Mapping[str, Sequence[Backend]]) -
     names = [name for name in pools if name != POOL]
     left = 1.0
     for name, (_, share) in zip(names, sorted(routing.shares.items()), strict=True):
-        units = round(SHARE_UNITS * min(1.0, share / left)) if left > 0 else 0  # of what the earlier ones left
+        units = round(SHARE_UNITS * min(1.0, share / left)) if left > 0 else 0  # of those left by earlier rules
         lines.append(f"    use_backend {name} if {{ rand({SHARE_UNITS}) lt {units} }} {{ nbsrv({name}) gt 0 }}")
         left -= share
     lines += [f"    use_backend {name} if {{ nbsrv({POOL}) eq 0 }} {{ nbsrv({name}) gt 0 }}" for name in names]

@@ -58,7 +58,7 @@ class WorkerFigures:
 
 
 def find_haproxy() -> str | None:
-    """Return the path of the program; None where it is not installed."""
+    """Return the path of the program; None if it is not installed."""
     return shutil.which("haproxy") or shutil.which("haproxy", path=SYSTEM_PATH)
 
 
@@ -91,7 +91,7 @@ def parse_figures(text: str) -> WorkerFigures:
 
 
 class HaproxyControl:
-    """HAProxy in a service's folder. Where this process is killed, HAProxy ends once its connections have."""
+    """HAProxy in a service's folder. If this process is killed, HAProxy ends once its connections have."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -137,9 +137,9 @@ class HaproxyControl:
                 continue
 
     async def reload(self) -> bool:
-        """Have the configuration in the folder served by a new worker; return whether it is.
+        """Start a new worker with the configuration in the folder; return whether it serves.
 
-        A configuration that is refused changes nothing: the old worker serves on. Raises NoAnswerError.
+        A configuration that is refused changes nothing: the old worker keeps serving. Raises NoAnswerError.
         """
         before = {each.pid for each in await self.list_workers()}
         assert self._process is not None

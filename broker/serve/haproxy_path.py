@@ -153,7 +153,7 @@ class HaproxyPath:
         return frozenset(number for number, route in self._table.routes.items() if route.is_ready)
 
     def _describe_structure(self) -> str:
-        """Return what a reload is needed for: everything but readiness."""
+        """Return the part of the routing whose change requires a reload: everything except readiness."""
         return config.render(self._routing, [each.number for each in self._routing.backends])
 
     def _write_config(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DONE = "[DONE]"
-DEFAULT_TOKENS = 16  # of OpenAI's completions without `max_tokens`
+DEFAULT_TOKENS = 16  # the default of OpenAI's completions without `max_tokens`
 # Fields whose state is in the engine, or in text that the journal does not have.
 UNSUPPORTED = (
     *("tools", "functions", "response_format", "logprobs", "top_logprobs", "echo", "suffix", "guided_json", "stop"),

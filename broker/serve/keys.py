@@ -4,8 +4,8 @@
 
 The secret has 256 random bits, so a fast hash is enough. `keys.json` is written by commands only, `usage.json` by
 the balancer only. Usage is written twice a second: a balancer that is killed loses the responses that were open, and at
-most half a second of the ended ones. A revoked key stays in the file, so that a service which ever had keys
-stays closed.
+most half a second of the ended ones. A revoked key stays in the file, so that a service that ever had keys stays
+closed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep the balancer's heap small and its garbage collections short.
 
 A TLS handshake takes about 50 KiB for a moment. After a burst of them, what was freed lies between what each connection
-keeps, and glibc returns only free memory at the end of its heap unless it is asked to: 400 idle streams with TLS to
-clients held 81 KiB each, and 58 once it was.
+keeps, and glibc by itself returns only free memory at the end of its heap: 400 idle streams with TLS to clients held 81
+KiB each, and 58 after a request to return the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def freeze_heap() -> None:
 
 
 def find_malloc_trim() -> Callable[[], None] | None:
-    """Return a function that returns free memory to the system; None where the C library has none (macOS, musl)."""
+    """Return a function that returns free memory to the system; None if the C library has none (macOS, musl)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):

@@ -19,8 +19,8 @@ from broker.serve.journal import DONE, EventParser
 
 WINDOW_S = 60.0
 SAMPLES_MAX = 4_000
-BODY_BYTES_MAX = 4 << 20  # of a response whose usage is read
-PROMPT_BYTES_PER_TOKEN = 4  # of a request whose response states no usage: about that of English text
+BODY_BYTES_MAX = 4 << 20  # the usage of a larger response is not read
+PROMPT_BYTES_PER_TOKEN = 4  # assumed if a response states no usage: about that of English text
 
 
 @frozen
@@ -81,7 +81,7 @@ class ResponseMeter:
         self._events += 1
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Take the numbers of a journal, which counts tokens across replicas, where it knows the ids."""
+        """Take the numbers of a journal, which counts tokens across replicas, if it knows the ids."""
         if prompt_tokens:
             self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
             self._has_usage = True

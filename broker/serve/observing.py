@@ -28,7 +28,7 @@ class ObservedReplica:
     is_over: bool  # its job has ended and its machines are gone
     backend: Backend | None  # where its program runs
     is_ready: bool = False
-    not_ready_since_s: float | None = None  # of a running program
+    not_ready_since_s: float | None = None  # None unless its program runs and is not ready
     in_flight: int | None = None  # None: the balancer does not know the replica
     error: str = ""
 

@@ -233,8 +233,11 @@ def _split_hazards(places: Sequence[SpotPlace], hours: float) -> tuple[list[bool
 
 
 def _list_better(places: Sequence[SpotPlace], own: int) -> list[int]:
-    """Return the earlier places that hold as many replicas or more in some best set: exchanging the numbers of two
-    places of one region never raises price or risk, if the larger goes where it is neither dearer nor less safe."""
+    """Return the earlier places that hold as many replicas or more in some best set.
+
+    Exchanging the numbers of two places of one region never raises price or risk, if the larger number goes to the
+    place that is no more expensive and no less safe.
+    """
     place = places[own]
     return [
         index for index, each in enumerate(places[:own])

@@ -26,7 +26,7 @@ CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 EVENT_STREAM = "text/event-stream"
 TRIES_MAX = 4
-RESUMES_MAX = 20  # of one stream
+RESUMES_MAX = 20  # per stream
 KEPT_BODY_BYTES_MAX = 4 << 20  # a longer body is streamed, and its request is not repeated
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10
@@ -157,7 +157,7 @@ class Proxy:
         headers = pass_headers(request.headers)
         headers.pop("content-length", None)
         if self.gate.has_keys:
-            headers.popall("authorization", None)  # replicas do not learn the keys
+            headers.popall("authorization", None)  # replicas do not receive the keys
         if isinstance(body, aiohttp.StreamReader) and request.content_length is not None:
             headers["content-length"] = str(request.content_length)
         remote, earlier = request.remote or "", headers.get("x-forwarded-for")
@@ -177,7 +177,7 @@ class Proxy:
     async def _copy_whole(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.Response | None:
-        """Return a short response, read to its end; None for another one. Raises _LostError where it breaks off."""
+        """Return a short response, read to its end; None for another one. Raises _LostError if it breaks off."""
         length = response.content_length
         if length is None or length > WHOLE_BODY_BYTES_MAX or response.content_type == EVENT_STREAM:
             return None
@@ -196,7 +196,7 @@ class Proxy:
     async def _copy(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
-        """Copy a response as it arrives; where the replica breaks off, the client's connection is closed as well."""
+        """Copy a response as it arrives; if the replica breaks off, the client's connection is closed as well."""
         answer = self.make_answer(route, response)
         try:
             await answer.prepare(request)

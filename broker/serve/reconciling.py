@@ -59,8 +59,8 @@ def decide(
 ) -> ReplicaStep:
     """Decide for one replica per slot of this version; `has_fallback`: on-demand ones stand in for lost spot ones.
 
-    With `needed`, the slots were chosen for an availability and for the observed replicas: ones that no slot asks for
-    are replaced by ones of the missing slots, while at least `needed` stay ready.
+    With `needed`, the slots were chosen for an availability and for the observed replicas: replicas that no slot
+    requests are replaced by those of the missing slots, while at least `needed` stay ready.
     """
     live = [each for each in replicas if not each.is_draining]
     new = [each for each in live if each.version == version]
@@ -89,7 +89,7 @@ def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView], *, is_exac
 
 
 def _choose_unasked(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: int) -> list[int]:
-    """Return the replicas that no slot asks for, lost ones first; ready ones only while `needed` others are ready."""
+    """Return the replicas that no slot requests, lost ones first; ready ones only while `needed` others are ready."""
     rest = Counter(slots)
     unasked = list[ReplicaView]()
     for each in sorted(new, key=lambda each: (each.is_lost, not each.is_ready, each.number)):
@@ -102,9 +102,10 @@ def _choose_unasked(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: i
 
 
 def _choose_surplus(wanted: Sequence[Slot], slots: Sequence[Slot], new: Sequence[ReplicaView]) -> list[int]:
-    """Return the replicas beyond the wanted ones: first those that no slot asks for, unready, and least busy.
+    """Return the replicas beyond the wanted ones: first those that no slot requests, unready, and least busy.
 
-    A starting one that a slot asks for is not given up for a stand-in: otherwise, on-demand ones would stay for good.
+    A starting replica that a slot requests is not given up for a stand-in: otherwise, on-demand ones would stay
+    forever.
     """
     count = len(new) - len(wanted)
     ready_count = sum(each.is_ready for each in new)

@@ -72,7 +72,7 @@ def make_replica_task(
 ) -> Task:
     """Return the task of one replica. Its program learns its number, address and port from the environment.
 
-    A slot's location is tried first; where it has no capacity, the job goes wherever the task allows. The only port
+    A slot's location is tried first; if it has no capacity, the job starts anywhere that the task allows. The only port
     that its machines open is the entrance; `secrets` has the certificates for it.
     """
     resources = task.resources

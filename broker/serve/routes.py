@@ -120,7 +120,7 @@ class RouteTable:
         return one if one.load <= other.load else other
 
     def _choose_version(self, ready: list[BackendRoute], version: int | None) -> list[BackendRoute]:
-        """Return the ready replicas of the preferred version, or of one drawn by share; all where none fits."""
+        """Return the ready replicas of the preferred version, or of one drawn by share; all if none fits."""
         if version is not None:
             return [each for each in ready if each.backend.version == version] or ready
         if not self.shares:
@@ -133,7 +133,7 @@ class RouteTable:
         return [each for each in ready if each.backend.version not in self.shares] or ready
 
     def _choose_region(self, ready: list[BackendRoute]) -> list[BackendRoute]:
-        """Return the ready replicas of the balancer's region that are not busy; all replicas where there are none."""
+        """Return the ready replicas of the balancer's region that are not busy; all replicas if there are none."""
         if not self.region:
             return ready
         near = [each for each in ready if each.backend.region == self.region]

@@ -7,7 +7,7 @@ latency      replicas x (measured / target), at most twice as many, as Kubernete
 4 replicas, 0.9 s to the first token, target 0.6 s  ->  6
 4 replicas, 0.3 s to the first token, target 0.6 s  ->  3: the load of each grows by a third, and so may its latency
 
-The larger number counts, so a latency within its target never lowers what the load asks for.
+The larger number counts, so a latency within its target never lowers the number that the load requires.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from broker.frozen import frozen
 from broker.types import ReplicaPolicy
 
 RATIO_MAX = 2.0  # a latency may be far above its target; the next step follows once new replicas have served a minute
-CALM = 0.8  # of the target: the expected latency without a replica must be below it
+CALM = 0.8  # share of the target below which the expected latency without a replica must be
 
 
 @frozen
@@ -40,7 +40,7 @@ class Demand:
 
 @frozen
 class ScalingState:
-    """The present number, and since when the load has asked for more or fewer; None: it does not."""
+    """The present number, and since when the load has required more or fewer; None: it does not."""
 
     wanted: int
     above_since_s: float | None = None
@@ -50,7 +50,7 @@ class ScalingState:
 def find_target_qps(policy: ReplicaPolicy, accelerator: str, count: float = 1) -> float:
     """Return the requests per second of a replica with these accelerators; 0 without a target.
 
-    Keys are `A100:8`, `A100`, or "" for any; where none fits, the lowest target counts.
+    Keys are `A100:8`, `A100`, or "" for any; if none fits, the lowest target counts.
     """
     keys = (f"{accelerator}:{count:g}", accelerator, "")
     found = (policy.target_qps[key] for key in keys if key in policy.target_qps)
@@ -60,7 +60,7 @@ def find_target_qps(policy: ReplicaPolicy, accelerator: str, count: float = 1) -
 def count_replicas(
     policy: ReplicaPolicy, demand: Demand, *, wanted: int = 0, accelerator: str = "", accelerator_count: float = 1
 ) -> int:
-    """Return the number that the load asks for, within the bounds of the policy; `wanted` is the present number."""
+    """Return the number that the load requires, within the bounds of the policy; `wanted` is the present number."""
     most = policy.replicas_min if policy.replicas_max is None else max(policy.replicas_max, policy.replicas_min)
     qps = find_target_qps(policy, accelerator, accelerator_count)
     counts = [0]
@@ -95,7 +95,7 @@ def _count_for_latency(policy: ReplicaPolicy, demand: Demand, present: int) -> i
 
 
 def scale(policy: ReplicaPolicy, state: ScalingState, asked: int, *, now_s: float) -> ScalingState:
-    """Move to the asked number once it has been asked for long enough; bounds apply at once."""
+    """Move to the required number once it has been required for long enough; bounds apply at once."""
     least, most = policy.replicas_min, max(policy.replicas_max or policy.replicas_min, policy.replicas_min)
     wanted = min(max(state.wanted, least), most)
     above_s = None if asked <= wanted else now_s if state.above_since_s is None else state.above_since_s

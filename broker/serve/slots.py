@@ -15,8 +15,8 @@ from broker.types import Replica, ServiceSpec, Task
 COLD_START_S = 600.0  # from request to readiness: machine, image, weights; assumed until a replica has been ready
 COLD_START_S_MIN, COLD_START_S_MAX = 60.0, 3600.0  # longer waits are for capacity
 PLACE_EVERY_S = 600.0  # and whenever replicas start, run elsewhere, are lost or become ready
-PLACE_S_MIN = 5.0  # between two placements because of readiness, which may flap
-BUDGET_S_MIN = 1.0  # between two observations
+PLACE_S_MIN = 5.0  # time between two placements because of readiness, which may flap
+BUDGET_S_MIN = 1.0  # time between two observations
 
 
 @frozen
@@ -33,7 +33,7 @@ class PlacementRequest:
 
 @frozen
 class ChosenSlots:
-    """Slots; `needed` of their replicas have to be ready. None: one replica per slot, whatever happens to it."""
+    """Slots; `needed` of their replicas have to be ready. None: one replica per slot, in any state."""
 
     slots: tuple[Slot, ...]
     needed: int | None = None

@@ -1,8 +1,8 @@
 """Connections passed through, for `tcp` and `grpc`: bytes are copied, not read.
 
 A connection is opened at the less busy of two replicas. One that refuses it is out of rotation at once, and the next is
-tried before the client's first byte is sent, so that no byte is ever sent twice. From then on a connection belongs to
-its replica: where either end breaks off, the other is cut off as well.
+tried before the client's first byte is sent, so that no byte is ever sent twice. From then on, a connection belongs to
+its replica: if either end breaks off, the other is cut off as well.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class _Client:
 
     @classmethod
     async def open(cls, transport: asyncio.Transport, tls: ssl.SSLContext | None) -> _Client:
-        """Begin to read, after the handshake of TLS where it is asked for. Raises OSError."""
+        """Begin to read, after the TLS handshake if one is required. Raises OSError."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -207,8 +207,8 @@ class _Client:
     async def close(self) -> bool:
         """Close after the last byte; return whether the client took all of them, however slowly.
 
-        asyncio closes a TLS connection only once the client has answered its farewell, or after half a minute; gRPC's
-        clients answer it only when the connection is closed.
+        asyncio closes a TLS connection only once the client has answered its close_notify, or after half a minute;
+        gRPC's clients answer it only when the connection is closed.
         """
         upper = self.writer.transport
         upper.set_write_buffer_limits(high=1)  # with 0, TLS would pause while nothing is left
@@ -233,7 +233,7 @@ class _Flow:
     async def copy(self) -> bool:
         """Copy to the end; return whether the other direction may continue: TLS has no half-open connections.
 
-        Raises OSError where either end broke off.
+        Raises OSError if either end broke off.
         """
         while True:
             try:
@@ -275,7 +275,7 @@ async def _run(up: _Flow, down: _Flow) -> bool:
 
 
 def _keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel notice an end that is gone without a word."""
+    """Have the kernel detect a peer that vanished without closing."""
     connection = transport.get_extra_info("socket")
     if connection is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

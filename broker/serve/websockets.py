@@ -25,7 +25,7 @@ OWN_HEADERS = (
 async def forward_websocket(
     request: web.BaseRequest, route: BackendRoute, session: aiohttp.ClientSession, *, has_keys: bool = False
 ) -> web.StreamResponse:
-    """Connect the client to a replica until one of them closes; `has_keys`: the replica must not learn the API key."""
+    """Connect the client to a replica until one of them closes; `has_keys`: the replica must not get the API key."""
     dropped = (*OWN_HEADERS, "sec-websocket-protocol", *(("authorization",) if has_keys else ()))
     names = [each.strip() for each in request.headers.get("sec-websocket-protocol", "").split(",") if each.strip()]
     headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}

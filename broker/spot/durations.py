@@ -15,7 +15,7 @@ from dataclasses import dataclass
 AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
 # The assumed age of a period whose beginning was not observed: a random moment falls mostly into long periods.
 MET_HOURS = 5.0
-HALF_LIFE_HOURS = 24.0  # of the observations, where a market is watched live
+HALF_LIFE_HOURS = 24.0  # half-life of the observations of a market that is watched live
 _NONE = (0.0,) * len(AGES)
 
 

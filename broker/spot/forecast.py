@@ -12,7 +12,7 @@ from broker.spot.policies.base import Candidate, round_speed
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the mean hazard of the next two hours
-COHORT_HOURS = 1e-3  # between the changes of markets that change together
+COHORT_HOURS = 1e-3  # markets whose changes are closer than this change together
 STINT_HOURS_MAX = 24.0  # evidence on a market says little about more than a day ahead
 
 
@@ -145,7 +145,7 @@ class SpotMarket:
 
 
 def read_market(candidate: Candidate, fallback: Candidate | None, prior: Prior) -> SpotMarket:
-    """Return what is known of the market of a candidate, with the prior for the rest."""
+    """Return the market of a candidate as far as it is known, with the prior for the rest."""
     work_usd, hour_usd, speed = 1.0, 1.0, 1.0
     if fallback is not None:
         work_usd, hour_usd = fallback.usd_work_hour, fallback.placement.usd_hour

@@ -2,8 +2,8 @@
 
 A market is assumed to behave like one of the recorded ones (`broker.spot.recorded_runs`); it is unknown which, so each
 has a weight. The prior weighs each family of recordings by the square root of its number of recordings. Two kinds of
-evidence multiply the weights: preemptions in the hours that own gangs ran there, and the answer to the last request for
-spot capacity. The forecast is the mixture of the runs.
+evidence multiply the weights: preemptions in the hours that the user's gangs ran there, and the answer to the last
+request for spot capacity. The forecast is the mixture of the runs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PACE_SHAPE = 2.0
 # Places of one region and machine may close together. This is the probability that a group of places behaves like one
 # of the next smaller recorded size, and so on down to a single place.
 TOGETHER_SHARE = 0.15
-# The next family of groups may be unlike all known ones. With this probability, what a run of several places takes
-# beyond its work is five times as much, and a fifth with the probability that keeps the mean. It was 10 % with two
-# families to forecast from (decision 101). That one more of n families lies beyond all of them has the probability
-# 2 / (n + 1); a family left out is forecast from seven now (decision 357).
+# The next family of groups may be unlike all known ones. With this probability, everything that a run of several places
+# takes beyond its work is multiplied by five, and it is divided by five with the probability that preserves the mean.
+# It was 10 % with two families to forecast from (decision 101). The probability that one more family lies beyond all n
+# known ones is 2 / (n + 1); a family left out is now forecast from seven (decision 357).
 UNLIKE_FACTOR, UNLIKE_SHARE = 5.0, 0.04
 
 
@@ -117,7 +117,7 @@ def forecast_run(
 
 
 def _spread(run: RecordedRun, *, base_hours: float, deadline_hours: float | None) -> list[tuple[RecordedRun, float]]:
-    """Return the run with more, with less and with the same losses, and their shares, which keep its mean.
+    """Return the run with more, with fewer and with the same losses, and their shares, which preserve its mean.
 
     Beyond `base_hours` of work and first start, all of a run grows by one factor, as far as the deadline allows.
     """
@@ -126,7 +126,7 @@ def _spread(run: RecordedRun, *, base_hours: float, deadline_hours: float | None
     factor, more, switched = UNLIKE_FACTOR, run.hours - base, run.ondemand_hours - (billed - base)
     if deadline_hours is not None and more > 1e-9:
         factor = min(factor, max((deadline_hours - base) / more, 1.0))
-    if switched > 1e-9:  # no more can be on-demand than is billed
+    if switched > 1e-9:  # on-demand hours cannot exceed the billed hours
         factor = min(factor, max(base / switched, 1.0))
     less = 1 / UNLIKE_FACTOR
     less_share = UNLIKE_SHARE * (factor - 1) / (1 - less)

@@ -1,4 +1,4 @@
-"""The value functions of the markets of a job, shared by all decisions with about the same terms."""
+"""The value functions of the markets of a job, shared by all decisions with similar terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLES_MAX = 512
 
 
 class Outlooks:
-    """The value function of each market in one state of the job, found when it is first asked for."""
+    """The value function of each market in one state of the job, solved when it is first requested."""
 
     def __init__(self, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> None:
         assert view.time_left_hours is not None

@@ -31,7 +31,7 @@ class OverlappedStart:
     kept: float
     kept_hours: float
     dropped: float
-    survived_paid: float  # of a start that is survived, not weighted by its chance
+    survived_paid: float  # cost of a start that is survived, not weighted by its chance
     kept_paid: float
     dropped_paid: float
 

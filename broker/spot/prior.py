@@ -18,7 +18,7 @@ OLD = class_of(1.0)  # the class from which periods count as old
 # The number of ended periods that weigh as much as the prior. Recorded markets change pace from day to day, so a few
 # periods say little about tomorrow, and closed ones less than open ones.
 OPEN_WEIGHT, CLOSED_WEIGHT = 6.0, 16.0
-EXPOSURE_HOURS = 12.0  # of open or of closed periods, from which a recording has its full weight in a prior
+EXPOSURE_HOURS = 12.0  # open or closed time from which a recording has its full weight in a prior
 SPLIT_WEIGHT = 16.0  # ended periods of one age group that weigh as much as the pace common to all ages
 
 
@@ -53,7 +53,7 @@ class Prior:
         return _learn(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
 
 
-Paces = tuple[float, float]  # of young and of old periods
+Paces = tuple[float, float]  # for young and for old periods
 
 
 def scale_hazards(hazards: Sequence[float], paces: Paces) -> tuple[float, ...]:
@@ -111,8 +111,9 @@ def _count_ends(
 def fit_prior(recordings: Sequence[Durations]) -> Prior:
     """Fit the pooled hazards of recordings.
 
-    All weigh the same, whatever their length, except those with less than `EXPOSURE_HOURS` of such periods, which weigh
-    by their hours. A recording that was closed for half a minute in two days says next to nothing about reopening.
+    All weigh the same, regardless of their length, except those with less than `EXPOSURE_HOURS` of such periods, which
+    weigh by their hours. A recording that was closed for half a minute in two days says next to nothing about
+    reopening.
     """
     assert recordings
     opened, closed = (

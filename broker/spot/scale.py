@@ -2,8 +2,8 @@
 
 The decision process of one market (`broker.spot.value_function`) represents all of them: the best place determines the
 price and the hazard, the others the probability that one is open when it is lost, and the hazard of reopening. Places
-are ranked by price, by hazard times the cost of a loss, and by the cost of moving there. Places of another speed than
-the best one are considered by their own value functions: running there changes the spare time.
+are ranked by price, by hazard times the cost of a loss, and by the cost of moving there. Places with a speed other than
+that of the best one are considered by their own value functions: running there changes the spare time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Scale:
     basis: SpotMarket  # the market of the value function
     spare: float
     work: float
-    has_near: bool = False  # another scale has on-demand beside the data as its fallback
+    has_near: bool = False  # another scale has on-demand near the data as its fallback
 
     @classmethod
     def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> Scale:
@@ -113,8 +113,8 @@ class Scale:
     def find_entry(self, current: Candidate | None) -> Scale:
         """Choose the place by expected cost to the end, each by its own value function.
 
-        In question are the cheap place, the calm one, the best of each speed, the one cheapest for all the work, and
-        the best beside the data.
+        The candidates are the cheap place, the calm one, the best of each speed, the one cheapest for all the work, and
+        the best near the data.
         """
         if self.best is self.basis and not self._has_moves and not self._has_kinds:
             return self
@@ -341,8 +341,8 @@ class Scale:
     def _awaited(self) -> Sequence[tuple[SpotMarket, ValueFunction]]:
         """List closed places that are cheaper or nearer than the best open one, each with its own value function.
 
-        They are the cheapest one and the cheapest one beside the data. Each reopens at its own rate: what the others
-        offer is open already, and dearer.
+        They are the cheapest one and the cheapest one near the data. Each reopens at its own rate: the others' offers
+        are open already, and more expensive.
         """
         best = self.best
         if not best.candidate.is_open:

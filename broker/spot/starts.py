@@ -1,4 +1,4 @@
-"""Starts on spot, which are survived or lost on the way, by the age of the market's open period."""
+"""Starts on spot, each survived or lost on the way, by the age of the market's open period."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from broker.spot.overlapped_starts import list_overlapped_starts
 from broker.spot.starts import OLDEST, follow_starts
 from broker.spot.value_tables import Point, Terms, make_tables
 
-WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the grid steps: the value has little curvature in work, more in spare time
+WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the grid steps: the value has less curvature in work than in spare time
 SURVIVAL_WEIGHT = 4.0  # observed periods that weigh as much as the hazards, for the survival of a start
-EVEN_NODES = 10  # of spare time, half a start apart
+EVEN_NODES = 10  # nodes of spare time that are half a start apart
 LEAPS, LEAP_HOURS = 3, 1e-4  # the value jumps at multiples of a start: a node just below each of the first
 
 
@@ -66,7 +66,7 @@ class ValueFunction:
             self.solved[j] = max(self.solved[j], counts[j])
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
-        """Return the value of starting on spot, which is either survived or lost on the way.
+        """Return the value of starting on spot: the start is either survived or lost on the way.
 
         `seen` counts the periods that reached this age, and those of them that outlived such a start.
         """
@@ -82,7 +82,7 @@ class ValueFunction:
     def enter_beside_usd(
         self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)
     ) -> float:
-        """Return the value of starting on spot while on-demand runs, which works on as long as the start overlaps.
+        """Return the value of starting on spot while on-demand runs, and works as long as the start overlaps.
 
         Equal to `enter_usd` if starts do not overlap.
         """

@@ -24,7 +24,7 @@ class Terms:
     work_hours: float
     spare_hours: float
     second_chance: float = 0.0  # probability that another place is open when spot is lost
-    overlap_hours: float = 0.0  # the first part of a start on spot, during which running on-demand machines work on
+    overlap_hours: float = 0.0  # the first part of a start on spot, during which running on-demand machines continue
     spot_speed: float = 1.0
     wait_price: float = WAIT_PRICE
 

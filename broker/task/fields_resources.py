@@ -308,7 +308,7 @@ ONE: dict[str, Field] = {
     ),
     "priority_class": Field(
         shape=Text(), about="Kueue priority class.",
-        later=Later(message="jobs start in order of submission", blocks_launch=False),
+        later=Later(message="set `priority` instead", blocks_launch=False),
     ),
     "_no_missing_accel_warnings": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
     "_docker_login_config": Field(shape=MapOf(value=Text()), about="Internal to SkyPilot; no effect."),

@@ -1,7 +1,7 @@
 """Take the pictures of docs/DASHBOARD.md: `python docs/pictures/make_dashboard.py`.
 
 Serves a state folder with made-up jobs and opens its pages in Chromium (Debian: chromium), light and dark. PNGs have
-few colours, so they stay small; all of them together are at most 220 kB.
+few colours, so they stay small; together they are at most 220 kB.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Timeline:
 
 
 def main() -> None:
-    """Write the picture, after a rehearsal where `--run` asks for one."""
+    """Write the picture; with `--run`, rehearse first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="rehearse the task again and record the run")
     if parser.parse_args().run:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def record_rehearsal() -> dict[str, Any]:
-    """Run the command that the picture shows; raise CalledProcessError where it fails."""
+    """Run the command that the picture shows; raise CalledProcessError if it fails."""
     command = ["-m", "broker", "rehearse", TASK, "--json"]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
     return {
@@ -70,7 +70,7 @@ def record_rehearsal() -> dict[str, Any]:
 
 
 def read_timeline(story: Sequence[str]) -> Timeline:
-    """Steps, checkpoints, preemptions and cost, from the lines that a rehearsal prints."""
+    """Parse steps, checkpoints, preemptions and cost from the lines that a rehearsal prints."""
     found = Timeline()
     newest_saved, is_new_attempt = 0, True
     for line in story:
@@ -100,7 +100,7 @@ def read_timeline(story: Sequence[str]) -> Timeline:
 
 
 def find_hours(points: Sequence[tuple[float, int]], step: int) -> float:
-    """The time at which an attempt passed a step, between its two nearest reports."""
+    """Return the time at which an attempt passed a step, interpolated between its two nearest reports."""
     for (before, low), (after, high) in pairwise(points):
         if low <= step <= high and low < high:
             return before + (after - before) * (step - low) / (high - low)
@@ -108,7 +108,7 @@ def find_hours(points: Sequence[tuple[float, int]], step: int) -> float:
 
 
 def draw(record: dict[str, Any]) -> str:
-    """The whole picture. Raise ValueError where the story shows no attempt."""
+    """Return the whole picture. Raise ValueError if the story shows no attempt."""
     timeline, result = read_timeline(record["story"]), record["result"]
     if not timeline.steps:
         raise ValueError("the recorded story has no progress lines")
@@ -149,11 +149,11 @@ class _Chart:
         return round(STEPS_BOTTOM - step / self.timeline.steps_total * (STEPS_BOTTOM - STEPS_TOP), 1)
 
     def y_usd(self, usd: float) -> float:
-        """Both lines share one axis, whose top is the bill on demand."""
+        """Return the position of an amount; both lines share one axis, whose top is the on-demand bill."""
         return round(COST_BOTTOM - usd / self.ondemand_usd * (COST_BOTTOM - COST_TOP), 1)
 
     def draw_steps(self, result: dict[str, Any]) -> Iterator[str]:
-        """One line for each attempt, a dot for each checkpoint, a red line for each preemption."""
+        """Draw one line for each attempt, a dot for each checkpoint, and a red line for each preemption."""
         for part in range(5):
             step = self.timeline.steps_total * part // 4
             y = self.y_step(step)
@@ -176,7 +176,7 @@ class _Chart:
             yield f'<text x="{x + 6}" y="{STEPS_TOP + 12}" fill="{RED}">{label}</text>'
 
     def draw_cost(self, result: dict[str, Any]) -> Iterator[str]:
-        """Cost so far on spot, and what the same hours cost on demand."""
+        """Draw the cost so far on spot, and the cost of the same hours on-demand."""
         paid_usd, hours = result["summary"]["paid_usd"], self.timeline.hours
         for usd in (0.0, self.ondemand_usd):
             y = self.y_usd(usd)

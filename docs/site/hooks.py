@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def write_commands() -> str:
-    """Every command with its help, as a reader gets it from `--help`."""
+    """Return a page with every command and its help, as `--help` prints it."""
     import typer
 
     from broker.cli.main import app

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 HEADER = (
-    "| template | version | start-up, CPU s | kill -9 of a worker | preemption | of the first node | end |\n"
+    "| template | version | start-up, CPU s | kill -9 of a worker | preemption | preemption of the first node | end |\n"
     "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
@@ -28,7 +28,7 @@ def show_costs(rows: Iterable[dict[str, Any]]) -> str:
 def show_row(row: dict[str, Any]) -> str:
     end = "bit-identical" if row["is_identical"] else f"losses differ by up to {row['loss_difference_max']:.1g}"
     if "repeated_steps" in row:
-        end += f"; {row['repeated_steps']} steps again in all"
+        end += f"; {row['repeated_steps']} steps repeated in all"
     cells = [
         f"`{row['framework']}.yaml`",
         row["version"],
@@ -43,11 +43,11 @@ def show_row(row: dict[str, Any]) -> str:
 
 def show_loss(found: dict[str, Any]) -> str:
     lost = found["lost_steps"]
-    again = f"{lost} step{'' if lost == 1 else 's'} again"
+    repeated = f"{lost} step{'' if lost == 1 else 's'} repeated"
     if not found.get("is_restarted", True):
         seconds = f"{found['recovery_s']:.0f} s to a new worker; the others continue"
-        return f"{seconds}, {again}" if lost else seconds
-    text = f"{found['recovery_s']:.0f} s, {again}"
+        return f"{seconds}, {repeated}" if lost else seconds
+    text = f"{found['recovery_s']:.0f} s, {repeated}"
     if "lost_steps_at_join" in found:
         text += f", on one node; {found['lost_steps_at_join']} when the new one joins"
     return text

@@ -77,7 +77,7 @@ def test_folder_that_cannot_be_created_is_reported_and_the_program_runs(rig: Rig
         await rig.start(cluster, make_task("echo ran", envs={"BROKER_CHECKPOINT_DIR": f"{tmp_path}/file/b"}))
         assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
         log = await rig.read_log(cluster)
-        assert f"warning: cannot make the folder {tmp_path}/file/b: Not a directory\n" in log and "ran\n" in log
+        assert f"warning: cannot create the folder {tmp_path}/file/b: Not a directory\n" in log and "ran\n" in log
 
     asyncio.run(act())
 

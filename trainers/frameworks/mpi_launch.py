@@ -16,7 +16,7 @@ from pathlib import Path
 from trainers import bridge
 
 LAUNCH = "HYDRA_LAUNCH: "
-WAIT_S_MAX = 600.0  # until the first node has written the commands
+WAIT_S_MAX = 600.0  # limit until the first node has written the commands
 POLL_S = 0.2
 
 

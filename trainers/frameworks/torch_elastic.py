@@ -14,7 +14,7 @@ from trainers import bridge
 from trainers.bridge_torch import agree
 from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
-PARTS = int(os.environ["PARTS"])  # of a batch: the ranks of a complete gang
+PARTS = int(os.environ["PARTS"])  # parts of a batch: as many as a complete gang has ranks
 PEER_S = 60  # a rank whose peer is silent ends after this time; gloo's default is 30 minutes
 
 

@@ -16,7 +16,7 @@ from torchft.checkpointing import HTTPTransport
 from trainers import bridge
 from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
-PARTS = int(os.environ["PARTS"])  # of a batch: the replicas of a complete gang
+PARTS = int(os.environ["PARTS"])  # parts of a batch: as many as a complete gang has replicas
 OWN = bridge.node_addresses()[bridge.node_rank()]
 ANSWER = timedelta(seconds=30)
 

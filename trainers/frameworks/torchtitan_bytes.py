@@ -1,4 +1,4 @@
-"""Data for torchtitan that nothing has to download; yours are named in its configuration, as in its documentation."""
+"""Data for torchtitan without a download. To train on your own, name it in torchtitan's configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bytes(BaseTokenizer):
 
 
 class Sequences(BaseDataLoader):
-    """Arithmetic sequences of bytes. A batch depends only on the replica and its number, which the checkpoint has."""
+    """Arithmetic sequences of bytes. A batch depends only on the replica and its number, which checkpoints store."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

@@ -82,7 +82,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses experts, in float32 whatever the precision of the model (Switch, section 2.4)."""
+    """Chooses experts, in float32 regardless of the model's precision (Switch, section 2.4)."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build one row of weights per expert."""

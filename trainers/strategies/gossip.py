@@ -40,7 +40,7 @@ class Gossip(Strategy):
             self._exchange(list_local(model), 2 ** (exchange % self._turns))
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
-        """Return this rank's loss. A requested stop is set far enough ahead for all ranks to learn of it."""
+        """Return this rank's loss. A requested stop is scheduled far enough ahead to reach all ranks in time."""
         every_steps, count = self.options.gossip.every_steps, self.grid.size("island")
         if is_stop_asked and self._stop_step == NEVER:
             turns = self._turns if count > 1 else 0

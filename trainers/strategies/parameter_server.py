@@ -24,7 +24,7 @@ NEVER = 2**53  # above any step, and exactly representable as float64
 
 
 class ParameterServer(Strategy):
-    """Each rank has a `ServerRole` or is a `Worker`; a single process trains without either.
+    """Each rank has a `ServerRole` or a `Worker`; a single process trains without either.
 
     Messages are sent between CPUs. At a checkpoint all ranks wait for the slowest.
     """
@@ -196,7 +196,7 @@ class ServerRole:
         self._waiting.difference_update(ready)
 
     def _stop_soon(self) -> None:
-        """Stop after the latest step that any worker may have started, so that all learn of it in time."""
+        """Stop after the latest step that any worker may have started, so that all are notified in time."""
         begun = max(done + (rank not in self._waiting) for rank, done in self._done.items())
         self._stop_step = min(self._stop_step, begun)
 

@@ -16,7 +16,7 @@ from broker.clouds.tape import Listener
 CALLS_MAX = 16  # at once; more than the regions of most accounts, and far below EC2's request rate limits
 CONNECT_S_MAX = 5.0
 ANSWER_S_MAX = 60.0  # RunInstances of a large gang takes seconds
-READ_TRIES = 4  # of calls that change nothing
+READ_TRIES = 4  # for calls that change nothing
 PAGES_MAX = 1000
 HOME_REGION = "us-east-1"  # for data that is the same everywhere, if the login names no region
 

@@ -236,7 +236,7 @@ class AwsCloud:
     async def _change_each(self, operation: str, ids: Sequence[str]) -> None:
         """Change nodes in every region. EC2 refuses a whole call for one unknown id, so these ids then go one by one.
 
-        Every region is called, whatever another one answers; then the first error is raised.
+        Every region is called, even if another one fails; then the first error is raised.
         """
         with translated():
             grouped = await self._group(ids)

@@ -51,12 +51,12 @@ class Network:
             subnets.setdefault(subnet["AvailabilityZone"], subnet["SubnetId"])
         if not subnets:
             raise InvalidRequestError(
-                f"{vpc} has no subnet in {region}", hints=(_tell_subnet(region, next(iter(zones), None), named),)
+                f"{vpc} has no subnet in {region}", hints=(_hint_subnet(region, next(iter(zones), None), named),)
             )
         chosen = {zone: subnet for zone, subnet in sorted(subnets.items()) if not zones or zone in zones}
         if not chosen:
             message = f"{vpc} has no subnet in {', '.join(zones)}, only in {', '.join(sorted(subnets))}"
-            raise CapacityError(message, scope="zone", hints=(_tell_subnet(region, zones[0], named),))
+            raise CapacityError(message, scope="zone", hints=(_hint_subnet(region, zones[0], named),))
         return RegionNetwork(region=region, vpc=vpc, subnets=chosen)
 
     async def _find_default_vpc(self, region: str) -> str:
@@ -210,7 +210,7 @@ def _let_in(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
     return rule | ({"IpRanges": old} if old else {}) | ({"Ipv6Ranges": new} if new else {})
 
 
-def _tell_subnet(region: str, zone: str | None, vpc: str | None) -> str:
+def _hint_subnet(region: str, zone: str | None, vpc: str | None) -> str:
     """Return the command that creates a subnet: by hand in the user's own VPC, whose address ranges only its owner
     assigns."""
     if vpc is None:

@@ -14,7 +14,7 @@ from broker.frozen import frozen
 
 @frozen
 class Kind:
-    """The calls that list and delete orphans of one kind. `is_paged` is False where EC2 lists without pages."""
+    """The calls that list and delete orphans of one kind. `is_paged` is False if EC2 lists without pages."""
 
     lists: str
     key: str

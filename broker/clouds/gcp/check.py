@@ -120,7 +120,7 @@ def judge_permissions(allowed: frozenset[str], project: str) -> CheckResult:
 
 
 def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> CheckResult:
-    """Check the limit that new projects reach first, whatever their regions allow."""
+    """Check the limit that new projects reach first, regardless of the limits of their regions."""
     quota = quotas.get(ALL_REGIONS)
     limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
     note = f"{used:g} of {limit:g} in use" if limit else "0: no region can start on-demand GPUs"

@@ -17,7 +17,7 @@ from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
-# Google deletes a node after this time, whatever happens to broker: the last of the dead man's switches. GPU machines
+# Google deletes a node after this time, even if broker is gone: the last of the dead man's switches. GPU machines
 # limited to 7 days may also draw on the preemptible quota, which is often the larger one:
 # https://cloud.google.com/compute/docs/instances/limit-vm-runtime
 MAX_RUN_S, MAX_RUN_CPU_S = 7 * 86400, 30 * 86400

@@ -36,7 +36,8 @@ class Ending:
 def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None:
     """Wait until the operation is DONE. Raises its CloudError, or UnknownOutcomeError.
 
-    `operation.result()` would call the public host whatever endpoint was set, and sleeps between its calls.
+    `operation.result()` would call the public host regardless of the endpoint that was set, and sleeps between its
+    calls.
     """
     client = clients.get("ZoneOperations")
     start_s = time.monotonic()

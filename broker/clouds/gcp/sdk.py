@@ -15,7 +15,7 @@ from broker.clouds.gcp.login import Login
 from broker.clouds.tape import Exchange, Listener
 
 THREADS_MAX = 16
-TIMEOUT_S = 30.0  # of one response; an operation's `wait` holds the connection for up to two minutes
+TIMEOUT_S = 30.0  # per response; an operation's `wait` holds the connection for up to two minutes
 WAIT_TIMEOUT_S = 150.0
 
 Result = TypeVar("Result")

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class KubernetesApi:
-    """The requests about the pods of one entry. They raise the CloudError that the server's answer stands for."""
+    """The requests about the pods of one entry. They raise the CloudError to which the server's answer maps."""
 
     def __init__(self, context: KubernetesContext, *, run: RunKubectl = run_kubectl) -> None:
         self.context = context

@@ -36,7 +36,7 @@ from broker.sites.kubectl import run_kubectl
 from broker.sites.kubernetes import KubernetesContext, Pool, read_contexts, read_pools
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
-KEPT_S = 3600.0  # an ended pod of a live cluster stays readable for as long
+KEPT_S = 3600.0  # an ended pod of a live cluster stays readable for this time
 Read = Callable[[], tuple[Mapping[str, KubernetesContext], Mapping[str, Sequence[Pool]]]]
 
 

@@ -49,7 +49,7 @@ UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
     f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTP", 1)
 }
 GIB = 1 << 30
-PODS_MAX = 110  # of a node, by default
+PODS_MAX = 110  # per node, by default
 
 
 @frozen

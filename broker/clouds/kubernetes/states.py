@@ -31,7 +31,7 @@ class ObjectMissingError(InvalidRequestError):
 
 # Exit codes of the machine (`EXIT_CODES` in local_machine.py).
 EXIT_REASONS = {71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED}
-# Reasons of the condition DisruptionTarget: the pod ended for the sake of others or of its node.
+# Reasons of the condition DisruptionTarget: the pod was ended in favour of others, or because of its node.
 DISRUPTIONS: Mapping[str, str] = {
     "PreemptionByScheduler": NodeEnd.PREEMPTED,
     "PreemptionByKubeScheduler": NodeEnd.PREEMPTED,  # its name in Kubernetes 1.25

@@ -38,8 +38,8 @@ class NotInstalledError(AuthError):
     """The interpreter lacks SkyPilot, or the part of SkyPilot that a cloud requires."""
 
 
-# All of `sky.exceptions` of 0.14.1, and those of `sky.provision.common` that a failover history may hold. A parent
-# class stands for itself only, as SkyPilot's classes are listed one by one.
+# All of `sky.exceptions` of 0.14.1, and those of `sky.provision.common` that a failover history may hold. An entry for
+# a parent class covers only that class, because SkyPilot's classes are listed one by one.
 KINDS: dict[str, type[CloudError]] = {
     "APINotSupportedError": InvalidRequestError,
     "APIVersionMismatchError": AuthError,

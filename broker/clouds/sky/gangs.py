@@ -14,8 +14,8 @@ from broker.types import Node, NodeEnd, NodeRequest, NodeState
 NAME = re.compile(r"b-(?P<owner>[0-9a-z-]+)-(?P<cloud>[a-z]+)-(?P<token>[0-9a-f]+)")
 CLUSTER_LABEL, ATTEMPT_LABEL = "broker-cluster", "broker-attempt"
 LAUNCHES = ("launch", "start")
-LIVE, FAILED = ("PENDING", "RUNNING"), ("FAILED", "CANCELLED")  # of a request; the third state is SUCCEEDED
-# SkyPilot's cluster states. INIT may be live or down; only the agents on its nodes can tell.
+LIVE, FAILED = ("PENDING", "RUNNING"), ("FAILED", "CANCELLED")  # states of a request; the third one is SUCCEEDED
+# SkyPilot's cluster states. INIT may be live or down; only the agents on its nodes know.
 STATES = {
     "INIT": NodeState.PENDING,
     "PENDING": NodeState.PENDING,

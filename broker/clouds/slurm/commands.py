@@ -51,7 +51,7 @@ async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes =
 
 
 async def ask(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> str:
-    """Return a command's output. Raises the CloudError that its message stands for."""
+    """Return a command's output. Raises the CloudError to which its message maps."""
     done = await run(cluster, argv, stdin)
     if done.returncode == NOT_FOUND:
         where = f"on `{cluster.login.host}`" if cluster.login else "on this machine"

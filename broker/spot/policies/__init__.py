@@ -20,7 +20,7 @@ POLICIES: dict[str, str] = {
 }
 # Policies that know the future of a replay: bounds for comparison, unusable on a real market.
 ORACLES = frozenset({"next-spot"})
-# Policies that decide by the present alone: their replays are faster without what the markets did since submission.
+# Policies that decide by the present alone: their replays are faster without the history of markets since submission.
 MEMORYLESS = frozenset({"on-demand", "greedy", "uniform-progress", "next-spot", "failover", "eager"})
 
 

@@ -1,4 +1,4 @@
-"""The broker's policy: least expected cost, by a Markov decision process with hazards learned online; never too late.
+"""Broker's own policy: least expected cost, by a Markov decision process with hazards learned online; never too late.
 
 On-demand that is in time is the reserve of every decision. Where machines of several kinds are offered, the fast ones
 leave more time to wait for spot, and the slow ones may cost less: each kind is weighed as the reserve.
@@ -41,7 +41,7 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
 def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decision:
     """Decide as `decide` does, with another prior.
 
-    The value of an hour is added to the price of each: the cost to the end then includes that of the time it takes.
+    The value of an hour is added to the price of each candidate: the cost to the end then includes that of the time.
     """
     if not view.hour_value_usd:
         return _weigh_all(view, candidates, prior)
@@ -178,9 +178,9 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
 def _find_near_fallback(
     view: JobView, candidates: Sequence[Candidate], fallback: Candidate, current: Candidate | None
 ) -> Candidate | None:
-    """Return on-demand beside the data that is in time, if nothing runs and the fallback is elsewhere.
+    """Return on-demand near the data that is in time, if nothing runs and the fallback is elsewhere.
 
-    The fallback is the cheapest place for all the work left. Beside the data, on-demand costs more, but the job can
+    The fallback is the cheapest place for all the remaining work. Near the data, on-demand costs more, but the job can
     change between it and spot without egress.
     """
     if fallback.move_usd <= 0 or view.time_left_hours is None or current is not None:

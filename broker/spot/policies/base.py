@@ -15,7 +15,7 @@ from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.types import Placement
 
 EPSILON_HOURS = 1e-7  # below a millisecond: the rounding error of sums of hours
-SPEED_STEP, SPEED_MIN = 0.05, 0.01  # of a ratio of speeds: the step of its logarithm, the least
+SPEED_STEP, SPEED_MIN = 0.05, 0.01  # of a ratio of speeds: the step of its logarithm, and its minimum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,8 @@ class Candidate:
     `age_hours` is the age of its present period, and `met_hours` the age at which watching began: 0 if the beginning
     was observed, else an assumption (`broker.spot.durations.MET_HOURS`) from which `age_hours` continues.
     `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. During the first
-    `overlap_hours` of a start, machines that run already work on. `move_usd` is paid once to move there (egress).
-    `speed` is work-hours per hour.
+    `overlap_hours` of a start, machines that already run continue to work. `move_usd` is paid once to move there
+    (egress). `speed` is work-hours per hour.
     """
 
     placement: Placement
@@ -73,10 +73,10 @@ class JobView:
     look_hours: float = 0.0
     last: int | None = None  # the candidate lost last, if nothing runs
     work_hours: float = 0.0  # in total; gives the due progress together with `deadline_hours`
-    deadline_hours: float | None = None  # from submission
+    deadline_hours: float | None = None  # counted from submission
     spent_usd: float | None = None
     saves_on_notice: bool = False  # a preemption loses no work: its notice is long enough for a checkpoint
-    hour_value_usd: float | None = None  # of finishing an hour earlier; None: the default of each policy
+    hour_value_usd: float | None = None  # value of finishing an hour earlier; None: the default of each policy
 
     @property
     def sure_left_hours(self) -> float:
@@ -147,7 +147,7 @@ def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate |
 def list_reserves(view: JobView, candidates: Sequence[Candidate], fallback: Candidate) -> list[Candidate]:
     """Return on-demand that may be kept in reserve: the fallback, then by cost the best of each other speed.
 
-    All are in time, unless nothing is. A kind that is both slower and dearer than another one is left out.
+    All are in time, unless nothing is. A kind that is both slower and more expensive than another one is left out.
     """
     work, limit = view.sure_left_hours, view.time_left_hours
     reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
@@ -201,7 +201,7 @@ def spare_hours(view: JobView, fallback: Candidate) -> float:
 
 
 def idle_hours(view: JobView, target: Candidate) -> float:
-    """Return the part of a start there during which nothing works: running machines work on through the first part."""
+    """Return the part of a start there during which nothing works: running machines continue through the first part."""
     is_working = view.current is not None and view.starting_hours <= 0
     return target.start_hours - target.overlap_hours if is_working else target.start_hours
 
