@@ -16,6 +16,7 @@ from broker.types import (
     Progress,
     RunStatus,
     SetupResult,
+    SlowNetwork,
     Task,
 )
 
@@ -73,7 +74,12 @@ class GangReport(Protocol):
 
     @property
     def faults(self) -> Sequence[NodeFault]:
-        """What nodes found wrong with their own GPUs before the program started."""
+        """What was found wrong with nodes before the program started."""
+        ...
+
+    @property
+    def network(self) -> SlowNetwork | None:
+        """The speed of the nodes' network before the program started, if it is slow; None if it is not or unknown."""
         ...
 
     @property
