@@ -182,7 +182,7 @@ def measure_tcp(order: dict[str, Any], end_s: float, on_link: Any) -> Found:
     """Exchange bytes with each neighbour, and return what was received; an absent one only costs its share of time."""
     neighbours = list_own(order)
     try:
-        door = Door(order, neighbours, end_s)
+        others = Neighbours(order, neighbours, end_s)
     except OSError as error:
         return {"backend": "tcp", "unmeasured": f"cannot listen: {error.strerror}"}
     links: dict[str, float] = {}
@@ -192,19 +192,19 @@ def measure_tcp(order: dict[str, Any], end_s: float, on_link: Any) -> Found:
             now_s = time.monotonic()
             give_up_s = now_s + (end_s - now_s) / (len(neighbours) - number)
             try:
-                connection = door.meet(peer, give_up_s)
+                connection = others.meet(peer, give_up_s)
                 links[str(peer)] = exchange(connection, give_up_s)
                 on_link(links)
             except OSError:
                 absent.append(peer)
     finally:
-        door.close()
+        others.close()
     if absent:
         return {"backend": "tcp", "links": links, "unmeasured": f"no connection to rank {absent[0]}"}
     return {"backend": "tcp", "links": links}
 
 
-class Door:
+class Neighbours:
     """Connect to neighbours of a lower rank, and accept those of a higher one, which prove that they know the token."""
 
     def __init__(self, order: dict[str, Any], neighbours: list[int], end_s: float) -> None:

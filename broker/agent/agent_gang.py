@@ -58,7 +58,7 @@ class Coordinator:
         rank: int = 0,
         epoch: int = 0,
         survivors: frozenset[int] | None = None,
-        survey: agent_network.Survey | None = None,
+        survey: agent_network.NetworkSurvey | None = None,
     ) -> None:
         self._rank = rank
         self._epoch = epoch

@@ -44,14 +44,14 @@ command -v python3 >/dev/null || exit 0
 exec python3 "$(dirname "$BROKER_PROGRESS_FILE")/allreduce.py" "$(dirname "$BROKER_PROGRESS_FILE")" >/dev/null 2>&1"""
 
 
-class Judgement(NamedTuple):
+class NetworkFinding(NamedTuple):
     """Faults by rank, and whether the network is slow without one: then it is only reported."""
 
     faults: dict[int, str]
     is_slow: bool
 
 
-class Survey:
+class NetworkSurvey:
     """One measurement by all nodes of a gang; the coordinator calls it with its lock held."""
 
     def __init__(self, addresses: list[str], order: dict[str, Any], folder: Path) -> None:
@@ -130,11 +130,11 @@ class Survey:
         return [self._ready[rank]["cards"] if rank in self._ready else [] for rank in range(len(self._addresses))]
 
 
-def make_survey(spec: dict[str, Any], order: dict[str, Any] | None, folder: Path) -> Survey | None:
+def make_survey(spec: dict[str, Any], order: dict[str, Any] | None, folder: Path) -> NetworkSurvey | None:
     """Return the measurement of a gang; None for a single node, or if the broker does not ask for it."""
     addresses = [str(each) for each in spec["node_ips"]]
     is_asked = order is not None and is_figure(order.get("network_gbs")) and len(addresses) > 1
-    return Survey(addresses, order or {}, folder) if is_asked else None
+    return NetworkSurvey(addresses, order or {}, folder) if is_asked else None
 
 
 def list_pairs(size: int) -> list[Pair]:
@@ -160,7 +160,7 @@ def find_slowest(links: dict[Pair, float]) -> Pair | None:
     return min(links, key=lambda pair: (links[pair], pair)) if links else None
 
 
-def judge(links: dict[Pair, float], expected_gbs: float, gang_gbs: float | None) -> Judgement:
+def judge(links: dict[Pair, float], expected_gbs: float, gang_gbs: float | None) -> NetworkFinding:
     """Return the nodes that are slow with both neighbours while the other pairs are not. Pure."""
     faults = {}
     for rank in sorted({rank for pair in links for rank in pair}):
@@ -174,7 +174,7 @@ def judge(links: dict[Pair, float], expected_gbs: float, gang_gbs: float | None)
             expected = format_gbits(expected_gbs)
             faults[rank] = f"the network to ranks {peers} reaches {speeds} of {expected} Gbit/s"
     figures = [*links.values(), *([] if gang_gbs is None else [gang_gbs])]
-    return Judgement(faults, not faults and any(gbs < expected_gbs * SHARE_REPORTED for gbs in figures))
+    return NetworkFinding(faults, not faults and any(gbs < expected_gbs * SHARE_REPORTED for gbs in figures))
 
 
 def describe(report: dict[str, Any], size: int) -> str:
