@@ -334,7 +334,7 @@ class _Stream:
         refusal.close()
         self._journal.stop_asking_ids()
         response = await self._ask(route)
-        if response.status not in REFUSALS:
+        if response.status == 200:
             self._proxy.engines.note_refusal(route, self._request.path)
         return response
 

@@ -16,6 +16,8 @@ from tests.serve.stand_in import StandIn, draw_token
 
 CONTEXT = 40
 UNLIMITED = 1 << 20
+# Of those that Triton's schema knows and forbids others besides, the ones that tests and the balancer send.
+TRITON_FIELDS = {"model", "prompt", "messages", "max_tokens", "seed", "stream", "stream_options", "temperature"}
 REFUSAL = {
     "object": "error",
     "message": "return_token_ids is not supported with streaming on /v1/chat/completions.",
@@ -45,6 +47,9 @@ class EngineStandIn(StandIn):
         is_chat = request.path == "/v1/chat/completions"
         if self.engine == "sglang" and is_chat and fields.get("return_token_ids"):
             return web.json_response(REFUSAL, status=400)
+        if self.engine == "triton" and (unknown := fields.keys() - TRITON_FIELDS):
+            detail = [{"type": "extra_forbidden", "loc": ["body", name]} for name in sorted(unknown)]
+            return web.json_response({"detail": detail}, status=422)
         prompt = fields["messages"][-1]["content"] if is_chat else fields["prompt"]
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         size = len(ids)
