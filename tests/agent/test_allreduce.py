@@ -23,6 +23,7 @@ PROGRAM = FOLDER / "agent_allreduce.py"
 TOKEN = "0" * 32
 FAST_GBS = 0.02  # far below what this machine does, even if it is busy
 SLOW_BYTES = 4096  # each 0.02 s through the proxy: 1 % of the above
+LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
 
@@ -68,7 +69,7 @@ class Nodes:
             }  # fmt: skip
             (folder / "allreduce.order.json").write_text(json.dumps(order))
             argv = [sys.executable, *self._flags, str(folder / "allreduce.py"), str(folder)]
-            processes.append(subprocess.Popen(argv, env={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}))
+            processes.append(subprocess.Popen(argv, env={"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}))
         for process in processes:
             process.wait(120)
         return [json.loads((self._folder / f"{rank}" / "allreduce.json").read_text()) for rank in ranks]
