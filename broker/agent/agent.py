@@ -217,8 +217,10 @@ def read_request_fields(run_id: int) -> dict[str, Any]:
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     port = (spec.get("head") or {}).get("group_port")
     texts = {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
-    setup = files.read_json(files.run_folder(run_id) / files.SETUP_REPORT)
-    return {**texts, "group_port": port, "setup": setup, **agent_head.describe(files.run_folder(run_id))}
+    folder = files.run_folder(run_id)
+    reports = {"setup": files.SETUP_REPORT, "network": files.NETWORK_REPORT}
+    found = {name: files.read_json(folder / file) for name, file in reports.items()}
+    return {**texts, "group_port": port, **found, **agent_head.describe(folder)}
 
 
 def send_log(request: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ else:
     import agent_files
     import agent_lease
 
-PHASES = ("setup", "run")
+PHASES = ("setup", "health", "network", "run")
 
 
 def make_mark(run_id: int, phase: str) -> str:

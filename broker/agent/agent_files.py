@@ -15,6 +15,7 @@ STATE = HOME / ".broker"
 RUNS = STATE / "runs"
 CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key with which its nodes authenticate each other
 HEARD = "heard.json"
+NETWORK_REPORT = "network.json"  # in the head's run folder: how fast its nodes reach each other
 SETUP_REPORT = "setup_cache.json"  # in a run's folder: the outcome of its setup's archive
 # Seconds without a request after which the broker counts as unavailable. A running broker renews the lease every
 # minute; once the program has ended, it reads the log and terminates the node itself.

@@ -1,9 +1,10 @@
 """Coordinate the gang on its head, to which each rank (its own included) has a link. Standard library only.
 
 The head is rank 0 until its node is lost; `agent_head` describes how an elastic gang gets another one.
-JSON lines over the TLS of `agent_link`. Up: hello {rank, epoch}, setup {returncode, fault}, exit {returncode,
-unflushed}, log {text}, notice {notice_s}, cancel, beat. Down: welcome {epoch}, turn {cards, share}, go, notice
-{notice_s}, kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
+JSON lines over the TLS of `agent_link`. Up: hello {rank, epoch}, setup {returncode, fault, network}, network
+{answer}, exit {returncode, unflushed}, log {text}, notice {notice_s}, cancel, beat. Down: welcome {epoch}, turn {cards,
+share}, measure {...}, go, notice {notice_s}, kill {status, returncode, reason, faults}, end {status, returncode,
+reason, unflushed}, beat.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from broker.agent import agent_link, agent_wire
+    from broker.agent import agent_link, agent_network, agent_wire
 
     Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
 else:
     import agent_link
+    import agent_network
 
 JOIN_S = 120.0
 LEAVE_S = 5.0
@@ -56,6 +58,7 @@ class Coordinator:
         rank: int = 0,
         epoch: int = 0,
         survivors: frozenset[int] | None = None,
+        survey: agent_network.NetworkSurvey | None = None,
     ) -> None:
         self._rank = rank
         self._epoch = epoch
@@ -70,6 +73,7 @@ class Coordinator:
         self._noticed: set[int] = set()
         self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, with their outcomes
         self._is_going = survivors is not None
+        self._survey = survey  # of the network, before the program starts
         self._is_held = is_held  # `run` also waits for the other tasks of the job group
         self._turn: Message | None = None
         self._left = threading.Semaphore(0)
@@ -154,7 +158,11 @@ class Coordinator:
             elif kind == "setup" and self._is_going and message["returncode"] != 0:
                 self._handle_unfit(rank, *explain_setup(rank, message))
             elif kind == "setup":
+                if self._survey:
+                    self._survey.note(rank, message.get("network"))
                 self._handle_setup(rank, *explain_setup(rank, message))
+            elif kind == "network" and self._survey and self._survey.take(rank, message["answer"]):
+                self._close_survey()
             elif kind == "exit":
                 self._handle_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
             elif kind == "notice":
@@ -234,8 +242,26 @@ class Coordinator:
 
     def _go(self) -> None:
         if len(self._ready) == self._num_nodes and not (self._verdict or self._is_going or self._is_held):
+            if self._survey and (request := self._survey.begin()):
+                self._set_timer(request["limit_s"] + agent_network.SLACK_S, self._close_survey)
+                self._broadcast("measure", **request)
+            if self._survey and not self._survey.is_over:
+                return
             self._is_going = True
             self._broadcast("go")
+
+    def _close_survey(self) -> None:
+        """Judge the network with the answers that have arrived, once: a fault ends the gang, otherwise it starts."""
+        with self._lock:
+            if self._survey is None or self._survey.is_over or self._verdict:
+                return
+            faults, line = self._survey.close()
+            self._write_log(self._rank, f"broker: {line}\n")
+            if faults:
+                rank, reason = min(faults.items())
+                named = {str(each): faults[each] for each in faults}
+                self._fail("FAILED_SETUP", None, f"rank {rank}: {reason}", rank, faults=named)
+            self._go()
 
     def _check_joined(self) -> None:
         with self._lock:
@@ -248,14 +274,16 @@ class Coordinator:
                 self._fail("FAILED", None, f"rank {missing[0]} did not join within {JOIN_S:g} s")
                 self._finish()
 
-    def _fail(self, status: str, returncode: int | None, reason: str, rank: int | None = None) -> None:
+    def _fail(
+        self, status: str, returncode: int | None, reason: str, rank: int | None = None, **more: dict[str, str]
+    ) -> None:
         """Record the first failure as the gang's; after a preemption notice blame no rank and let all save."""
         if self._verdict:
             return
         if self._is_preempted and status == "FAILED":
             returncode, reason, rank = None, "preempted", None
         self.failed_rank = rank
-        self._verdict = {"status": status, "returncode": returncode, "reason": reason}
+        self._verdict = {"status": status, "returncode": returncode, "reason": reason, **more}
         if reason != "preempted":
             self._broadcast("kill", **self._verdict)
 

@@ -1,8 +1,9 @@
 """Check the GPUs of a node before the first step of a gang. Standard library only.
 
 The broker requests it through BROKER_HEALTH, a JSON object: `gpus` is the number that the node must have, `refused`
-lists the serials of GPUs that failed an earlier check. A property that cannot be read is reported as unchecked, never
-as a fault: only evidence against a GPU takes a node out of a gang.
+lists the serials of GPUs that failed an earlier check, `network_gbs` is the expected GB/s between two nodes of a gang,
+which `agent_network` checks. A property that cannot be read is reported as unchecked, never as a fault: only evidence
+against a GPU takes a node out of a gang.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def read_order(spec: dict[str, Any]) -> dict[str, Any] | None:
     """Return what to check; None if the broker requests no check, or an invalid one."""
     try:
         order = json.loads(str(spec["envs"].get(VARIABLE) or "null"))
-        return {"gpus": float(order["gpus"]), "refused": [str(each) for each in order["refused"]]}
+        known = {"gpus": float(order["gpus"]), "refused": [str(each) for each in order["refused"]]}
+        expected_gbs = order.get("network_gbs")
+        return known if expected_gbs is None else {**known, "network_gbs": float(expected_gbs)}
     except (ValueError, TypeError, KeyError):
         return None
 

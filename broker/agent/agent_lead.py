@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from broker.agent import agent_files, agent_gang, agent_head, agent_link, agent_wire
+    from broker.agent import agent_files, agent_gang, agent_head, agent_health, agent_link, agent_network, agent_wire
 
     Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
 else:
     import agent_files
     import agent_gang
     import agent_head
+    import agent_health
     import agent_link
+    import agent_network
     import agent_wire
 
 
@@ -47,6 +49,7 @@ def coordinate(
         rank=rank,
         epoch=epoch,
         survivors=survivors,
+        survey=agent_network.make_survey(spec, agent_health.read_order(spec), folder),
     )
     coordinator.start()
     agent_head.record_served(folder, epoch, agent_link.find_own(address), int(port))

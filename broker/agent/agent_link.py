@@ -59,6 +59,8 @@ FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "hello": {"rank": lambda value: is_whole(value) and value >= 0},
     "setup": {"returncode": is_whole},
     "exit": {"returncode": is_whole},
+    "measure": {"limit_s": lambda value: is_number(value, 0, SECONDS_MAX)},
+    "network": {"answer": lambda value: isinstance(value, dict)},
     "log": {"text": is_text},
     "turn": {"cards": are_cards, "share": lambda value: is_number(value, 0, 1)},
     "notice": {"notice_s": lambda value: is_number(value, 0, SECONDS_MAX)},

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         agent_gang,
         agent_group,
         agent_head,
-        agent_health,
         agent_lead,
         agent_lease,
         agent_limits,
         agent_member,
         agent_paths,
+        agent_preflight,
         agent_setup,
         agent_turn,
     )
@@ -43,12 +43,12 @@ else:
     import agent_gang
     import agent_group
     import agent_head
-    import agent_health
     import agent_lead
     import agent_lease
     import agent_limits
     import agent_member
     import agent_paths
+    import agent_preflight
     import agent_setup
     import agent_turn
 
@@ -83,7 +83,12 @@ class Runner:
         self._is_cancel_sent = False
         self._is_ready_told = False
         self._flush_report = ""
-        self._fault: agent_health.HealthFinding | None = None
+        self._preflight = agent_preflight.Preflight(
+            spec,
+            self._folder,
+            lambda phase, script, limit_s: self._run_phase(phase, script, limit_s=limit_s),
+            lambda text: self._write_log(f"broker: {text}\n".encode()),
+        )
         self._returncode: int | None = None
         self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
 
@@ -111,8 +116,8 @@ class Runner:
         # The reader must know the lease: a node whose lease was about to expire may have ended the program.
         outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
-        if self._fault:
-            outcome["fault"] = {"reason": self._fault.fault, "serials": self._fault.serials}
+        if fault := self._preflight.fault:
+            outcome["fault"] = {"reason": fault.fault, "serials": fault.serials}
         agent_files.write_json(self._folder / "outcome.json", outcome)
         if self._coordinator and agent_head.is_head(self._folder, self._spec):
             self._leave()
@@ -142,7 +147,10 @@ class Runner:
             self._turn = {"cards": message["cards"], "share": message["share"]}
         elif kind == "notice":
             self._notice_s = self._notice_s or float(message["notice_s"])
+        elif kind == "measure":
+            self._preflight.request(message)
         elif kind in ("kill", "end"):
+            self._preflight.blame(message)
             self._verdict = message if message.get("unflushed") else self._verdict or message
             self._is_ended = self._is_ended or kind == "end"
         elif kind == "lost" and not self._is_ended:
@@ -153,10 +161,12 @@ class Runner:
     def _execute(self) -> None:
         """Wait for our turn, set up, wait for the gang's `go`, run; a verdict ends each phase."""
         self._wait_turn()
-        returncode = self._set_up() or self._check_health()
-        self._send("setup", returncode=returncode, fault=self._fault.fault if self._fault else "")
+        returncode = self._set_up() or (0 if self._verdict else self._preflight.check_gpus())
+        self._send("setup", returncode=returncode, **self._preflight.describe())
         while returncode == 0 and not self._is_go and not self._verdict:
             self._pause()
+            if (answer := self._preflight.measure()) is not None:
+                self._send("network", answer=answer)
             self._await_group()
         if returncode == 0 and not self._verdict:
             self._gang.mark_going()
@@ -218,21 +228,6 @@ class Runner:
         if digest and returncode == 0 and not self._verdict:
             agent_files.write_json(path, {"digest": digest})
         return returncode
-
-    def _check_health(self) -> int:
-        """Check this node's GPUs if the broker requests it; a fault ends the gang before its first step."""
-        order = agent_health.read_order(self._spec)
-        if order is None or self._verdict:
-            return 0
-        kernel_log = self._spec["envs"].get(agent_health.KERNEL_LOG_VARIABLE) or agent_health.KERNEL_LOG
-        finding, cards = agent_health.inspect(order, kernel_log)
-        if not finding.fault and agent_health.is_probe_due(order, cards):
-            self._run_phase("health", agent_health.make_script(), limit_s=agent_health.LIMIT_S)
-            result = agent_files.read_json(self._folder / agent_health.RESULT)
-            finding = agent_health.judge(finding, cards, result)
-        self._write_log(f"broker: health check: {'; '.join(agent_health.describe(finding, len(cards)))}\n".encode())
-        self._fault = finding if finding.fault else None
-        return agent_health.EX_UNHEALTHY if finding.fault else 0
 
     def _flush(self) -> str:
         """Wait until written files are in their buckets; return "" or why they are not.

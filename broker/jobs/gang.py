@@ -16,6 +16,7 @@ from broker.types import (
     Progress,
     RunStatus,
     SetupResult,
+    SlowNetwork,
     Task,
 )
 
@@ -78,7 +79,12 @@ class GangReport(Protocol):
 
     @property
     def faults(self) -> Sequence[NodeFault]:
-        """GPU faults that nodes detected before the program started."""
+        """Faults of nodes that were detected before the program started."""
+        ...
+
+    @property
+    def network(self) -> SlowNetwork | None:
+        """The speed of the nodes' network before the program started, if it is slow; None if it is not or unknown."""
         ...
 
     @property

@@ -1,13 +1,15 @@
-"""Replace nodes whose GPUs failed the check before the first step or that slow the gang down, and remember them.
+"""Replace nodes that failed the check before the first step or that slow the gang down, and remember them.
 
-The agent runs the check (`agent/agent_health.py`), because only a node can access its own GPUs. Faulty nodes are stored
-in one row of the store: if a cloud provides the same machine again, the check refuses it by the serial of its GPU.
+The agents run the check (`agent/agent_preflight.py`), because only a node can access its own GPUs and network. Faulty
+nodes are stored in one row of the store: if a cloud provides the same machine again, the check refuses it by the serial
+of its GPU.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from broker.clock import Clock
@@ -15,6 +17,8 @@ from broker.errors import CloudError
 from broker.jobs.gang import GangReport
 from broker.jobs.monitor import is_due
 from broker.jobs.stragglers import Replacement, Rest, StragglerWatch, choose_replacement
+from broker.optimizer.network import network_gbs
+from broker.optimizer.roofline import NETWORK_EFFICIENCY
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Cluster, EventKind, Job, Node, NodeFault, NodeState, RunStatus, make_event
@@ -93,6 +97,7 @@ class NodeHealth:
         self._store = store
         self._unhealthy = unhealthy
         self._watch = StragglerWatch()
+        self._networks: set[int] = set()  # attempts whose slow network was reported
         self._watched: tuple[str, ...] = ()  # IDs of the nodes
         self._provisioner = provisioner
         self._clock = clock
@@ -103,7 +108,11 @@ class NodeHealth:
         count = cluster.placement.offer.accelerator_count
         if not count or not is_wanted(job, cluster):
             return {}
-        return {VARIABLE: json.dumps({"gpus": count, "refused": self._unhealthy.list_refused()})}
+        order: dict[str, object] = {"gpus": count, "refused": self._unhealthy.list_refused()}
+        if len(cluster.nodes) > 1:
+            offer = cluster.placement.offer
+            order["network_gbs"] = network_gbs(offer.cloud, offer.instance_type) * NETWORK_EFFICIENCY
+        return {VARIABLE: json.dumps(order)}
 
     async def observe(self, job: Job, cluster: Cluster, report: GangReport) -> bool:
         """Report slow nodes, and terminate nodes with faults; return whether the run waits for the end of such a node.
@@ -111,6 +120,7 @@ class NodeHealth:
         Faulty nodes that join a running elastic gang are terminated like others that cannot join (`NodeReplacer`).
         """
         self._report_slow(job, cluster, report)
+        self._report_network(job, report)
         await self._replace_slow(job, cluster, report)
         live = {node.rank: node for node in cluster.nodes if node.state is not NodeState.TERMINATED}
         faults = [fault for fault in report.faults if fault.rank in live]
@@ -170,6 +180,17 @@ class NodeHealth:
             checkpoint_step=report.progress.checkpoint_step,
             start_s=self._provisioner.measure_start_s(cluster.placement.offer.cloud) + program_s,
         )
+
+    def _report_network(self, job: Job, report: GangReport) -> None:
+        """Report a network that is slower than the plan assumes, once for each attempt."""
+        number, found = job.attempts[-1].number, report.network
+        if found is None or number in self._networks:
+            return
+        self._networks.add(number)
+        events = self._store.events.list(job_id=job.id)
+        if not any(each.kind is EventKind.NETWORK_SLOW and each.data.get("number") == number for each in events):
+            event = make_event(EventKind.NETWORK_SLOW, number=number, **asdict(found))
+            self._store.events.add(event, job_id=job.id)
 
     def _report_slow(self, job: Job, cluster: Cluster, report: GangReport) -> None:
         """Report nodes that slow the gang down."""

@@ -253,8 +253,7 @@ class SurplusReleaser:
         for launch in launches:
             task = asyncio.ensure_future(self._give_back(launch, on_event))
             self._tasks[launch.request.token] = task
-            # type: ignore[misc]
-            task.add_done_callback(lambda _, token=launch.request.token: self._tasks.pop(token, None))
+            task.add_done_callback(lambda _, token=launch.request.token: self._tasks.pop(token, None))  # type: ignore[misc]
 
     async def finish(self) -> None:
         """Wait for all launches that are being released."""

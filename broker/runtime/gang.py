@@ -25,6 +25,7 @@ from broker.runtime.reports import (
     find_newest_progress,
     find_own_times,
     find_setups,
+    find_slow_network,
     find_unfit,
     gather_runs,
 )
@@ -189,15 +190,13 @@ class Gang:
         await self._refresh_late(live, run_id, by_rank, self._heads.get((cluster.name, run_id), 0))
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
-        statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
-        unreachable = tuple(rank for rank, answer in by_rank.items() if answer is None)
         head = self._heads[cluster.name, run_id] = find_head(runs)
         speaker: dict[str, Any] = next((run for run in (runs[head], *runs) if run), {})
         return GangReport(
             status=RunStatus(speaker.get("status", "SETTING_UP")),
             returncode=speaker.get("returncode"),
-            statuses=statuses,
-            unreachable=unreachable,
+            statuses=tuple(RunStatus(run["status"]) if run else None for run in runs),
+            unreachable=tuple(rank for rank, answer in by_rank.items() if answer is None),
             progress=find_newest_progress(runs, head),
             run_id=run_id,
             reason=speaker.get("reason", ""),
@@ -208,6 +207,7 @@ class Gang:
             unfit=find_unfit(runs, head),
             followers=tuple(rank for rank, run in enumerate(runs) if run and run.get("is_followed")),
             faults=find_faults(runs),
+            network=find_slow_network(speaker),
             own_times=find_own_times(runs),
             setups=find_setups(runs),
             samples=gather_samples(self._channels, live, run_id, by_rank),

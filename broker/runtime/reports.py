@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.frozen import frozen
-from broker.types import NodeFault, NodeSample, OwnTime, Progress, Run, RunStatus, SetupResult
+from broker.types import NodeFault, NodeSample, OwnTime, Progress, Run, RunStatus, SetupResult, SlowNetwork
 
 TEXT_MAX = 300  # of a fault's reason and of a serial
 OWN_S_MAX = 1e6
@@ -33,7 +33,7 @@ class GangReport:
     while the program has ended but its files are still being uploaded. `unflushed`: for a run that FAILED although its
     program succeeded, why its files did not arrive and where they are. `unfit`: ranks that could not join a running
     elastic gang because `setup` failed, with the reason.
-    `faults`: what the nodes found wrong with their own GPUs before the program started.
+    `faults`: faults of nodes that were detected before the program started; `network`: its speed, if all of it is slow.
     `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
     `setups`: what became of the archive of `setup` on each node that used one or may keep one.
     `followers`: the ranks whose program continues when another node becomes the gang's head.
@@ -55,6 +55,7 @@ class GangReport:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
+    network: SlowNetwork | None = None
     own_times: tuple[OwnTime, ...] = ()
     setups: tuple[SetupResult, ...] = ()
     followers: tuple[int, ...] = ()
@@ -152,6 +153,30 @@ def find_faults(runs: Sequence[Mapping[str, Any] | None]) -> tuple[NodeFault, ..
             known = [each[:TEXT_MAX] for each in listed if isinstance(each, str)]
             found.append(NodeFault(rank=rank, reason=fault["reason"][:TEXT_MAX], serials=tuple(known)))
     return tuple(found)
+
+
+def find_slow_network(run: Mapping[str, Any]) -> SlowNetwork | None:
+    """Return the head's report of a slow network; an invalid report, or one of a network that is not, is None."""
+    report = run.get("network")
+    if not isinstance(report, Mapping) or report.get("is_slow") is not True:
+        return None
+    gang_gbs, pair_gbs = (_read_number(report.get(name)) for name in ("gang_gbs", "pair_gbs"))
+    expected_gbs, pair = _read_number(report.get("expected_gbs")), report.get("pair")
+    is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(rank) is int for rank in pair)
+    if expected_gbs is None or (gang_gbs is None and pair_gbs is None):
+        return None
+    return SlowNetwork(
+        backend=str(report.get("backend") or "")[:TEXT_MAX],
+        expected_gbs=expected_gbs,
+        gang_gbs=gang_gbs,
+        pair=(pair[0], pair[1]) if pair is not None and is_pair else None,
+        pair_gbs=pair_gbs,
+    )
+
+
+def _read_number(value: object) -> float | None:
+    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < NUMBER_MAX
+    return float(value) if is_valid and isinstance(value, int | float) else None
 
 
 def find_own_times(runs: Sequence[Mapping[str, Any] | None]) -> tuple[OwnTime, ...]:

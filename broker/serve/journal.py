@@ -1,7 +1,8 @@
 """Record the token ids of a stream in a journal, so that another replica can continue it.
 
-Engines that return token ids (`return_token_ids`: vLLM, SGLang, `trainers.serve`) are sent the prompt's ids and the
-generated ones, with the remaining number of tokens. Pure: events in, events out.
+Engines that return token ids (`return_token_ids`) are sent the prompt's ids and the generated ones, with the remaining
+number of tokens. The prompt's ids are in the first event (vLLM's chat, `trainers.serve`) or in its choice (completions
+of vLLM and SGLang). Pure: events in, events out.
 
     client asks    {"prompt": "a", "max_tokens": 5, "stream": true}
     replica 1      prompt_token_ids [97], then token_ids [1], [2]; lost
@@ -30,7 +31,9 @@ class StreamJournal:
 
     def __init__(self, path: str, fields: Mapping[str, Any], *, seed: int) -> None:
         self._is_chat = path.endswith(CHAT)
+        self._given = fields
         self._fields = {"seed": seed, **fields}
+        self.is_plain = False
         self._shows_ids = bool(fields.get("return_token_ids"))
         self._has_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
         self._asks_usage = False
@@ -38,7 +41,7 @@ class StreamJournal:
         self._prompt: list[int] = []
         self._ids: list[int] = []
         self._pending: list[int] = []
-        self._is_continued = False
+        self._is_continued = self._is_reasoning = False
         self._has_finish = self._has_sent_usage = False
         self.is_complete = False
 
@@ -64,14 +67,27 @@ class StreamJournal:
         """Ask the engine for the numbers of tokens, which the client gets only if it asked as well."""
         self._asks_usage = True
 
+    def stop_asking_ids(self) -> None:
+        """Ask for no ids from now on, because the engine refuses to return them: the stream ends with its replica."""
+        self.is_plain = True
+
+    @property
+    def needs_context(self) -> bool:
+        """Return whether the next replica has to be told how many tokens fit: chats may have no limit of their own."""
+        return bool(self._prompt and self._ids) and self._remaining is None
+
     @property
     def counts(self) -> tuple[int, int]:
         """Return the numbers of prompt and generated tokens that are known from ids; 0 without."""
         return len(self._prompt), len(self._ids)
 
-    def make_request(self) -> tuple[str | None, dict[str, Any]]:
-        """Return path and body for the next replica; path None: the client's own because nothing was generated yet."""
-        asked = {**self._fields, "return_token_ids": True}
+    def make_request(self, context_tokens: int | None = None) -> tuple[str | None, dict[str, Any]]:
+        """Return path and body for the next replica; path None: the client's own because nothing was generated yet.
+
+        `context_tokens`: how many tokens the engine accepts, prompt included, if that is known. A completion without
+        `max_tokens` would end after 16.
+        """
+        asked = dict(self._given) if self.is_plain else {**self._fields, "return_token_ids": True}
         if self._asks_usage:
             asked["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
         self._pending = []
@@ -80,7 +96,11 @@ class StreamJournal:
         self._is_continued = True
         for name in ("messages", "max_completion_tokens", "add_generation_prompt", "chat_template"):
             asked.pop(name, None)
-        continued = {"prompt": [*self._prompt, *self._ids], "max_tokens": self._remaining}
+        ids = [*self._prompt, *self._ids]
+        rest = self._remaining
+        if rest is None and context_tokens is not None:
+            rest = max(1, context_tokens - len(ids))
+        continued = {"prompt": ids, "max_tokens": rest}
         return COMPLETIONS, {**asked, **continued, "resumed_tokens": len(self._ids)}
 
     @property
@@ -92,8 +112,11 @@ class StreamJournal:
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether another replica can continue: nothing was sent yet, or all ids that were sent are known."""
-        return not self._head or bool(self._prompt)
+        """Return whether another replica can continue: nothing was sent yet, or all ids that were sent are known.
+
+        Reasoning cannot be continued, because only the engine that began it separates it from the answer.
+        """
+        return not self._head or (bool(self._prompt) and not self._is_reasoning)
 
     def close(self) -> list[str]:
         """Return the events that complete the stream without a replica, if only its end is missing."""
@@ -121,13 +144,11 @@ class StreamJournal:
         is_first = not self._head
         if is_first:
             self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
-        prompt = chunk.pop("prompt_token_ids", None)
-        if prompt and not self._prompt:
-            self._prompt = list(prompt)
+        place = self._take_prompt(chunk)
         if chunk["choices"] and self._holds_back(chunk["choices"][0]) and not is_first:
             return None
-        if is_first and self._shows_ids and self._prompt:
-            chunk["prompt_token_ids"] = self._prompt
+        if is_first and self._shows_ids and place is not None:
+            place["prompt_token_ids"] = self._prompt
         if chunk.get("usage"):
             if not chunk["choices"] and self._asks_usage and not self._has_usage:
                 return None
@@ -135,17 +156,31 @@ class StreamJournal:
             chunk["usage"] = self._count() if self._is_continued else chunk["usage"]
         return json.dumps({**chunk, **self._head}, separators=(",", ":"))
 
+    def _take_prompt(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """Record the prompt's ids, and take them out of the event; return the place where they were."""
+        found = None
+        for place in (chunk, *(each for each in chunk["choices"] if isinstance(each, dict))):
+            if ids := place.pop("prompt_token_ids", None):
+                found = place
+                self._prompt = self._prompt or list(ids)
+        return found
+
     def _holds_back(self, choice: dict[str, Any]) -> bool:
         """Record a choice; return whether its ids have no text yet because they begin a character.
 
-        Such ids are not in the journal until the character is complete: another replica generates them again.
+        Such ids are not in the journal until the character is complete: another replica generates them again. An event
+        without ids, or with other content such as reasoning, is passed on.
         """
-        text = choice.get("text") or (choice.get("delta") or {}).get("content")
-        self._pending += choice.pop("token_ids", None) or []
+        delta = choice.get("delta") or {}
+        others = [value for name, value in delta.items() if name not in ("role", "content") and value]
+        text = choice.get("text") or delta.get("content") or others
+        self._is_reasoning = bool(others) or (self._is_reasoning and not text)
+        ids = choice.pop("token_ids", None)
+        self._pending += ids or []
         self._has_finish = self._has_finish or choice.get("finish_reason") is not None
         if self._is_continued and self._is_chat and "text" in choice:
             choice["delta"] = {"content": choice.pop("text")}
-        is_held = not text and not self._has_finish
+        is_held = ids is not None and not text and not self._has_finish
         if self._shows_ids:
             choice["token_ids"] = [] if is_held else list(self._pending)
         if not is_held:

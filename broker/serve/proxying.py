@@ -16,6 +16,7 @@ from broker.clock import Clock
 from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.answers import make_headers, pass_headers, refuse, refuse_key
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue
+from broker.serve.engines import REFUSALS, EngineFacts
 from broker.serve.files import Routing
 from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal, read_prompt
 from broker.serve.metering import LoadMeter, ResponseMeter
@@ -60,6 +61,7 @@ class Proxy:
         self.adopt(routing)
         self.counts = Counts()
         self.gate = gate
+        self.engines = EngineFacts()
         self.meter = LoadMeter(clock=clock)
         self._table = table
         self._clock = clock
@@ -304,9 +306,11 @@ class _Stream:
 
     async def _follow(self, route: BackendRoute) -> None:
         """Follow the stream on one replica to its end. Raises _LostError."""
-        path, fields = self._journal.make_request()
-        body = json.dumps(fields).encode()
-        response = await self._proxy._send(route, self._request, path or self._request.path_qs, body)
+        if self._proxy.engines.refuses_ids(route, self._request.path):
+            self._journal.stop_asking_ids()
+        response = await self._ask(route)
+        if response.status in REFUSALS and self._answer is None and not self._journal.is_plain:
+            response = await self._ask_plainly(route, response)
         async with response:
             if response.status != 200 or not response.content_type.startswith(EVENT_STREAM):
                 if self._answer is not None or response.status >= 500:
@@ -316,6 +320,23 @@ class _Stream:
             if self._answer is None:
                 await self._prepare(route, response)
             await self._copy_events(route, response)
+
+    async def _ask(self, route: BackendRoute) -> aiohttp.ClientResponse:
+        context_tokens = None
+        if self._journal.needs_context:
+            context_tokens = await self._proxy.engines.find_context(self._proxy.session, route)
+        path, fields = self._journal.make_request(context_tokens)
+        body = json.dumps(fields).encode()
+        return await self._proxy._send(route, self._request, path or self._request.path_qs, body)
+
+    async def _ask_plainly(self, route: BackendRoute, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        """Ask again without the ids that the client did not request, which some engines refuse to return."""
+        refusal.close()
+        self._journal.stop_asking_ids()
+        response = await self._ask(route)
+        if response.status == 200:
+            self._proxy.engines.note_refusal(route, self._request.path)
+        return response
 
     async def _prepare(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         answer = self._proxy.make_answer(route, response)

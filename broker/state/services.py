@@ -188,8 +188,7 @@ class ServiceRows:
             "SELECT number, time_s, kind, replica, detail FROM service_events WHERE service = ? ORDER BY number",
             (name,),
         )
-        # type: ignore[misc]
-        return [read_row("service_events", f"{name}/{row['number']}", lambda row=row: _read_event(row)) for row in rows]
+        return [read_row("service_events", f"{name}/{row['number']}", lambda row=row: _read_event(row)) for row in rows]  # type: ignore[misc]
 
     def delete(self, name: str) -> None:
         """Delete a service that is down, with its versions, events and secrets."""

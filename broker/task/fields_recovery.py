@@ -44,8 +44,8 @@ JOB_RECOVERY = Table(
         ),
         "health_check": Field(
             shape=Flag(),
-            about="Check each node's GPUs before the first step and replace faulty nodes (default: on cloud machines "
-            "with GPUs).",
+            about="Check each node's GPUs, and the network between nodes, before the first step and replace faulty "
+            "nodes (default: on cloud machines with GPUs).",
         ),
         "cache_setup": Field(
             shape=Flag(),

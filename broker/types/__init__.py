@@ -86,7 +86,16 @@ _TYPES = {
         "StorageMount",
         "Task",
     ),
-    "usage": ("GpuSample", "JobUsage", "NodeFault", "NodeHistory", "NodeSample", "OwnTime", "SetupResult"),
+    "usage": (
+        "GpuSample",
+        "JobUsage",
+        "NodeFault",
+        "NodeHistory",
+        "NodeSample",
+        "OwnTime",
+        "SetupResult",
+        "SlowNetwork",
+    ),
 }
 _HOMES = {name: module for module, names in _TYPES.items() for name in names}
 

@@ -105,6 +105,7 @@ class EventKind(StrEnum):
     FLUSHING = "flushing"
     NODE_UNHEALTHY = "node_unhealthy"
     NODE_SLOW = "node_slow"
+    NETWORK_SLOW = "network_slow"
     SHRUNK = "shrunk"
     HEAD_MOVED = "head_moved"
     UNFIT = "unfit"

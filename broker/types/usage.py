@@ -44,11 +44,25 @@ class NodeSample:
 
 @frozen
 class NodeFault:
-    """The result of a failed check of a node's GPUs before the program started, with the serials of the faulty GPUs."""
+    """A fault of a node that was detected before the program started, with the serials of the GPUs at fault."""
 
     rank: int
     reason: str
     serials: tuple[str, ...] = ()
+
+
+@frozen
+class SlowNetwork:
+    """The network of a gang, slower before the program started than the planner assumes, in GB/s one way.
+
+    `gang_gbs`: an all-reduce of all nodes; `pair`: the ranks of the slowest pair of neighbours, at `pair_gbs`.
+    """
+
+    backend: str
+    expected_gbs: float
+    gang_gbs: float | None
+    pair: tuple[int, int] | None
+    pair_gbs: float | None
 
 
 @frozen

@@ -265,6 +265,22 @@ def render_node_slow(*, rank: int, node: str, own_s: float, usual_s: float) -> s
     return f"node {rank} ({node}) is slow: {own_s:.3g} s for its own part of a step, {usual_s:.3g} s on the others"
 
 
+def render_network_slow(
+    *,
+    number: int,
+    backend: str,
+    expected_gbs: float,
+    gang_gbs: float | None,
+    pair: Sequence[int] | None,
+    pair_gbs: float | None,
+) -> str:
+    parts = [] if gang_gbs is None else [f"an all-reduce reaches {gang_gbs * 8:.3g} Gbit/s"]
+    if pair and pair_gbs is not None:
+        parts.append(f"nodes {pair[0]} and {pair[1]} reach {pair_gbs * 8:.3g} Gbit/s")
+    speeds = ", ".join(parts)
+    return f"the network between the nodes is slower than expected: {speeds}, not {expected_gbs * 8:.3g} ({backend})"
+
+
 def render_replacement_failed(*, error: str, wait_s: float | None = None) -> str:
     """Render a failed replacement; without `wait_s`, the other nodes are released."""
     then = "" if wait_s is None else f"; retrying in {wait_s:.0f} s"

@@ -1,4 +1,7 @@
-"""A fake `nvidia-smi`, kernel log and torch for nodes of the local cloud: the first node that asks has the fault."""
+"""Fakes for nodes of the local cloud, whose first one that asks has the fault.
+
+They are `nvidia-smi`, the kernel log, torch and a slow network.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,21 @@ class cuda:
         global now_s
         now_s += 1.0 if is_slow and index == 1 else 0.01
 """
+# Its sockets are slow, and they still count as real ones: the limit is per call.
+SLOW_SOCKETS = """\
+import os, socket, time
+node = os.path.basename(os.path.dirname(os.environ["HOME"]))
+here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if open(here + "/fault").read() == "network" and os.readlink(here + "/sick") == node:
+    class SlowSocket(socket.socket):
+        def send(self, data):
+            time.sleep(0.02)
+            return super().send(data[:4096])
+        def recv_into(self, buffer):
+            time.sleep(0.02)
+            return super().recv_into(buffer, 4096)
+    socket.socket = SlowSocket
+"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,7 @@ class FakeGpus:
 def make_fake_gpus(folder: Path) -> FakeGpus:
     (folder / "python").mkdir(parents=True)
     (folder / "python" / "torch.py").write_text(TORCH)
+    (folder / "python" / "sitecustomize.py").write_text(SLOW_SOCKETS)
     (folder / "nvidia-smi").write_text(SMI)
     (folder / "nvidia-smi").chmod(0o755)
     fake = FakeGpus(folder)

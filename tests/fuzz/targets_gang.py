@@ -126,12 +126,14 @@ def visit(port: int, peer: str, payload: bytes, first: bytes = b"") -> None:
 class Gang:
     """A coordinator of three ranks, two of which suffice, and members of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, survey: Any = None) -> None:
         self.log = folder / "log"
         listener = agent_link.listen("127.0.0.1", 3)
         self.port = listener.getsockname()[1]
         context = agent_wire.make_context(make_pem("gang"), is_server=True)
-        self.coordinator = agent_gang.Coordinator(listener, context=context, num_nodes=3, log=self.log, nodes_min=2)
+        self.coordinator = agent_gang.Coordinator(
+            listener, context=context, num_nodes=3, log=self.log, nodes_min=2, survey=survey
+        )
         self.coordinator.start()
         self.links: list[Any] = []
 
@@ -150,12 +152,12 @@ class Gang:
 
 
 @contextmanager
-def open_gang() -> Iterator[Gang]:
+def open_gang(survey: Any = None) -> Iterator[Gang]:
     crashes: list[Any] = []
     hook, threading.excepthook = threading.excepthook, crashes.append
     try:
         with tempfile.TemporaryDirectory() as folder:
-            gang = Gang(Path(folder))
+            gang = Gang(Path(folder), survey)
             try:
                 yield gang
             finally:

@@ -16,11 +16,13 @@ from broker.clouds.local import LocalCloud
 from broker.config import Config
 from broker.jobs.controller import JobController
 from broker.jobs.node_health import NODES_MAX, REMEMBERED_S, ROW, NodeHealth, UnhealthyNodes
+from broker.optimizer import network
 from broker.provision.lifecycle import Provisioner
 from broker.runtime.gang import Gang
 from broker.runtime.transports.local import LocalTransport
 from broker.state.store import Store
 from broker.types import (
+    Attempt,
     Cluster,
     ClusterStatus,
     Estimate,
@@ -35,10 +37,13 @@ from broker.types import (
     Placement,
     Plan,
     Resources,
+    RunStatus,
+    SlowNetwork,
     Task,
 )
 from tests.agent.fake_gpus import FakeGpus, make_fake_gpus
 from tests.simulation.virtual import VirtualClock
+from tests.simulation.world import Report
 
 OFFER = Offer(
     cloud="local",
@@ -135,6 +140,24 @@ def test_job_leaves_a_node_with_a_fault_and_finishes(bed: Bed, gpus: FakeGpus, f
     assert len(starts) == 1 and starts[0] != gpus.read_sick(), "the program never ran on the node with the fault"
     (said,) = [each for each in bed.describe(job) if "is unhealthy" in each]
     assert said.startswith(f"node 0 ({gpus.read_sick()}) is unhealthy: ") and "replacing it" in said
+
+
+def test_job_leaves_a_node_with_a_slow_network_and_finishes(
+    bed: Bed, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stated speed of these nodes is far below what this machine does, even if it is busy."""
+    monkeypatch.setitem(network._BY_CLOUD, "local", [("gpus", 0.2)])
+    network.network_gbs.cache_clear()
+    gpus.plant("network")
+    job = bed.run(make_task(gpus, num_nodes=3))
+    network.network_gbs.cache_clear()
+    assert job.status is JobStatus.SUCCEEDED
+    kinds = [attempt.outcome.kind for attempt in job.attempts if attempt.outcome]
+    assert kinds == [OutcomeKind.UNHEALTHY, OutcomeKind.SUCCEEDED]
+    starts = (gpus.folder / "starts").read_text().split()
+    assert len(starts) == 3 and gpus.read_sick() not in starts
+    (said,) = [each for each in bed.describe(job) if "is unhealthy" in each]
+    assert f"({gpus.read_sick()}) is unhealthy: the network to ranks " in said and "not using its GPUs" in said
 
 
 def test_healthy_nodes_of_the_gang_are_kept(bed: Bed, gpus: FakeGpus) -> None:
@@ -238,3 +261,32 @@ def test_check_is_for_gpus_of_clouds_unless_the_task_says_otherwise(
     assert ("BROKER_HEALTH" in envs) is is_checked
     if is_checked:
         assert json.loads(envs["BROKER_HEALTH"]) == {"gpus": 8, "refused": []}
+
+
+def test_gang_gets_the_speed_that_the_plan_assumes(memory: tuple[Store, VirtualClock]) -> None:
+    store, clock = memory
+    health = NodeHealth(store, UnhealthyNodes(store, clock), Provisioner({}, store, clock=clock, owner="me"), clock)
+    job = store.jobs.add("t", Task(run="true"))
+    cluster = make_cluster("i-1", "i-2", accelerator_count=8)
+    offer = replace(cluster.placement.offer, cloud="aws", instance_type="p4d.24xlarge")
+    cluster = replace(cluster, placement=replace(cluster.placement, offer=offer))
+    order = json.loads(health.make_envs(job, cluster)["BROKER_HEALTH"])
+    assert order["network_gbs"] == pytest.approx(400 / 8 * 0.8), "as the forecast of the throughput counts it"
+
+
+def test_slow_network_is_reported_once_for_each_attempt(memory: tuple[Store, VirtualClock]) -> None:
+    store, clock = memory
+    health = NodeHealth(store, UnhealthyNodes(store, clock), Provisioner({}, store, clock=clock, owner="me"), clock)
+    job = store.jobs.add("t", Task(run="true"))
+    job = replace(
+        job, attempts=(Attempt(job_id=job.id, number=1, cluster="c", placement=make_placement(2), started_s=0.0),)
+    )
+    found = SlowNetwork(backend="nccl", expected_gbs=40.0, gang_gbs=3.0, pair=(0, 1), pair_gbs=2.5)
+    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None, network=found)
+    for _ in range(2):
+        asyncio.run(health.observe(job, make_cluster("i-1", "i-2"), report))
+    (event,) = store.events.list(job_id=job.id)
+    assert event.message == (
+        "the network between the nodes is slower than expected: an all-reduce reaches 24 Gbit/s, "
+        "nodes 0 and 1 reach 20 Gbit/s, not 320 (nccl)"
+    )

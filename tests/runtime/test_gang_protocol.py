@@ -48,13 +48,16 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 KINDS = st.sampled_from(
-    ["hello", "setup", "exit", "log", "notice", "cancel", "beat", "lost", "turn", "go", "kill", "end", "x"]
+    ["hello", "setup", "exit", "log", "notice", "cancel", "beat", "lost", "turn", "go", "kill", "end", "network", "x"]
 )
 NEARLY = st.builds(
     lambda kind, fields: {"type": kind, **fields},
     KINDS,
     st.dictionaries(
-        st.sampled_from(["rank", "returncode", "text", "notice_s", "status", "reason", "unflushed", "cards"]), VALUES
+        st.sampled_from(
+            ["rank", "returncode", "text", "notice_s", "status", "reason", "unflushed", "cards", "network", "answer"]
+        ),
+        VALUES,
     ),
 )
 LINES = st.lists((VALUES | NEARLY).map(lambda value: json.dumps(value).encode() + b"\n"), max_size=6).map(b"".join)
@@ -95,6 +98,8 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
         {"type": "notice", "notice_s": -1},
         {"type": "notice", "notice_s": math.nan},
         {"type": "notice", "notice_s": math.inf},
+        {"type": "network", "answer": []},
+        {"type": "measure", "limit_s": "30"},
         {"type": "hello", "rank": -1},
         {"type": "hello", "rank": "0"},
         {"type": "kill", "status": [], "returncode": 0, "reason": ""},

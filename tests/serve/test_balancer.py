@@ -41,11 +41,14 @@ class Bed:
         return busy[0]
 
     async def stream(self, path: str = "/v1/completions", **fields: Any) -> list[Any]:
-        """Read a stream to its end; `begun` is set when its first event has arrived."""
+        """Read a stream to its end; `begun` is set when its first event has arrived, or the first ones."""
         begun: asyncio.Event = fields.pop("begun", asyncio.Event())
+        count: int = fields.pop("first", 1)
         body = {"stream": True, "max_tokens": 12, **fields}
         async with self.client.post(self.url + path, json=body) as response:
-            first = await response.content.readany()
+            first = b""
+            while first.count(b"\n\n") < count and not response.content.at_eof():
+                first += await response.content.readany()
             begun.set()
             text = (first + await response.content.read()).decode()
         events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
@@ -55,9 +58,10 @@ class Bed:
 
 def play(folder: Path, scene: Callable[[Bed], Awaitable[None]], *, count: int = 2, **settings: Any) -> Load:
     has_ids = settings.pop("has_ids", True)
+    make_stands = settings.pop("make_stands", lambda number: [StandIn(has_ids=has_ids) for _ in range(number)])
 
     async def run() -> None:
-        stands = [StandIn(has_ids=has_ids) for _ in range(count)]
+        stands = make_stands(count)
         for each in stands:
             await each.start()
         backends = tuple(

@@ -23,6 +23,7 @@ from broker.types import (
     Progress,
     RunStatus,
     SetupResult,
+    SlowNetwork,
     Task,
 )
 from tests.clouds.simulated import SimulatedCloud
@@ -107,6 +108,7 @@ class Report:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
+    network: SlowNetwork | None = None
     own_times: tuple[OwnTime, ...] = ()
     setups: tuple[SetupResult, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()

@@ -28,6 +28,7 @@ from broker.types import (
     Progress,
     RunStatus,
     SetupResult,
+    SlowNetwork,
     Task,
 )
 from tests.clouds.simulated import FaultRates, SimulatedCloud
@@ -90,6 +91,7 @@ class Report:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
+    network: SlowNetwork | None = None
     own_times: tuple[OwnTime, ...] = ()
     setups: tuple[SetupResult, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()

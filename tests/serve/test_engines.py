@@ -1,0 +1,152 @@
+"""Streams of each engine pass the balancer whole; those of engines that return ids survive their replica."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from broker.serve.engines import parse_context
+from tests.serve.engines import CONTEXT, EngineStandIn
+from tests.serve.stand_in import StandIn, expect_text
+from tests.serve.test_balancer import Bed, play
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SURVIVES = {("vllm", CHAT), ("vllm", COMPLETIONS), ("sglang", COMPLETIONS)}
+REFUSES = {("sglang", CHAT), ("triton", CHAT), ("triton", COMPLETIONS)}
+ENGINES = ("vllm", "sglang", "llama-cpp", "triton")
+all_streams = pytest.mark.parametrize("path", [CHAT, COMPLETIONS], ids=["chat", "completions"])
+
+
+def make_stands(engine: str, **options: Any) -> Any:
+    return lambda count: [EngineStandIn(engine, **options) for _ in range(count)]
+
+
+def ask(path: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+
+
+def join(events: list[Any], field: str = "content") -> str:
+    choices = [each["choices"][0] for each in events if each["choices"]]
+    return "".join((each["delta"].get(field) if "delta" in each else each["text"]) or "" for each in choices)
+
+
+async def lose_the_first(bed: Bed, path: str, **fields: Any) -> tuple[asyncio.Future[list[Any]], StandIn, StandIn]:
+    """Begin a stream, and kill its replica once its first tokens have arrived; the other one sends all."""
+    for each in bed.stands:
+        each.gate.clear()
+    begun = asyncio.Event()
+    events = bed.stands[0].free + (path == CHAT)  # a chat begins with the role
+    streaming = asyncio.ensure_future(bed.stream(path, begun=begun, first=events, **{**ask(path), **fields}))
+    await begun.wait()
+    first = await bed.until_asked()
+    second = next(each for each in bed.stands if each is not first)
+    second.gate.set()
+    await first.kill()
+    return streaming, first, second
+
+
+@all_streams
+@pytest.mark.parametrize("engine", ENGINES)
+def test_undisturbed_stream_of_each_engine_is_whole(tmp_path: Path, engine: str, path: str) -> None:
+    async def scene(bed: Bed) -> None:
+        for _ in range(2):
+            events = await bed.stream(path, **ask(path), stream_options={"include_usage": True})
+            assert join(events) == expect_text("hi", 12)
+            assert events[-1]["usage"]["completion_tokens"] == 12
+            choices = [choice for each in events for choice in each["choices"]]
+            assert not any("prompt_token_ids" in each for each in (*events, *choices)), "the client did not ask"
+            assert not any("token_ids" in each for each in choices)
+        asked = [each.get("return_token_ids") for stand in bed.stands for each in stand.asked]
+        refused = 1 if (engine, path) in REFUSES else 0
+        assert len(asked) == 2 + refused, "a refusal is remembered"
+        assert asked.count(True) == (1 if refused else 2)
+
+    assert play(tmp_path, scene, count=1, make_stands=make_stands(engine)).broken == 0
+
+
+@all_streams
+@pytest.mark.parametrize("engine", ENGINES)
+def test_stream_of_an_engine_that_returns_ids_survives_its_replica(tmp_path: Path, engine: str, path: str) -> None:
+    survives = (engine, path) in SURVIVES
+
+    async def scene(bed: Bed) -> None:
+        streaming, first, second = await lose_the_first(bed, path)
+        if not survives:
+            with pytest.raises(aiohttp.ClientError):
+                await streaming
+            return
+        assert join(await streaming) == expect_text("hi", 12)
+        (continued,) = second.asked
+        assert continued["prompt"][:2] == list(b"hi") and continued["max_tokens"] < 12
+        assert first.asked[0]["seed"] == continued["seed"]
+
+    load = play(tmp_path, scene, make_stands=make_stands(engine))
+    assert (load.resumed, load.broken) == ((1, 0) if survives else (0, 1))
+
+
+def test_client_that_asks_for_ids_gets_them_where_the_engine_puts_them(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        whole = await bed.stream(COMPLETIONS, **ask(COMPLETIONS), return_token_ids=True)
+        assert whole[0]["choices"][0]["prompt_token_ids"] == list(b"hi") and whole[0]["choices"][0]["token_ids"]
+        chat = await bed.stream(CHAT, **ask(CHAT), return_token_ids=True)
+        assert chat[0]["prompt_token_ids"] == list(b"hi")
+
+    play(tmp_path, scene, count=1, make_stands=make_stands("vllm"))
+
+
+def test_chat_without_a_limit_continues_to_the_end_of_the_context(tmp_path: Path) -> None:
+    """A continuation is a completion, which would end after 16 tokens without a limit."""
+
+    async def scene(bed: Bed) -> None:
+        streaming, _, second = await lose_the_first(bed, CHAT, max_tokens=None)
+        assert join(await streaming) == expect_text("hi", CONTEXT - 2)
+        assert second.asked[0]["max_tokens"] == CONTEXT - len(second.asked[0]["prompt"])
+
+    assert play(tmp_path, scene, make_stands=make_stands("vllm")).broken == 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp"])
+def test_reasoning_reaches_the_client(tmp_path: Path, engine: str) -> None:
+    async def scene(bed: Bed) -> None:
+        events = await bed.stream(CHAT, **ask(CHAT))
+        field = "reasoning" if engine == "vllm" else "reasoning_content"
+        assert join(events, field) + join(events) == expect_text("hi", 12) and len(join(events, field)) == 5
+
+    play(tmp_path, scene, count=1, make_stands=make_stands(engine, reasoning=5))
+
+
+@pytest.mark.parametrize("reasoning", [2, 5])
+def test_answer_is_continued_after_its_reasoning_and_reasoning_itself_is_not(tmp_path: Path, reasoning: int) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.free = 4  # tokens before the loss
+        streaming, _, _ = await lose_the_first(bed, CHAT)
+        if reasoning == 5:
+            with pytest.raises(aiohttp.ClientError):
+                await streaming
+            return
+        events = await streaming
+        assert join(events, "reasoning") + join(events) == expect_text("hi", 12)
+
+    load = play(tmp_path, scene, make_stands=make_stands("vllm", reasoning=reasoning))
+    assert load.broken == (1 if reasoning == 5 else 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (b'{"data": [{"max_model_len": 4096}]}', 4096),
+        (b'{"data": [{"id": "m"}]}', None),
+        (b'{"data": []}', None),
+        (b'{"data": [{"max_model_len": true}]}', None),
+        (b'{"data": [{"max_model_len": "4096"}]}', None),
+        (b"[]", None),
+        (b"not found", None),
+    ],
+)
+def test_context_is_what_the_list_of_models_states(body: bytes, tokens: int | None) -> None:
+    assert parse_context(body) == tokens
