@@ -155,7 +155,7 @@ def play(
     from broker.rehearsal.context import RehearsalContext
     from broker.rehearsal.market import SeededMarket
     from broker.rehearsal.result import draw_up
-    from broker.rehearsal.run import Driver
+    from broker.rehearsal.run import JobDriver
 
     def tell(text: str) -> None:
         (print_note if is_quiet else print_line)(strip_control(text))
@@ -167,8 +167,9 @@ def play(
     try:
         context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.report_market(message))
         with show_wait("rehearsing", is_told=False) as bar:
-            driver = Driver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
-            job = asyncio.run(driver.run())
+            driver = JobDriver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
+            asyncio.run(driver.run())
+        job = driver.job
         log, _ = read_log(context, job.id)
         return draw_up(context, driver, job, plan), read_job(context, job), log
     finally:

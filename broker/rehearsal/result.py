@@ -39,7 +39,7 @@ from broker.types import CheckpointSpec, Estimate, Job, JobStatus, Placement, Pl
 
 if TYPE_CHECKING:
     from broker.rehearsal.context import RehearsalContext
-    from broker.rehearsal.run import Driver
+    from broker.rehearsal.run import JobDriver
 
 LOG_TAIL_BYTES = 4096
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -119,7 +119,7 @@ class Rehearsal:
         return data
 
 
-def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
+def draw_up(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) -> Rehearsal:
     """Collect the result from the store, the clouds and the progress files before they are deleted."""
     store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
     paid = store.bills.spend_usd(job_id=job.id, now_s=now_s)
