@@ -7,7 +7,7 @@ available. The clock is held while local nodes are created or terminated; the ti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -34,10 +34,11 @@ class Pace:
     """
 
     clock: ScaledClock
+    wait_speed: float = WAIT_SPEED
 
     def wait(self) -> None:
         """Run the clock fast: broker waits for machines, and no program runs."""
-        self.clock.set_rate(WAIT_SPEED, floor_s=WAIT_FLOOR_S)
+        self.clock.set_rate(self.wait_speed, floor_s=WAIT_FLOOR_S)
 
     def run(self) -> None:
         """Run the clock at real time: a program starts or works."""
@@ -46,6 +47,18 @@ class Pace:
     def start(self, cluster: str) -> None:
         """Run the clock at real time, because the program of a cluster starts."""
         self.run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptedNode:
+    """A node that a market took; nodes with the same `preemption` were taken together.
+
+    `ended_s`: the simulated time when it ended; None while its notice runs.
+    """
+
+    node_id: str
+    preemption: int
+    ended_s: float | None
 
 
 @dataclass
@@ -57,7 +70,7 @@ class _Machine:
     running_s: float
     ended_s: float | None = None
     notice_real_s: float | None = None  # when its notice expires, by the system's clock
-    is_preempted: bool = False
+    preemption: int | None = None  # the number of the preemption that took it
 
 
 @dataclass(kw_only=True)
@@ -130,7 +143,7 @@ class RehearsedCloud:
         now_s = self.clock.now_s()
         for node_id in live:
             machine = self._machines[node_id]
-            machine.is_preempted = True
+            machine.preemption = self.preemptions
             self._full_until_s[_name_market(machine.offer)] = now_s + FULL_AFTER_S
         if notice_s <= 0:
             self._note_end(live, now_s)
@@ -158,17 +171,12 @@ class RehearsedCloud:
             self.on_event(f"the spot market of {zone or region} ({self.name}) preempts all {len(ids)} nodes")
             await self.preempt_nodes(ids, notice_s=0)
 
-    def list_preempted(self) -> Mapping[str, float | None]:
-        """Return all preempted nodes, with the simulated time when they ended; None while their notice runs."""
-        return {node_id: each.ended_s for node_id, each in self._machines.items() if each.is_preempted}
-
-    def list_same_market(self, ids: Sequence[str]) -> Sequence[str]:
-        """List all live spot nodes in the market of these nodes: it preempts them together."""
-        markets = {_name_market(self._machines[each].offer) for each in ids if each in self._machines}
+    def list_preempted(self) -> Sequence[PreemptedNode]:
+        """Return all preempted nodes, those whose notice still runs included."""
         return [
-            node_id
+            PreemptedNode(node_id=node_id, preemption=each.preemption, ended_s=each.ended_s)
             for node_id, each in self._machines.items()
-            if each.is_spot and each.ended_s is None and _name_market(each.offer) in markets
+            if each.preemption is not None
         ]
 
     async def _end_noticed(self) -> None:

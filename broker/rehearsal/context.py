@@ -51,13 +51,14 @@ class RehearsalContext(Context):
         self.clock = ScaledClock()
         self.stage = stage
         self.pace = self._make_pace()
-        self.pace.wait()  # until the program starts
         self.speed = speed
         self.start_s = self.clock.now_s()
         self._on_event = on_event
 
     def _make_pace(self) -> Pace:
-        return Pace(self.clock)
+        pace = Pace(self.clock)
+        pace.wait()  # until the program starts
+        return pace
 
     @cached_property
     def rehearsed(self) -> Mapping[str, RehearsedCloud]:

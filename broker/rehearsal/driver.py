@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from broker.formatting import format_duration
 from broker.jobs.daemon import run_daemon
 from broker.rehearsal.cloud import NOTICE_S, NOTICE_S_MAX
 from broker.rehearsal.context import RehearsalContext
+from broker.state.events import EventRow
 from broker.types import Cluster
 
 LOOK_S = 0.25
@@ -56,7 +57,7 @@ class Driver(ABC, Generic[Rehearsed]):
     strikes: list[Strike] = field(default_factory=list)
     real_s: float = 0.0
     _line_s: float = 0.0
-    _reported: dict[int, int] = field(default_factory=dict)  # the newest event of each job
+    _reported: int = 0  # the newest event
 
     async def run(self) -> None:
         """Run to the end. An interrupt terminates all nodes, then raises KeyboardInterrupt."""
@@ -81,6 +82,7 @@ class Driver(ABC, Generic[Rehearsed]):
                 _listen(interrupted)
                 await self._run_daemon()
             await driving
+            await self.check_end()
         finally:
             for cloud in context.rehearsed.values():
                 await cloud.end_all(context.config.owner)
@@ -105,6 +107,9 @@ class Driver(ABC, Generic[Rehearsed]):
     def request_end(self) -> None:
         """Request the end of the job or service; repeated calls change nothing."""
 
+    async def check_end(self) -> None:
+        """Look at the clouds after the controllers have ended, before anything that is left is terminated."""
+
     @abstractmethod
     def report_events(self) -> None:
         """Print the events since the last call."""
@@ -124,11 +129,15 @@ class Driver(ABC, Generic[Rehearsed]):
         """Print an event of the market with its simulated time."""
         self.write(f"{self.stamp()} ! {message}")
 
-    def report_job_events(self, job_id: int, *, about: str = "") -> None:
-        """Print the events of a job since the last call."""
-        for event in self.context.store.events.list(job_id=job_id, after=self._reported.get(job_id, 0)):
-            self._reported[job_id] = event.id
-            self.write(f"{self.stamp(event.time_s)} * {about}{event.message}")
+    def list_new_events(self, jobs: Collection[int]) -> Sequence[EventRow]:
+        """List the events of these jobs since the last call."""
+        events = self.context.store.events.list(after=self._reported)
+        self._reported = max((each.id for each in events), default=self._reported)
+        return [each for each in events if each.job_id in jobs]
+
+    def report_event(self, time_s: float, message: str) -> None:
+        """Print an event with its simulated time."""
+        self.write(f"{self.stamp(time_s)} * {message}")
 
     def is_line_due(self) -> bool:
         """Return whether to show progress now: on a terminal always, otherwise now and then."""

@@ -42,6 +42,7 @@ class BareGang:
         self._gang = gang
         self._pace = pace
         self._leased_s: dict[str, float] = {}  # by cluster
+        self.started_s: dict[str, float] = {}  # when the program of a cluster was started, in real time
         self._real = SystemClock()
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
@@ -64,7 +65,7 @@ class BareGang:
         lease_s = max(lease_s or 0.0, LEASE_REAL_S)
         task = replace(task, resources=(Resources(),))
         await self._gang.start(bare, task, run_id=run_id, envs=envs, lease_s=lease_s, head=head)
-        self._leased_s[cluster.name] = self._real.now_s()
+        self.started_s[cluster.name] = self._leased_s[cluster.name] = self._real.now_s()
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
         await self._gang.send_peers(cluster, run_id, peers)

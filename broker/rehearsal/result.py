@@ -148,7 +148,7 @@ def draw_up(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) 
         refusals=sum(cloud.refusals for cloud in clouds),
         notices=sum(strike.notice_s > 0 for strike in driver.strikes),
         notices_ignored=sum(cloud.ignored_notices for cloud in clouds),
-        places=tuple(_name_place(attempt.placement) for attempt in job.attempts),
+        places=tuple(name_place(attempt.placement) for attempt in job.attempts),
         work_hours=work_s / 3600,
         hazard=hazard,
         checkpoint=task.checkpoint,
@@ -221,7 +221,8 @@ def _is_same(one: Placement, other: Placement) -> bool:
     )  # fmt: skip
 
 
-def _name_place(placement: Placement) -> str:
+def name_place(placement: Placement) -> str:
+    """Name cloud and zone, or region without one."""
     return f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}"
 
 

@@ -42,7 +42,8 @@ class JobDriver(Driver[RehearsalContext]):
 
     def report_events(self) -> None:
         """Print the events of the job."""
-        self.report_job_events(self._job_id)
+        for event in self.list_new_events({self._job_id}):
+            self.report_event(event.time_s, event.message)
 
     async def poll(self) -> None:
         """Report progress, and preempt the gang when it is time."""

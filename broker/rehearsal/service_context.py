@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from broker.clock import Clock, SystemClock
 from broker.rehearsal.cloud import Pace
 from broker.rehearsal.context import RehearsalContext
 from broker.rehearsal.gang import BareGang
-from broker.serve.files import Load, ServiceFolder
+from broker.serve.files import Load, ReplicaLoad, ServiceFolder
 from broker.serve.observing import read_load
 from broker.serve.replicas import ReplicaPorts, draw_free_ports
 from broker.types import ServiceSpec, Task
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import asyncio
 
     from broker.jobs.daemon_parts import Controller
+
+BOOT_SPEED = 30.0  # of the clock while machines boot: the real work of a recovery then adds little to its time
+PROBE_S_MAX = 1.0  # of a probe that succeeds; a slower one delays the readiness of this report, not of the next
 
 
 @dataclass
@@ -48,21 +51,32 @@ class ServicePace(Pace):
 class RehearsedLoads:
     """The reports of the balancer, a process of its own whose times are real, for a simulated clock.
 
-    A replica is ready, or not, since the simulated time at which the first report said so.
+    A replica is ready, or not, since the simulated time at which the first report said so. A recovered replica has the
+    address of the lost one, and takes less real time to recover than a balancer needs to notice some losses: it is not
+    ready before a probe that began after its start.
     """
 
-    _since: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    find_started_s: Callable[[int], float | None]  # real time, of the program of a replica
+    interval_s: float  # between two probes
+    _since: dict[int, tuple[tuple[bool, float], float]] = field(default_factory=dict)
 
     def read(self, folder: ServiceFolder, now_s: float) -> Load | None:
         """Return the newest report, None without a recent one."""
         load = read_load(folder, SystemClock().now_s())
         if load is None:
             return None
-        for number, each in load.replicas.items():
-            if self._since.get(number, (None, 0.0))[0] is not each.is_ready:
-                self._since[number] = each.is_ready, now_s
-        replicas = {number: replace(each, since_s=self._since[number][1]) for number, each in load.replicas.items()}
-        return replace(load, replicas=replicas)
+        return replace(load, replicas={number: self._translate(load, number, now_s) for number in load.replicas})
+
+    def _translate(self, load: Load, number: int, now_s: float) -> ReplicaLoad:
+        each = load.replicas[number]
+        started_s = self.find_started_s(number)
+        is_known = started_s is not None and (
+            each.since_s >= started_s or load.time_s >= started_s + self.interval_s + PROBE_S_MAX
+        )
+        key = each.is_ready and is_known, each.since_s
+        if self._since.get(number, (None, 0.0))[0] != key:
+            self._since[number] = key, now_s
+        return replace(each, is_ready=key[0], since_s=self._since[number][1])
 
 
 @dataclass
@@ -87,13 +101,27 @@ class ServiceRehearsalContext(RehearsalContext):
 
     pace: ServicePace
 
+    @property
+    def service(self) -> str:
+        """The name of the service."""
+        return self.stage.task.name or "service"
+
     def _make_pace(self) -> ServicePace:
-        return ServicePace(self.clock)
+        return ServicePace(self.clock, wait_speed=BOOT_SPEED)
 
     @cached_property
     def loads(self) -> RehearsedLoads:
         """The reports of the balancer."""
-        return RehearsedLoads()
+        service = self.stage.task.service
+        assert service is not None and service.probe is not None, "only services with a probe are staged"
+        return RehearsedLoads(self._find_started_s, service.probe.interval_s)
+
+    def _find_started_s(self, number: int) -> float | None:
+        replicas = self.store.services.list_replicas(self.service)
+        job = next((self.store.jobs.get(each.job_id) for each in replicas if each.number == number), None)
+        if job is None or not job.attempts:
+            return None
+        return self.controlled_gang.started_s.get(job.attempts[-1].cluster)
 
     @cached_property
     def controlled_gang(self) -> BareGang:
