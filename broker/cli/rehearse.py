@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 import tempfile
@@ -92,7 +93,7 @@ def rehearse(
     overrides: options.Overrides = options.NO_OVERRIDES,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run a task on this machine as a spot job or service, with preemptions.
+    """Run a spot job or service on this machine, with preemptions.
 
     Clouds, time and prices are simulated; the program is real. The exit code is 1 if it does not recover.
     """
@@ -104,6 +105,7 @@ def rehearse(
     context = make_context()
     is_service = first.service is not None
     task = choose_resources(context.resolve(first), note=print_note)
+    duration_s = read_duration_s(duration or DURATION)
     check_options(is_service=is_service, duration=duration, verify=verify)
     if is_service:
         from broker.rehearsal.service_staging import choose_service
@@ -120,11 +122,11 @@ def rehearse(
         show_stage(stage, speed)
     forced = (0 if traces else 1) if preemptions is None else preemptions
     if is_service:
-        from broker.cli.rehearse_service import read_duration_s, rehearse_service
+        from broker.cli.rehearse_service import rehearse_service
 
         rehearse_service(
             stage,
-            duration_s=read_duration_s(duration or DURATION),
+            duration_s=duration_s,
             preemptions=forced,
             notice_s=notice,
             speed=speed or SPEED,
@@ -150,6 +152,16 @@ def rehearse(
         write_rehearsal(html, result, page, log)
         print_note(f"wrote {html}")
     raise_failure(result, forced)
+
+
+def read_duration_s(text: str) -> float:
+    """Read `--for`. Raises UsageError."""
+    from broker.task.measures import Duration
+
+    measure = Duration(bare_unit="m")
+    if not re.fullmatch(measure.pattern, text):
+        raise UsageError(f"`--for` must be {measure.expected}, not `{text}`", hints=["for example `--for 12h`"])
+    return measure.convert(text)
 
 
 def check_options(*, is_service: bool, duration: str | None, verify: bool) -> None:

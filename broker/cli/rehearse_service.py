@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from broker.cli.rehearse_show import show_verdict
 from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
-from broker.errors import UsageError
 from broker.formatting import format_count, format_duration, format_usd, strip_control
 from broker.rehearsal.result import list_places
 from broker.rehearsal.service_verdict import format_percent
@@ -25,16 +23,6 @@ if TYPE_CHECKING:
     from broker.rehearsal.uptime import Uptime
 
 SHARES_MAX = 3  # numbers of replicas whose share of time is shown
-
-
-def read_duration_s(text: str) -> float:
-    """Read `--for`. Raises UsageError."""
-    from broker.task.measures import Duration
-
-    measure = Duration(bare_unit="m")
-    if not re.fullmatch(measure.pattern, text) or not (found_s := float(measure.convert(text))):
-        raise UsageError(f"`--for` must be {measure.expected}, not `{text}`", hints=["for example `--for 12h`"])
-    return found_s
 
 
 def rehearse_service(

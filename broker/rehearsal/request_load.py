@@ -26,7 +26,7 @@ class RequestTally:
     """Requests by their result. `failures`: number by reason, such as `503`.
 
     `late`: answered here, but only because machines come up faster than in a cloud; there, the balancer would have
-    refused them after a minute. They count as failed. `wait_s_max` is in simulated seconds.
+    refused them after a minute. They count as failed. `wait_s_max` is in simulated seconds while no replica was ready.
     """
 
     sent: int = 0
@@ -46,12 +46,12 @@ class RequestTally:
 class RequestSender:
     """Send the readiness probe's request to `url`, a few times a second, while `is_sending`.
 
-    `read_s` reads the simulated time without the jumps that stand for undisturbed hours.
+    `read_outage_s`: the simulated seconds so far without a ready replica.
     """
 
     url: str
     probe: ReadinessProbe
-    read_s: Callable[[], float]
+    read_outage_s: Callable[[], float]
     is_sending: bool = False
     _sent: int = 0
     _late: int = 0
@@ -101,7 +101,7 @@ class RequestSender:
 
         method = "GET" if self.probe.post_data is None else "POST"
         headers = {"content-type": "application/json"} if self.probe.post_data else {}
-        begin_s, begin_real_s = self.read_s(), SystemClock().now_s()
+        begin_s, begin_real_s = self.read_outage_s(), SystemClock().now_s()
         failure = ""
         try:
             async with session.request(
@@ -111,11 +111,12 @@ class RequestSender:
                 failure = "" if response.status < 300 else str(response.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             failure = str(error) or type(error).__name__
-        wait_s = self.read_s() - begin_s
+        real_s = SystemClock().now_s() - begin_real_s
+        wait_s = max(real_s, self.read_outage_s() - begin_s)
         self._wait_s_max = max(self._wait_s_max, wait_s)
         if failure:
             self._failures[failure] += 1
         elif wait_s > WAIT_S_MAX:
             self._late += 1
         else:
-            self._answered_s.append(SystemClock().now_s() - begin_real_s)
+            self._answered_s.append(real_s)

@@ -13,7 +13,7 @@ from broker.app.services import find_ondemand_usd_hour
 from broker.jobs.log_files import get_log_path
 from broker.rehearsal.cloud import NOTICE_S_MAX
 from broker.rehearsal.request_load import RequestTally
-from broker.rehearsal.result import find_gang_hazard, name_place, read_last_words
+from broker.rehearsal.result import find_gang_hazard, find_missing_module, name_place, read_last_words
 from broker.rehearsal.service_run import ServiceDriver
 from broker.rehearsal.service_verdict import (
     Leftovers,
@@ -26,6 +26,7 @@ from broker.rehearsal.service_verdict import (
 )
 from broker.rehearsal.uptime import ReadyCount, Uptime, measure_uptime
 from broker.rehearsal.verdict import Finding
+from broker.types import JobStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +52,25 @@ class ServiceRehearsal:
     start_s: float | None  # median, from the start of a program to its readiness
     left: Leftovers
     real_s: float
-    last_words: str = ""  # of the newest replica's log, if not all replicas became ready
+    has_exited: bool = False  # the program of the newest replica
+    last_words: str = ""  # of its log, if not all replicas became ready
+    missing_module: str = ""  # that Python could not import, if not all replicas became ready
     grace_s: float = NOTICE_S_MAX  # real seconds from a warning to the end
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """List findings, most important first."""
         return (
-            *judge_start(self.uptime, failure=self.failure, last_words=self.last_words),
+            *judge_start(
+                self.uptime,
+                failure=self.failure,
+                has_exited=self.has_exited,
+                last_words=self.last_words,
+                missing_module=self.missing_module,
+            ),
             *judge_recoveries(self.uptime, has_spot=self.has_spot),
             *judge_availability(self.uptime, availability=self.availability, hazard=self.hazard),
-            *judge_requests(self.requests, self.uptime),
+            *judge_requests(self.requests, self.uptime, availability=self.availability),
             *judge_warned(given=self.notices, ignored=self.notices_ignored, grace_s=self.grace_s),
             *judge_leftovers(self.left),
         )
@@ -81,7 +90,8 @@ def draw_up_service(driver: ServiceDriver) -> ServiceRehearsal:
     uptime = measure_uptime(watch.counts, watch.losses)
     first = watch.placements[0] if watch.placements else None
     has_started = uptime.start_s is not None
-    newest = max(watch.jobs, default=None)
+    newest = context.store.jobs.get(max(watch.jobs, default=0))
+    log = get_log_path(context.config.logs, newest.id) if newest is not None and not has_started else None
     return ServiceRehearsal(
         service=context.service,
         failure="" if has_started else driver.failure,
@@ -102,7 +112,9 @@ def draw_up_service(driver: ServiceDriver) -> ServiceRehearsal:
         start_s=median(watch.starts_s) if watch.starts_s else None,
         left=driver.left,
         real_s=driver.real_s,
-        last_words="" if has_started or newest is None else read_last_words(get_log_path(context.config.logs, newest)),
+        has_exited=newest is not None and newest.status is JobStatus.FAILED,
+        last_words=read_last_words(log) if log else "",
+        missing_module=find_missing_module(log) if log else "",
         grace_s=min(max((strike.notice_s for strike in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
 

@@ -36,7 +36,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
     left: Leftovers = field(default_factory=Leftovers)
     _lock: Path | None = None  # of the balancer
     _full_s: float | None = None  # when all wanted replicas were ready first
-    _jumped_s: float = 0.0
+    _outage_s: float = 0.0  # without a ready replica, up to the newest look
     _looked_s: float = 0.0  # real
     _wait_since_s: float | None = None  # since when a replica has waited for machines
     _events: int = 0
@@ -46,7 +46,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         assert spec is not None and spec.probe is not None, "only services with a probe are staged"
         self.spec, self.probe = spec, spec.probe
         self.watch = ReplicaWatch(self.context)
-        self.requests = RequestSender("", spec.probe, lambda: self.context.clock.now_s() - self._jumped_s)
+        self.requests = RequestSender("", spec.probe, self._read_outage_s)
 
     async def run(self) -> None:
         """Run to the end, with requests from the first readiness on."""
@@ -84,7 +84,10 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         ]
         if self._find_service() is not None:
             events = store.services.list_events(self.context.service)
-            found += [(each.time_s, describe_service_event(each)) for each in events[self._events :]]
+            found += [
+                (each.time_s, ("service: " if each.replica is None else "") + describe_service_event(each))
+                for each in events[self._events :]
+            ]
             self._events = len(events)
         for time_s, message in sorted(found):
             self.report_event(time_s, message)
@@ -96,6 +99,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
             self.report_events()
             self.context.pace.keep(())
             return
+        self._outage_s = self._read_outage_s()
         replicas = self.watch.look(service)
         self.report_events()
         ready = sum(each.is_ready for each in replicas)
@@ -114,6 +118,12 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
             await self.preempt(victims, attempt=len(self.strikes) + 1)
         else:
             self._set_pace(replicas, is_steady=is_steady)
+
+    def _read_outage_s(self) -> float:
+        """Return for how long no replica has been ready, in simulated seconds: what requests waited for."""
+        newest = self.watch.counts[-1] if self.watch.counts else None
+        is_out = newest is not None and not newest.ready
+        return self._outage_s + (self.context.clock.now_s() - newest.time_s if newest and is_out else 0.0)
 
     def _find_service(self) -> Service | None:
         return self.context.store.services.get(self.context.service)
@@ -170,7 +180,6 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         is_struck = len(self.strikes) >= self.preemptions or not self._has_spot()
         until_s = self._full_s + self.duration_s if is_struck else self._find_strike_s()
         jump_s = min(passed_s * (context.speed - 1), max(0.0, until_s - context.clock.now_s()))
-        self._jumped_s += jump_s
         context.clock.advance(jump_s)
 
     def _report_progress(self, service: Service, ready: int) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from broker.formatting import format_count, format_duration
 from broker.rehearsal.request_load import RequestTally
 from broker.rehearsal.uptime import Uptime
-from broker.rehearsal.verdict import Finding, judge_notices
+from broker.rehearsal.verdict import Finding, explain_import, judge_notices
 
+EXIT_HINT = "mend the cause that the replica's log names"
 PORT_HINT = (
     "let the program listen on $BROKER_REPLICA_HOST, port $BROKER_REPLICA_PORT: in a rehearsal, all replicas share "
     "this machine"
@@ -30,15 +31,20 @@ class Leftovers:
         return not (self.machines or self.processes or self.has_balancer)
 
 
-def judge_start(uptime: Uptime, *, failure: str, last_words: str) -> list[Finding]:
+def judge_start(
+    uptime: Uptime, *, failure: str, has_exited: bool, last_words: str, missing_module: str
+) -> list[Finding]:
     """Judge whether all wanted replicas were ready at least once.
 
-    `failure`: why not, as the service or its newest replica has it; `last_words`: the last line of a replica's log.
+    `failure`: why not, as the service or its newest replica has it. `has_exited`: the program of that replica ended.
+    `last_words`: the last line of its log. `missing_module`: the module that Python could not import, from the log.
     """
     if uptime.start_s is not None:
         return []
+    if missing_module:
+        return [explain_import(missing_module)]
     text = "not all replicas became ready" + (f": {failure}" if failure else "")
-    findings = [Finding(level="bad", about="start", text=text, hint=PORT_HINT)]
+    findings = [Finding(level="bad", about="start", text=text, hint=EXIT_HINT if has_exited else PORT_HINT)]
     if last_words:
         findings.append(Finding(level="note", about="log", text=f"the last line of a replica is `{last_words}`"))
     return findings
@@ -61,7 +67,7 @@ def judge_recoveries(uptime: Uptime, *, has_spot: bool) -> list[Finding]:
             Finding(
                 level="bad",
                 about="recovery",
-                text=f"{took}; the loss of replica {numbers} was not made good before the end",
+                text=f"{took}; replica {numbers} was not replaced before the end",
                 hint="rehearse for longer with `--for`, or allow more regions and instance types",
             )
         ]
@@ -84,9 +90,8 @@ def judge_availability(uptime: Uptime, *, availability: float | None, hazard: fl
     share = uptime.kept_share
     if share is None:
         return []
-    enough = f"all {uptime.wanted} replicas" if uptime.wanted > 1 else "the replica"
-    was = "were" if uptime.wanted > 1 else "was"
-    text = f"{enough} {was} ready {format_percent(share)} of {format_duration(uptime.served_s)}"
+    enough = f"{uptime.wanted} or more replicas were" if uptime.wanted > 1 else "a replica was"
+    text = f"{enough} ready {format_percent(share)} of {format_duration(uptime.served_s)}"
     if availability is None:
         hint = "add `availability: 0.99` below `service` for spare or on-demand replicas" if share < 1 else ""
         return [Finding(level="good" if share == 1 else "note", about="availability", text=text, hint=hint)]
@@ -101,7 +106,7 @@ def judge_availability(uptime: Uptime, *, availability: float | None, hazard: fl
     return [Finding(level="note", about="availability", text=text)]
 
 
-def judge_requests(tally: RequestTally, uptime: Uptime) -> list[Finding]:
+def judge_requests(tally: RequestTally, uptime: Uptime, *, availability: float | None) -> list[Finding]:
     """Judge whether the requests were answered."""
     if not tally.sent:
         return []
@@ -116,9 +121,11 @@ def judge_requests(tally: RequestTally, uptime: Uptime) -> list[Finding]:
     text = f"{tally.failed} of {format_count(tally.sent, 'request')} failed: {'; '.join(reasons)}"
     if not tally.answered:
         return [Finding(level="bad", about="requests", text=text, hint="see what the program answers to its probe")]
-    is_out = uptime.shares.get(1, 1.0) < 1.0
-    hint = "no replica was ready at times: use more replicas, or `availability`, which places them apart"
-    return [Finding(level="note", about="requests", text=text, hint=hint if is_out else "")]
+    hint = ""
+    if uptime.shares.get(1, 1.0) < 1.0:
+        other = "add `availability`, which places them apart" if availability is None else "a higher `availability`"
+        hint = f"no replica was ready at times: use more replicas, or {other}"
+    return [Finding(level="note", about="requests", text=text, hint=hint)]
 
 
 def judge_warned(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
@@ -142,11 +149,10 @@ def judge_leftovers(left: Leftovers) -> list[Finding]:
 
 
 def format_percent(share: float) -> str:
-    """Format a share of time with two decimals where it is not whole: `99.85%`; never as 100 % unless it is."""
+    """Format a share of time with up to two decimals: `99.85%`; `100%` only if it is."""
     if share in (0.0, 1.0):
         return f"{share:.0%}"
-    text = f"{min(share, 0.9999):.2%}"
-    return text.replace(".00%", "%")
+    return f"{min(share, 0.9999) * 100:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 def list_bad(findings: Sequence[Finding]) -> list[Finding]:

@@ -80,11 +80,11 @@ def measure_uptime(counts: Sequence[ReadyCount], losses: Sequence[ReplicaLoss]) 
 
 
 def _measure_recovery_s(counts: Sequence[ReadyCount], loss: ReplicaLoss) -> float | None:
-    before = next((each for each in reversed(counts) if each.time_s <= loss.time_s), None)
+    before = next((each for each in reversed(counts) if each.time_s < loss.time_s), None)
     if before is None:
         return None
     needed = min(before.ready, before.wanted)
-    after = [each for each in counts if each.time_s > loss.time_s]
+    after = [each for each in counts if each.time_s >= loss.time_s]
     if after and after[0].ready >= needed:
         return 0.0
     return next((each.time_s - loss.time_s for each in after if each.ready >= needed), None)
