@@ -78,7 +78,8 @@ class ServiceController:
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(wake.wait(), wait_s)
+            async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+                await wake.wait()
         wake.clear()
 
     async def step(self) -> float:
