@@ -117,7 +117,8 @@ class ScaledClock:
                     continue
                 wait_s = None if self._holders else max(left_s / self._rate, rest_s, 1e-4)
                 try:
-                    await asyncio.wait_for(changed.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+                        await changed.wait()
                 except TimeoutError:
                     pass
         finally:

@@ -74,3 +74,21 @@ def test_an_advanced_clock_wakes_sleepers_that_are_due() -> None:
         await sleeping
 
     asyncio.run(play())
+
+
+def test_a_sleeper_that_is_woken_and_cancelled_at_once_ends() -> None:
+    """`asyncio.wait_for` of Python 3.11 loses such a cancellation: the sleeper would go back to sleep."""
+
+    async def play() -> bool:
+        clock = ScaledClock()
+        sleeper = asyncio.ensure_future(clock.sleep(3600))
+        await asyncio.sleep(0)  # it sleeps
+        await asyncio.sleep(0)
+        clock.set_rate(2.0)  # wakes it
+        await asyncio.sleep(0)
+        sleeper.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return sleeper.cancelled()
+
+    assert asyncio.run(play())

@@ -18,7 +18,7 @@ from broker.serve.files import Load, ServiceFolder, read_file
 from broker.serve.gateway_task import check_places
 from broker.serve.gateways import list_gateway_jobs, read_loads
 from broker.serve.merging import merge_loads
-from broker.serve.observing import observe
+from broker.serve.observing import observe, read_load
 from broker.serve.processes import launch_process
 from broker.serve.replicas import draw_ports, find_folder, find_port, is_local
 from broker.state.services import ServiceEvent
@@ -35,7 +35,7 @@ from broker.types import (
 )
 
 if TYPE_CHECKING:
-    from broker.serve.controller import ServiceController
+    from broker.serve.controller import DrawPorts, ReadLoad, ServiceController
     from broker.serve.placement import SpotPlace
     from broker.serve.reconciling import Slot
     from broker.serve.slots import PlacementRequest
@@ -190,7 +190,9 @@ def drop_notice(task: Task) -> Task:
     return replace(task, notices=tuple(each for each in task.notices if each.field != "service"))
 
 
-def make_service_controller(context: Context, name: str) -> ServiceController:
+def make_service_controller(
+    context: Context, name: str, *, draw_ports: DrawPorts = draw_ports, read_load: ReadLoad = read_load
+) -> ServiceController:
     """Wire the controller of a service."""
     from broker.serve.controller import ServiceController
     from broker.serve.gateway_task import write_program
@@ -207,6 +209,7 @@ def make_service_controller(context: Context, name: str) -> ServiceController:
         place=lambda request: place(context, request),
         launch_balancer=launch,
         draw_ports=draw_ports,
+        read_load=read_load,
         make_gateways=lambda folder: Gateways(
             store=context.store, clock=context.clock, exchange=context.gang.exchange, write_program=write_program,
             folder=folder,

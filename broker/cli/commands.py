@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("broker.cli.server", "Share one installation among several users."),
     "login": ("broker.cli.login", "Log in to a server; commands then run there."),
     "logout": ("broker.cli.login", "Log out of the server; commands then run on this machine."),
-    "rehearse": ("broker.cli.rehearse", "Run a task on this machine as a spot job, with preemptions."),
+    "rehearse": ("broker.cli.rehearse", "Run a spot job or service on this machine, with preemptions."),
     "local": ("broker.cli.local", "Control the local simulated cloud."),
 }
 # The sections of `broker --help`, in order.

@@ -1,8 +1,9 @@
-"""`broker rehearse`: run a spot job on this machine, with the real plan and program on simulated clouds."""
+"""`broker rehearse`: run a spot job or service on this machine: real plan and program, simulated clouds."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from broker.cli.context import make_context
 from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
+from broker.errors import UsageError
 from broker.formatting import strip_control
 from broker.types import Plan
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from broker.rehearsal.result import Rehearsal
 
 SPEED = 600.0  # without a goal that specifies the amount of work: one second represents ten minutes
-
+DURATION = "12h"  # of a service
 
 PreemptionsOption = Annotated[
     int | None,
@@ -70,6 +72,10 @@ NodesLocalOption = Annotated[
 ]
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML report.")]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")]
+ForOption = Annotated[
+    str | None,
+    typer.Option("--for", metavar="TIME", help=f"Simulated time that a service runs (default: {DURATION})."),
+]
 
 
 @options.task_options("infra", "gpus", "num_nodes", *options.ENVIRONMENT)
@@ -81,12 +87,13 @@ def rehearse(
     traces: TracesOption = None,
     seed: SeedOption = 0,
     nodes_local: NodesLocalOption = None,
+    duration: ForOption = None,
     verify: VerifyOption = False,
     html: HtmlOption = None,
     overrides: options.Overrides = options.NO_OVERRIDES,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run a task on this machine as a spot job, with preemptions.
+    """Run a spot job or service on this machine, with preemptions.
 
     Clouds, time and prices are simulated; the program is real. The exit code is 1 if it does not recover.
     """
@@ -96,7 +103,14 @@ def rehearse(
     if others:
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
     context = make_context()
+    is_service = first.service is not None
     task = choose_resources(context.resolve(first), note=print_note)
+    duration_s = read_duration_s(duration or DURATION)
+    check_options(is_service=is_service, duration=duration, verify=verify)
+    if is_service:
+        from broker.rehearsal.service_staging import choose_service
+
+        task = choose_service(task, note=print_note)
     check_notices([task], is_launch=True, note=print_note)
     check_place(task, {"local"}, is_launch=False, note=print_note)
     (task,) = fetch_repositories(context, [task])
@@ -107,6 +121,19 @@ def rehearse(
         show_plan(plan, top=5)
         show_stage(stage, speed)
     forced = (0 if traces else 1) if preemptions is None else preemptions
+    if is_service:
+        from broker.cli.rehearse_service import rehearse_service
+
+        rehearse_service(
+            stage,
+            duration_s=duration_s,
+            preemptions=forced,
+            notice_s=notice,
+            speed=speed or SPEED,
+            as_json=as_json,
+            html=html,
+        )
+        return
     result, page, log = play(stage, plan, preemptions=forced, notice_s=notice, speed=speed or SPEED, is_quiet=as_json)
     if verify:
         unbroken, _, _ = play(
@@ -127,13 +154,39 @@ def rehearse(
     raise_failure(result, forced)
 
 
+def read_duration_s(text: str) -> float:
+    """Read `--for`. Raises UsageError."""
+    from broker.task.measures import Duration
+
+    measure = Duration(bare_unit="m")
+    if not re.fullmatch(measure.pattern, text):
+        raise UsageError(f"`--for` must be {measure.expected}, not `{text}`", hints=["for example `--for 12h`"])
+    return measure.convert(text)
+
+
+def check_options(*, is_service: bool, duration: str | None, verify: bool) -> None:
+    """Raise UsageError for an option of jobs with a service, or the reverse."""
+    if is_service and verify:
+        raise UsageError("`--verify` compares losses, which a service does not have", hints=["omit `--verify`"])
+    if not is_service and duration is not None:
+        raise UsageError(
+            "`--for` is available for services only: a job runs until its program ends", hints=["omit `--for`"]
+        )
+
+
 def show_stage(stage: Stage, speed: float | None) -> None:
     """Print what the rehearsal simulates, and how fast its clock runs."""
     played = stage.node_count
     if played < stage.task.num_nodes:
         print_line(f"Running {played} of {stage.task.num_nodes} nodes on this machine; the bill counts all nodes")
+    clouds = ", ".join(sorted(stage.clouds))
+    if stage.task.service is not None:
+        print_line(
+            f"Simulated: {clouds}; undisturbed hours pass {speed or SPEED:g} times faster, the rest in real time"
+        )
+        return
     pace = "at the pace of the goal" if speed is None and stage.has_work else f"{speed or SPEED:g} times faster"
-    print_line(f"Simulated: {', '.join(sorted(stage.clouds))}; steps run {pace}, everything else in real time")
+    print_line(f"Simulated: {clouds}; steps run {pace}, everything else in real time")
 
 
 def play(
@@ -155,7 +208,7 @@ def play(
     from broker.rehearsal.context import RehearsalContext
     from broker.rehearsal.market import SeededMarket
     from broker.rehearsal.result import draw_up
-    from broker.rehearsal.run import Driver
+    from broker.rehearsal.run import JobDriver
 
     def tell(text: str) -> None:
         (print_note if is_quiet else print_line)(strip_control(text))
@@ -167,8 +220,9 @@ def play(
     try:
         context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.report_market(message))
         with show_wait("rehearsing", is_told=False) as bar:
-            driver = Driver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
-            job = asyncio.run(driver.run())
+            driver = JobDriver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
+            asyncio.run(driver.run())
+        job = driver.job
         log, _ = read_log(context, job.id)
         return draw_up(context, driver, job, plan), read_job(context, job), log
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from broker.cli.render import print_line, print_wrapped
 from broker.formatting import format_count, format_duration, format_hours, format_usd
@@ -14,11 +14,16 @@ MARKS = {"good": "ok ", "note": "!  ", "bad": "BAD"}
 
 def show_rehearsal(result: Rehearsal) -> None:
     """Print the summary, the findings and the forecast of a rehearsal."""
+    show_verdict(list_figures(result), list_findings(result))
+
+
+def show_verdict(figures: Sequence[tuple[str, str]], findings: Iterable[Finding]) -> None:
+    """Print a summary of (name, text), and findings."""
     print_line()
-    for name, text in list_figures(result):
+    for name, text in figures:
         print_wrapped(f"{name:>16}  {text}", indent=18)
     print_line()
-    for finding in list_findings(result):
+    for finding in findings:
         print_wrapped(f"{MARKS[finding.level]} {finding.about}: {finding.text}", indent=4)
         if finding.hint:
             print_wrapped(f"    -> {finding.hint}", indent=7)

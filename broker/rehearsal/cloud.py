@@ -34,24 +34,43 @@ class Pace:
     """
 
     clock: ScaledClock
+    wait_speed: float = WAIT_SPEED
 
     def wait(self) -> None:
         """Run the clock fast: broker waits for machines, and no program runs."""
-        self.clock.set_rate(WAIT_SPEED, floor_s=WAIT_FLOOR_S)
+        self.clock.set_rate(self.wait_speed, floor_s=WAIT_FLOOR_S)
 
     def run(self) -> None:
         """Run the clock at real time: a program starts or works."""
         self.clock.set_rate(1.0)
 
+    def start(self, cluster: str) -> None:
+        """Run the clock at real time, because the program of a cluster starts."""
+        self.run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptedNode:
+    """A node that a market took; nodes with the same `preemption` were taken together.
+
+    `ended_s`: the simulated time when it ended; None while its notice runs.
+    """
+
+    node_id: str
+    preemption: int
+    ended_s: float | None
+
 
 @dataclass
 class _Machine:
+    cluster: str
     offer: Offer
     is_spot: bool
     created_s: float
     running_s: float
     ended_s: float | None = None
     notice_real_s: float | None = None  # when its notice expires, by the system's clock
+    preemption: int | None = None  # the number of the preemption that took it
 
 
 @dataclass(kw_only=True)
@@ -92,7 +111,13 @@ class RehearsedCloud:
         for node in nodes:
             self._machines.setdefault(
                 node.id,
-                _Machine(offer=placement.offer, is_spot=placement.is_spot, created_s=now_s, running_s=now_s + BOOT_S),
+                _Machine(
+                    cluster=request.cluster,
+                    offer=placement.offer,
+                    is_spot=placement.is_spot,
+                    created_s=now_s,
+                    running_s=now_s + BOOT_S,
+                ),
             )
         return [self._translate(node) for node in nodes]
 
@@ -117,8 +142,9 @@ class RehearsedCloud:
         self.pace.run()  # real time until the controller detects the loss
         now_s = self.clock.now_s()
         for node_id in live:
-            offer = self._machines[node_id].offer
-            self._full_until_s[_name_market(offer)] = now_s + FULL_AFTER_S
+            machine = self._machines[node_id]
+            machine.preemption = self.preemptions
+            self._full_until_s[_name_market(machine.offer)] = now_s + FULL_AFTER_S
         if notice_s <= 0:
             self._note_end(live, now_s)
             with self.clock.hold():
@@ -145,15 +171,24 @@ class RehearsedCloud:
             self.on_event(f"the spot market of {zone or region} ({self.name}) preempts all {len(ids)} nodes")
             await self.preempt_nodes(ids, notice_s=0)
 
-    async def _end_noticed(self) -> None:
-        """Terminate a warned gang together, once its program has ended on any node or the time is up."""
-        warned = [
-            (node_id, machine)
-            for node_id, machine in self._machines.items()
-            if machine.notice_real_s and not machine.ended_s
+    def list_preempted(self) -> Sequence[PreemptedNode]:
+        """Return all preempted nodes, those whose notice still runs included."""
+        return [
+            PreemptedNode(node_id=node_id, preemption=each.preemption, ended_s=each.ended_s)
+            for node_id, each in self._machines.items()
+            if each.preemption is not None
         ]
-        if not warned:
-            return
+
+    async def _end_noticed(self) -> None:
+        """Terminate each warned gang together, once its program has ended on any node or the time is up."""
+        gangs: dict[str, list[tuple[str, _Machine]]] = {}
+        for node_id, machine in self._machines.items():
+            if machine.notice_real_s and not machine.ended_s:
+                gangs.setdefault(machine.cluster, []).append((node_id, machine))
+        for warned in gangs.values():
+            await self._end_warned(warned)
+
+    async def _end_warned(self, warned: Sequence[tuple[str, _Machine]]) -> None:
         is_over = self._system.now_s() >= max(machine.notice_real_s or 0.0 for _, machine in warned)
         has_ended = [self._has_ended(node_id) for node_id, _ in warned]
         if not (is_over or any(has_ended)):

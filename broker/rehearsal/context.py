@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.clock import ScaledClock
 from broker.rehearsal.cloud import Pace, RehearsedCloud, make_rehearsed_cloud
-from broker.rehearsal.gang import RehearsedGang
+from broker.rehearsal.gang import BareGang, RehearsedGang
 from broker.rehearsal.market import PlaceMarket
 from broker.types import Cluster, Estimate, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.jobs.controller import JobController
+    from broker.runtime.gang import Gang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,15 @@ class RehearsalContext(Context):
         super().__init__(home)
         self.clock = ScaledClock()
         self.stage = stage
-        self.pace = Pace(self.clock)
-        self.pace.wait()  # until the program starts
+        self.pace = self._make_pace()
         self.speed = speed
         self.start_s = self.clock.now_s()
         self._on_event = on_event
+
+    def _make_pace(self) -> Pace:
+        pace = Pace(self.clock)
+        pace.wait()  # until the program starts
+        return pace
 
     @cached_property
     def rehearsed(self) -> Mapping[str, RehearsedCloud]:
@@ -76,18 +81,28 @@ class RehearsalContext(Context):
         return self.rehearsed
 
     @cached_property
-    def program(self) -> RehearsedGang:
-        """The gang used by the controller."""
+    def real_gang(self) -> Gang:
+        """The gang of local nodes."""
         from broker.runtime.gang import Gang
         from broker.runtime.transports.local import LocalTransport
 
+        return Gang(LocalTransport(), clock=self.clock)
+
+    @cached_property
+    def program(self) -> RehearsedGang:
+        """The gang used by the controller."""
         return RehearsedGang(
-            Gang(LocalTransport(), clock=self.clock),
+            self.real_gang,
             self.pace,
             folder=self.config.home / "progress",
             speed=self.speed,
             work_s_of=self.find_work_s,
         )
+
+    @property
+    def controlled_gang(self) -> BareGang:
+        """The gang of every controller."""
+        return self.program
 
     def make_controller(self, job_id: int) -> JobController:
         """Return the real controller, with the simulated clouds and clock."""
@@ -97,7 +112,7 @@ class RehearsalContext(Context):
             job_id,
             store=self.store,
             provisioner=self.provisioner,
-            gang=self.program,
+            gang=self.controlled_gang,
             planner=self.plan_played,
             clock=self.clock,
             config=self.config,

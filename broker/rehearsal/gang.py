@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,25 +35,18 @@ class Watched:
     observations: list[tuple[float, int]] = field(default_factory=list)  # time, and newest step then
 
 
-class RehearsedGang:
-    """A `Gang` that wraps the real one."""
+class BareGang:
+    """A `Gang` that wraps the real one: programs start without accelerators, and leases count real time."""
 
-    def __init__(
-        self, gang: Gang, pace: Pace, *, folder: Path, speed: float, work_s_of: Callable[[Cluster], float | None]
-    ) -> None:
-        """`work_s_of` gives the seconds of work that a run on a cluster represents; None: `speed` decides."""
+    def __init__(self, gang: Gang, pace: Pace) -> None:
         self._gang = gang
         self._pace = pace
-        self._folder = folder
-        self._speed = speed
-        self._work_s_of = work_s_of
-        self._pending_s = 0.0
-        self._leased_s = 0.0
+        self._leased_s: dict[str, float] = {}  # by cluster
+        self.started_s: dict[str, float] = {}  # when the program of a cluster was started, in real time
         self._real = SystemClock()
-        self.attempts: dict[int, Watched] = {}
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        self._pace.run()
+        self._pace.start(cluster.name)
         await self._gang.prepare(cluster, task)
 
     async def start(
@@ -66,18 +60,12 @@ class RehearsedGang:
         head: GangHead | None = None,
     ) -> None:
         """Start the task without accelerators, which this machine only simulates."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number = cluster.attempt + run_id - 1  # later runs on a cluster are later attempts
-        file = self._folder / f"progress-{number}.jsonl"
-        first = min(cluster.nodes, key=lambda node: node.rank)
-        source = Path(first.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
-        self.attempts.setdefault(number, Watched(number, self._real.now_s(), source, file))
         offer = replace(cluster.placement.offer, accelerator=None, accelerator_count=0)
         bare = replace(cluster, placement=replace(cluster.placement, offer=offer, alternative=0))
         lease_s = max(lease_s or 0.0, LEASE_REAL_S)
         task = replace(task, resources=(Resources(),))
         await self._gang.start(bare, task, run_id=run_id, envs=envs, lease_s=lease_s, head=head)
-        self._leased_s = self._real.now_s()
+        self.started_s[cluster.name] = self._leased_s[cluster.name] = self._real.now_s()
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
         await self._gang.send_peers(cluster, run_id, peers)
@@ -88,18 +76,7 @@ class RehearsedGang:
         return await self._gang.move_head(cluster, run_id, head, members=members, log_bytes=log_bytes)
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """Advance time by the steps of the last poll, then poll, so that a step is reported at the time it was done."""
-        self.pass_steps()
-        report = await self._gang.poll(cluster, run_id)
-        number = cluster.attempt + run_id - 1
-        watched = self._keep_progress(number)
-        if watched is not None and watched.running_s is None and report.status is RunStatus.RUNNING:
-            watched.running_s = self._real.now_s()
-        if report.progress is not None:
-            self._add_work(cluster, number, report.progress.step, report.progress.total)
-        if report.status.is_terminal:
-            self.pass_steps()
-        return report
+        return await self._gang.poll(cluster, run_id)
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         self._pace.run()
@@ -110,9 +87,57 @@ class RehearsedGang:
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
         """Renew the lease less often: the nodes' agents count real time, which passes more slowly than the caller's."""
-        if self._real.now_s() - self._leased_s >= LEASE_EVERY_REAL_S:
+        if self._real.now_s() - self._leased_s.get(cluster.name, -math.inf) >= LEASE_EVERY_REAL_S:
             await self._gang.renew_lease(cluster, lease_s=max(lease_s, LEASE_REAL_S))
-            self._leased_s = self._real.now_s()
+            self._leased_s[cluster.name] = self._real.now_s()
+
+
+class RehearsedGang(BareGang):
+    """The gang of a job: its steps advance the clock, and its progress files are kept."""
+
+    def __init__(
+        self, gang: Gang, pace: Pace, *, folder: Path, speed: float, work_s_of: Callable[[Cluster], float | None]
+    ) -> None:
+        """`work_s_of` gives the seconds of work that a run on a cluster represents; None: `speed` decides."""
+        super().__init__(gang, pace)
+        self._folder = folder
+        self._speed = speed
+        self._work_s_of = work_s_of
+        self._pending_s = 0.0
+        self.attempts: dict[int, Watched] = {}
+
+    async def start(
+        self,
+        cluster: Cluster,
+        task: Task,
+        *,
+        run_id: int,
+        envs: Mapping[str, str],
+        lease_s: float | None = None,
+        head: GangHead | None = None,
+    ) -> None:
+        """Start the task, and watch the progress file of this attempt."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number = cluster.attempt + run_id - 1  # later runs on a cluster are later attempts
+        file = self._folder / f"progress-{number}.jsonl"
+        first = min(cluster.nodes, key=lambda node: node.rank)
+        source = Path(first.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
+        self.attempts.setdefault(number, Watched(number, self._real.now_s(), source, file))
+        await super().start(cluster, task, run_id=run_id, envs=envs, lease_s=lease_s, head=head)
+
+    async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
+        """Advance time by the steps of the last poll, then poll, so that a step is reported at the time it was done."""
+        self.pass_steps()
+        report = await super().poll(cluster, run_id)
+        number = cluster.attempt + run_id - 1
+        watched = self._keep_progress(number)
+        if watched is not None and watched.running_s is None and report.status is RunStatus.RUNNING:
+            watched.running_s = self._real.now_s()
+        if report.progress is not None:
+            self._add_work(cluster, number, report.progress.step, report.progress.total)
+        if report.status.is_terminal:
+            self.pass_steps()
+        return report
 
     def pass_steps(self) -> None:
         """Advance the clock by the time that the steps seen so far represent."""

@@ -39,7 +39,7 @@ from broker.types import CheckpointSpec, Estimate, Job, JobStatus, Placement, Pl
 
 if TYPE_CHECKING:
     from broker.rehearsal.context import RehearsalContext
-    from broker.rehearsal.run import Driver
+    from broker.rehearsal.run import JobDriver
 
 LOG_TAIL_BYTES = 4096
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -119,7 +119,7 @@ class Rehearsal:
         return data
 
 
-def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
+def draw_up(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) -> Rehearsal:
     """Collect the result from the store, the clouds and the progress files before they are deleted."""
     store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
     paid = store.bills.spend_usd(job_id=job.id, now_s=now_s)
@@ -148,7 +148,7 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
         refusals=sum(cloud.refusals for cloud in clouds),
         notices=sum(strike.notice_s > 0 for strike in driver.strikes),
         notices_ignored=sum(cloud.ignored_notices for cloud in clouds),
-        places=tuple(_name_place(attempt.placement) for attempt in job.attempts),
+        places=tuple(name_place(attempt.placement) for attempt in job.attempts),
         work_hours=work_s / 3600,
         hazard=hazard,
         checkpoint=task.checkpoint,
@@ -221,7 +221,8 @@ def _is_same(one: Placement, other: Placement) -> bool:
     )  # fmt: skip
 
 
-def _name_place(placement: Placement) -> str:
+def name_place(placement: Placement) -> str:
+    """Name cloud and zone, or region without one."""
     return f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}"
 
 

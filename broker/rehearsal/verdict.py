@@ -88,7 +88,7 @@ def judge_resume(
     log. `missing_module`: the module that Python could not import, from the log.
     """
     if failure and missing_module:
-        return [_explain_import(missing_module)]
+        return [explain_import(missing_module)]
     if failure and last_words.startswith(OWN_HINT):
         return [_bad(f"the program could not start: {failure}", last_words.removeprefix(OWN_HINT))]
     findings = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
@@ -97,7 +97,8 @@ def judge_resume(
     return findings
 
 
-def _explain_import(module: str) -> Finding:
+def explain_import(module: str) -> Finding:
+    """Explain a module that Python could not import."""
     package = module.partition(".")[0]
     hint = f"install it where `broker` is installed, or in the task's `setup:`: `pip install {package}`"
     if package in TRAINER_PACKAGES:

@@ -23,7 +23,7 @@ from broker.serve.canary import Canary, read_canary, remove_canary
 from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import Gateways
-from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, find_capacity, observe
+from broker.serve.observing import DemandMeter, ObservedReplica, find_capacity, observe, read_load
 from broker.serve.reconciling import Slot, decide
 from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
@@ -41,6 +41,8 @@ BALANCER_EVERY_S = 2.0  # time between two starts
 
 LaunchBalancer = Callable[[ServiceFolder], bool]
 MakeGateways = Callable[[ServiceFolder], Gateways]
+DrawPorts = Callable[[Task, ServiceSpec], ReplicaPorts]
+ReadLoad = Callable[[ServiceFolder, float], Load | None]  # the float: now, by the controller's clock
 
 
 class ServiceController:
@@ -56,12 +58,14 @@ class ServiceController:
         config: Config,
         place: Place,
         launch_balancer: LaunchBalancer,
-        draw_ports: Callable[[Task, ServiceSpec], ReplicaPorts],
+        draw_ports: DrawPorts,
         make_gateways: MakeGateways,
+        read_load: ReadLoad = read_load,
     ) -> None:
         self._name = name
         self._store, self._clock, self._config = store, clock, config
         self._chooser, self._launch_balancer, self._draw_ports = SlotChooser(place), launch_balancer, draw_ports
+        self._read_load = read_load
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
         self._failures = 0
@@ -75,7 +79,8 @@ class ServiceController:
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(wake.wait(), wait_s)
+            async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+                await wake.wait()
         wake.clear()
 
     async def step(self) -> float:
@@ -93,7 +98,7 @@ class ServiceController:
         if spec.gateway is not None:
             self._gateways = self._gateways or self._make_gateways(folder)
             await self._gateways.follow(service, task, spec.gateway)
-        load = self._gateways.merge() if self._gateways else self._read_load(folder)
+        load = self._gateways.merge() if self._gateways else self._read_load(folder, self._clock.now_s())
         with suppress(StateError):  # damaged: keep the canary that was read last
             canary = read_canary(folder)
             # A `promote` that was killed may leave a canary of the wanted version.
@@ -126,16 +131,6 @@ class ServiceController:
     def _observe(self, load: Load | None) -> list[ObservedReplica]:
         unfinished = frozenset(self._store.jobs.list_unfinished_ids())
         return [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
-
-    def _read_load(self, folder: ServiceFolder) -> Load | None:
-        """Return the balancer's report; None if it does not run, or its file cannot be read."""
-        if not is_locked(folder.lock):
-            return None
-        try:
-            load = read_file(folder.load, Load)
-        except StateError:
-            return None
-        return load if load and self._clock.now_s() - load.time_s <= LOAD_AGE_S_MAX else None
 
     def _settle(
         self, service: Service, spec: ServiceSpec, seen: ObservedReplica, load: Load | None

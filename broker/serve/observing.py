@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from broker.errors import StateError
 from broker.frozen import frozen
+from broker.locks import is_locked
 from broker.runtime.transports.ssh_options import parse_handle
 from broker.serve.credentials import KEY_SECRET
-from broker.serve.files import Backend, Load
+from broker.serve.files import Backend, Load, ServiceFolder, read_file
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.serve.scaling import Demand, find_target_qps
 from broker.state.store import Store
@@ -63,6 +65,17 @@ class ObservedReplica:
         if not placement.is_spot:
             return ON_DEMAND
         return Slot(is_spot=True, region=placement.offer.region, zone=placement.offer.zone)
+
+
+def read_load(folder: ServiceFolder, now_s: float) -> Load | None:
+    """Return the balancer's report; None if it does not run, its file cannot be read, or the report is old."""
+    if not is_locked(folder.lock):
+        return None
+    try:
+        load = read_file(folder.load, Load)
+    except StateError:
+        return None
+    return load if load and now_s - load.time_s <= LOAD_AGE_S_MAX else None
 
 
 def observe(store: Store, replica: Replica, load: Load | None, unfinished: frozenset[int]) -> ObservedReplica:
@@ -126,9 +139,10 @@ def find_host(node: Node) -> str:
 
     The `address` of a node may be one that is private to its gang's network. Empty without an address.
     """
-    if node.cloud == "local":
-        return LOCAL_HOST
-    return parse_handle(node.handle).host if node.handle.startswith("ssh://") else node.address
+    if node.handle.startswith("ssh://"):
+        return parse_handle(node.handle).host
+    is_here = node.cloud == "local" or node.address.startswith("127.")  # the latter: a simulated cloud of this machine
+    return LOCAL_HOST if is_here else node.address
 
 
 class DemandMeter:

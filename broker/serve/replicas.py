@@ -53,9 +53,14 @@ def find_port(task: Task) -> int:
 
 def draw_ports(task: Task, spec: ServiceSpec) -> ReplicaPorts:
     """Return the ports of a new replica: on the local cloud, whose nodes share this machine, two that are free."""
-    if not is_local(task):
-        port = find_port(task)
-        return ReplicaPorts(program=port, entrance=ENTRANCE_PORT + (port == ENTRANCE_PORT))
+    if is_local(task):
+        return draw_free_ports()
+    port = find_port(task)
+    return ReplicaPorts(program=port, entrance=ENTRANCE_PORT + (port == ENTRANCE_PORT))
+
+
+def draw_free_ports() -> ReplicaPorts:
+    """Return two free ports of this machine."""
     with socket.socket() as program, socket.socket() as entrance:
         for each in (program, entrance):
             each.bind((LOOPBACK, 0))

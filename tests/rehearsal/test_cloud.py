@@ -33,9 +33,11 @@ def make_offer(zone: str = "us-east-1a", *, cloud: str = "aws", region: str = "u
     )
 
 
-def make_request(offer: Offer, *, is_spot: bool = True, node_count: int = 1, token: str = "token") -> NodeRequest:
+def make_request(
+    offer: Offer, *, is_spot: bool = True, node_count: int = 1, token: str = "token", cluster: str = "c"
+) -> NodeRequest:
     placement = Placement(offer=offer, is_spot=is_spot, node_count=node_count)
-    return NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=placement)
+    return NodeRequest(owner="me", cluster=cluster, attempt=1, token=token, placement=placement)
 
 
 @dataclass
@@ -180,6 +182,30 @@ def test_a_node_with_a_notice_ends_once_its_program_has_ended(rig: Rig) -> None:
 
     asyncio.run(play(end))
     assert cloud.ignored_notices == 0
+
+
+def test_warned_gangs_of_one_preemption_end_each_with_its_own_program(rig: Rig) -> None:
+    cloud = rig.make(OpenFor())
+
+    async def play() -> None:
+        nodes = []
+        for number in (1, 2):
+            (node,) = await cloud.create_nodes(make_request(make_offer(), token=f"t{number}", cluster=f"c{number}"))
+            run = Path(node.handle) / "home/.broker/runs/1"
+            run.mkdir(parents=True)
+            (run / "spec.json").write_text("{}")
+            nodes.append(node)
+        skip(cloud, BOOT_S)
+        await cloud.preempt_nodes([node.id for node in nodes], notice_s=100)
+        (Path(nodes[0].handle) / "home/.broker/runs/1/outcome.json").write_text("{}")
+        listed = {node.id: node.state for node in await cloud.list_nodes("me")}
+        assert listed == {nodes[0].id: NodeState.TERMINATED, nodes[1].id: NodeState.RUNNING}
+        first, second = sorted(cloud.list_preempted(), key=lambda each: each.node_id != nodes[0].id)
+        assert first.preemption == second.preemption == 1
+        assert first.ended_s is not None and second.ended_s is None
+
+    cloud.pace.wait = lambda: None  # type: ignore[method-assign]  # time passes only where the test lets it
+    asyncio.run(play())
 
 
 def test_equal_seeds_draw_equal_markets_and_others_differ() -> None:

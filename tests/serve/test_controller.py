@@ -332,7 +332,7 @@ def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_
             write_file(path, late)  # the balancer reports after the controller's first look
         return found
 
-    monkeypatch.setattr("broker.serve.controller.read_file", read)
+    monkeypatch.setattr("broker.serve.observing.read_file", read)
     step(world, generation=routing.generation - 1, in_flight=0)
     job = world.store.jobs.get(job_id)
     assert reads and job is not None and not job.cancel_requested

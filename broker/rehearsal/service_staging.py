@@ -1,0 +1,44 @@
+"""Set up the rehearsal of a service: what of it runs on this machine; judge its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from broker.app.services import check_library, check_service, drop_job_limits, drop_notice
+from broker.errors import BrokerError, UsageError
+from broker.rehearsal.service_result import ServiceRehearsal
+from broker.rehearsal.service_verdict import list_bad
+from broker.types import ServiceProtocol, Task
+
+PORT_VARIABLE = "BROKER_REPLICA_PORT"
+
+
+def choose_service(task: Task, *, note: Callable[[str], None]) -> Task:
+    """Return the service as it runs here: one balancer on the loopback, without TLS. Raises UsageError."""
+    spec = check_service(task)
+    check_library(spec)
+    if task.run is None:
+        raise UsageError("the task has no `run:`", hints=["add `run:`: the program that serves requests"])
+    if spec.gateway is not None:
+        note("note: gateways are not rehearsed; the balancer runs on this machine")
+    if spec.tls is not None or spec.is_tls_passed:
+        note("note: TLS between clients and balancer is not rehearsed")
+    if spec.protocol is not ServiceProtocol.HTTP:
+        note(f"note: no requests are sent to a service with `protocol: {spec.protocol}`")
+    if PORT_VARIABLE not in task.run and spec.policy.replicas_min + spec.policy.spare_count > 1:
+        note(f"note: all replicas share this machine: their program must listen on ${PORT_VARIABLE}")
+    spec = replace(spec, gateway=None, tls=None, is_tls_passed=False)
+    return replace(drop_notice(drop_job_limits(task)), service=spec)
+
+
+def raise_service_failure(result: ServiceRehearsal, preemptions: int) -> None:
+    """Raise BrokerError if the service did not start or recover, or was not preempted as requested."""
+    bad = list_bad(result.findings)
+    if bad:
+        raise BrokerError(bad[0].text, hints=[each.hint for each in bad if each.hint])
+    if result.has_spot and result.strikes < preemptions:
+        raise BrokerError(
+            f"the rehearsal ended after {result.strikes} of {preemptions} preemptions",
+            hints=["rehearse for longer with `--for`"],
+        )
