@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
+
+Result = TypeVar("Result")
 
 
 class Clock(Protocol):
@@ -19,6 +21,18 @@ class Clock(Protocol):
 
     async def sleep(self, duration_s: float) -> None:
         """Wait for at least `duration_s` seconds of this clock."""
+
+
+async def within(awaited: Awaitable[Result], limit_s: float | None) -> Result:
+    """Await for at most `limit_s` seconds; without a limit if None. Raises TimeoutError.
+
+    `asyncio.wait_for` swallows a cancellation that comes together with the result before Python 3.12
+    (https://github.com/python/cpython/issues/86296), and the cancelled task would continue.
+    """
+    import asyncio  # imported late, as below
+
+    async with asyncio.timeout(limit_s):
+        return await awaited
 
 
 def pause(duration_s: float) -> None:
@@ -117,8 +131,7 @@ class ScaledClock:
                     continue
                 wait_s = None if self._holders else max(left_s / self._rate, rest_s, 1e-4)
                 try:
-                    async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow a cancellation
-                        await changed.wait()
+                    await within(changed.wait(), wait_s)
                 except TimeoutError:
                     pass
         finally:

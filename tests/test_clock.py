@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from broker.clock import ScaledClock
+import pytest
+
+from broker.clock import ScaledClock, within
 
 HOUR_S = 3600.0
 
@@ -92,3 +94,36 @@ def test_a_sleeper_that_is_woken_and_cancelled_at_once_ends() -> None:
         return sleeper.cancelled()
 
     assert asyncio.run(play())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_task_that_is_cancelled_as_its_wait_ends_does_not_continue(turns: int) -> None:
+    async def play() -> bool:
+        event = asyncio.Event()
+
+        async def work() -> None:
+            await within(event.wait(), 3600)
+            await asyncio.sleep(3600)
+
+        working = asyncio.ensure_future(work())
+        await asyncio.sleep(0)
+        event.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        working.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return working.cancelled()
+
+    assert asyncio.run(play())
+
+
+def test_wait_beyond_its_limit_is_a_timeout_and_ends_what_it_waited_for() -> None:
+    async def play() -> None:
+        never = asyncio.get_running_loop().create_future()
+        with pytest.raises(TimeoutError):
+            await within(never, 0.001)
+        assert never.cancelled()
+        assert await within(asyncio.sleep(0, "done"), None) == "done"
+
+    asyncio.run(play())

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from broker.clock import within
 from broker.config import Config, make_callback_environment
 from broker.errors import CloudError, TransientError, UsageError
 from broker.notify.notification import Notification, Sink, SinkKind
@@ -193,7 +194,7 @@ async def _run_command(config: Config, command: str, notification: Notification)
     except OSError as error:
         raise TransientError(f"cannot run the callback: {error.strerror}") from None
     try:
-        await asyncio.wait_for(process.wait(), COMMAND_S_MAX)
+        await within(process.wait(), COMMAND_S_MAX)
     except TimeoutError:
         pass
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from broker.clock import SystemClock
+from broker.clock import SystemClock, within
 from broker.errors import CloudError
 from broker.formatting import format_duration
 from broker.jobs.daemon import run_daemon
@@ -73,7 +73,7 @@ class Driver(ABC, Generic[Rehearsed]):
                         await cloud.take_due()
                 await self.poll()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(interrupted.wait(), LOOK_S)
+                    await within(interrupted.wait(), LOOK_S)
             if interrupted.is_set() or not self.is_over():
                 interrupted.set()  # the daemon itself exits on SIGTERM: the next one terminates the nodes
                 self.write("interrupted: terminating the nodes ...")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from broker.clock import Clock, Stopwatch
+from broker.clock import Clock, Stopwatch, within
 from broker.errors import CloudError, TransientError
 from broker.runtime.base import CanStream
 from broker.runtime.streams import Stream
@@ -90,7 +90,7 @@ class Channel:
         answer = self._pending[number] = asyncio.get_running_loop().create_future()
         self._stream.write({"id": number, "verb": verb, "request": dict(request)})
         try:
-            message = await asyncio.wait_for(answer, CALL_S)
+            message = await within(answer, CALL_S)
         except TimeoutError as error:
             raise TransientError(f"node `{self.node.id}` did not answer within {CALL_S:g} s") from error
         finally:
@@ -134,7 +134,7 @@ class Channel:
     async def _read_message(self, stream: Stream, limit_s: float | None) -> bool:
         """Handle one message; return False if the first one is not a status: then the agent is incompatible."""
         try:
-            message = await asyncio.wait_for(stream.read(), limit_s)
+            message = await within(stream.read(), limit_s)
         except TimeoutError:
             return False
         self._heard_s = self._stopwatch.observe(self._clock.now_s())
@@ -214,7 +214,7 @@ class Channels:
             channel.listener = wake
         if not any(channel.has_news for channel in channels):
             try:
-                await asyncio.wait_for(wake.wait(), timeout_s)
+                await within(wake.wait(), timeout_s)
             except TimeoutError:
                 pass
         wake.clear()

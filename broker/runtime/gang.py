@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from broker.clock import Clock
+from broker.clock import Clock, within
 from broker.errors import CloudError, FencedError, InvalidRequestError, TransientError
 from broker.runtime.base import CanStream, GrantsAccess, Transport
 from broker.runtime.channels import Channels
@@ -321,7 +321,7 @@ class Gang:
 
         async def ask(node: Node) -> dict[str, Any] | None:
             try:
-                return await asyncio.wait_for(self._try_status(node, None), timeout_s)
+                return await within(self._try_status(node, None), timeout_s)
             except TimeoutError:
                 return None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from broker.clock import Clock
+from broker.clock import Clock, within
 from broker.config import Config
 from broker.errors import StateError, UsageError
 from broker.locks import is_locked
@@ -79,8 +79,7 @@ class ServiceController:
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow a cancellation
-                await wake.wait()
+            await within(wake.wait(), wait_s)
         wake.clear()
 
     async def step(self) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from broker.clock import Clock
+from broker.clock import Clock, within
 from broker.serve.admission import is_loopback
 from broker.serve.files import LoadWindow, Routing
 from broker.serve.routes import BackendRoute, RouteTable
@@ -79,7 +79,7 @@ class ReplicaQueue:
             return False
         self._counts.waiting += 1
         try:
-            await asyncio.wait_for(self._woken.wait(), rest_s)
+            await within(self._woken.wait(), rest_s)
         except TimeoutError:
             return False
         finally:

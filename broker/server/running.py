@@ -15,6 +15,7 @@ from typing import Any
 from broker.app.verbs.batches import MapState, SweepState
 from broker.app.verbs.launching import name_target
 from broker.client.wire import ASKED, Signature, Verb, encode
+from broker.clock import within
 from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
 from broker.server.authorisation import check_verb, list_changed
@@ -79,7 +80,7 @@ class Running:
         self.answer(is_accepted=False)
         self._interruption.interrupt()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), INTERRUPT_S_MAX)
+            await within(self._ended.wait(), INTERRUPT_S_MAX)
 
     @property
     def has_ended(self) -> bool:
@@ -104,7 +105,7 @@ class Running:
     async def next_frame(self, timeout_s: float) -> Frame | None:
         """Return the next frame; None if there is none within `timeout_s` seconds."""
         try:
-            frame = await asyncio.wait_for(self._frames.get(), timeout_s)
+            frame = await within(self._frames.get(), timeout_s)
         except TimeoutError:
             return None
         try:

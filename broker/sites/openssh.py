@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from broker.clock import within
 from broker.errors import StateError, TransientError
 from broker.frozen import frozen
 
@@ -54,7 +55,7 @@ async def call(
         )
         try:
             data = stdin if isinstance(stdin, bytes) else None
-            stdout, _ = await asyncio.wait_for(process.communicate(data), timeout_s)
+            stdout, _ = await within(process.communicate(data), timeout_s)
         except TimeoutError as error:
             raise TransientError(f"{what} did not answer within {timeout_s:g} s") from error
         finally:

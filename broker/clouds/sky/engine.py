@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from broker.clock import within
 from broker.clouds.sky.errors import SkyError, translate
 from broker.clouds.sky.gangs import Look, Request, Seen
 from broker.errors import AuthError, TransientError, UnknownOutcomeError
@@ -141,7 +142,7 @@ class WorkerEngine:
         lost = UnknownOutcomeError if does_change else TransientError
         call_id, answer = self._send(verb, arguments)
         try:
-            reply = await asyncio.wait_for(asyncio.wrap_future(answer), limit_s)
+            reply = await within(asyncio.wrap_future(answer), limit_s)
         except TimeoutError as error:
             raise lost(f"SkyPilot did not respond to `{verb}` within {limit_s:g} s") from error
         except EOFError as error:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from broker.clock import within
 from broker.clouds import local_machine
 from broker.clouds.ssh import host_program
 from broker.errors import TransientError
@@ -63,6 +64,6 @@ async def fence(host: Host) -> bool:
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
         )
-        return await asyncio.wait_for(process.wait(), CALL_S) == 0
+        return await within(process.wait(), CALL_S) == 0
     except (OSError, TimeoutError):
         return False

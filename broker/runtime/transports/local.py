@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from broker.clock import Clock
+from broker.clock import Clock, within
 from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Shell
@@ -42,7 +42,7 @@ class LocalTransport:
         """Run a program through the node's machine process. Raises TransientError if it is gone."""
         header = pack_header(argv, timeout_s=timeout_s, stdin_bytes=len(stdin), env=env)
         try:
-            return await asyncio.wait_for(exchange(Path(node.handle), header, stdin), timeout_s)
+            return await within(exchange(Path(node.handle), header, stdin), timeout_s)
         except TimeoutError as error:
             raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s") from error
         except (OSError, EOFError) as error:
