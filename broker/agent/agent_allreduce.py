@@ -13,6 +13,7 @@ The pairs are the neighbours on a ring, in rounds in which each node takes part 
 from __future__ import annotations
 
 import datetime
+import hmac
 import importlib
 import importlib.util
 import json
@@ -277,7 +278,7 @@ class Neighbours:
         try:
             connection.settimeout(max(CONNECT_S, self._end_s - time.monotonic()))
             token, rank = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
-            if token != self._token:
+            if not hmac.compare_digest(token, self._token):
                 raise ConnectionError("a stranger")
         except (OSError, struct.error):
             connection.close()

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-Samples = Sequence[tuple[dict[str, str], float]]
+Labels = dict[str, str] | str  # a str is rendered already, by `render_labels`
+Samples = Sequence[tuple[Labels, float]]
 
 
 class Histogram:
@@ -34,9 +35,9 @@ class Histogram:
         """Return the lines of all its series: cumulative buckets, sum and count."""
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         for bound, count in zip(names, accumulate(self._counts), strict=True):
-            yield f"{name}_bucket{_render_labels({**labels, 'le': bound})} {count}"
-        yield f"{name}_sum{_render_labels(labels)} {self._sum:.10g}"
-        yield f"{name}_count{_render_labels(labels)} {sum(self._counts)}"
+            yield f"{name}_bucket{render_labels({**labels, 'le': bound})} {count}"
+        yield f"{name}_sum{render_labels(labels)} {self._sum:.10g}"
+        yield f"{name}_count{render_labels(labels)} {sum(self._counts)}"
 
 
 class Family(NamedTuple):
@@ -60,16 +61,16 @@ def render_families(families: Iterable[Family]) -> str:
             lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
             for labels, histogram in family.histograms:
                 lines += histogram.render(family.name, labels)
-            lines += [f"{family.name}{_render_labels(labels)} {value:.10g}" for labels, value in family.samples]
+            lines += [f"{family.name}{render_labels(labels)} {value:.10g}" for labels, value in family.samples]
     return "\n".join(lines) + "\n"
 
 
-def _render_labels(labels: dict[str, str]) -> str:
+def render_labels(labels: Labels) -> str:
+    """Return the labels as text. Labels of thousands of series are rendered once and used in several families."""
+    if isinstance(labels, str):
+        return labels
     if not labels:
         return ""
-    if len(labels) == 1:  # thousands of series of jobs
-        ((name, value),) = labels.items()
-        return f'{{{name}="{_escape(value)}"}}'
     return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
 
 

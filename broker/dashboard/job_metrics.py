@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from broker.app.container import Context
 from broker.app.forecasts import forecast_jobs
-from broker.dashboard.families import Family
+from broker.dashboard.families import Family, render_labels
 from broker.frozen import frozen
 from broker.state.jobs import StepRange
 
@@ -60,7 +60,7 @@ def list_job_families(
 ) -> Iterator[Family]:
     """List the families about steps of jobs and chances of live ones."""
     counted = {job_id: count_steps(attempts) for job_id, attempts in steps.items()}
-    unsaved = [({"job": str(each)}, float(counted[each].unsaved)) for each in live if each in counted]
+    unsaved = [(render_labels({"job": str(each)}), float(counted[each].unsaved)) for each in live if each in counted]
     yield Family("broker_job_unsaved_steps", "gauge", "Steps of a live job since its newest checkpoint.", unsaved)
     repeated = [
         ({"job": str(job_id)}, float(each.repeated)) for job_id, each in counted.items() if len(steps[job_id]) > 1

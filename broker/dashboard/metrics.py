@@ -9,9 +9,9 @@ from dataclasses import replace
 from broker.app.container import Context
 from broker.app.services import describe_services
 from broker.dashboard.event_metrics import EventTally
-from broker.dashboard.families import Family, Histogram, render_families
+from broker.dashboard.families import Family, Histogram, render_families, render_labels
 from broker.dashboard.job_metrics import JobChances, list_job_families
-from broker.dashboard.model import Overview, PlaceRow, find_starts, list_places, read_overview
+from broker.dashboard.model import JobRow, Overview, PlaceRow, find_starts, list_places, read_overview
 from broker.dashboard.node_metrics import list_node_families, list_nodes
 from broker.dashboard.service_metrics import list_service_families
 from broker.state.daemon_stats import STEP_BOUNDS_S, DaemonStats
@@ -121,20 +121,7 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
     yield Family("broker_clusters", "gauge", "Clusters that belong to no job.", [({}, len(overview.clusters))])
     info = [({"job": str(row.line.id), "name": row.line.name, "status": row.line.status.value}, 1.0) for row in jobs]
     yield Family("broker_job_info", "gauge", "Name and status of a live or recently ended job.", info)
-    steps = [({"job": str(row.line.id)}, float(row.line.step)) for row in jobs if row.line.step is not None]
-    yield Family("broker_job_step", "gauge", "Newest step of a job.", steps)
-    shares = [
-        ({"job": str(row.line.id)}, (row.line.step or 0) / row.line.total) for row in jobs if row.line.total
-    ]  # fmt: skip
-    yield Family("broker_job_progress_ratio", "gauge", "Share of a job's steps that are done.", shares)
-    spent = [({"job": str(row.line.id)}, row.spent_usd) for row in jobs]
-    yield Family("broker_job_spend_usd_total", "counter", "Money spent on a job.", spent)
-    losses = [({"job": str(row.line.id)}, row.line.loss) for row in jobs if row.line.loss is not None]
-    yield Family("broker_job_loss", "gauge", "Newest loss that a job reported.", losses)
-    used = [({"job": str(row.line.id)}, row.spent_usd / row.budget_usd) for row in jobs if row.budget_usd]
-    yield Family("broker_job_budget_used_ratio", "gauge", "Share of a job's budget that is spent.", used)
-    starts = [({"job": str(row.line.id)}, float(max(0, row.line.starts - 1))) for row in jobs]
-    yield Family("broker_job_recoveries_total", "counter", "Recoveries of a job.", starts)
+    yield from _list_job_families(jobs)
     where = [
         {"cloud": each.cloud, "region": each.region, "zone": each.zone or "", "instance_type": each.instance_type}
         for each in places
@@ -147,3 +134,20 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
         if each.hazard_per_hour is not None
     ]
     yield Family("broker_hazard_per_hour", "gauge", "Preemptions per gang-hour on spot.", hazards)
+
+
+def _list_job_families(jobs: Sequence[JobRow]) -> Iterator[Family]:
+    """List the families with one sample per job."""
+    rows = [(render_labels({"job": str(row.line.id)}), row, row.line) for row in jobs]
+    steps = [(label, float(line.step)) for label, _, line in rows if line.step is not None]
+    yield Family("broker_job_step", "gauge", "Newest step of a job.", steps)
+    shares = [(label, (line.step or 0) / line.total) for label, _, line in rows if line.total]
+    yield Family("broker_job_progress_ratio", "gauge", "Share of a job's steps that are done.", shares)
+    spent = [(label, row.spent_usd) for label, row, _ in rows]
+    yield Family("broker_job_spend_usd_total", "counter", "Money spent on a job.", spent)
+    losses = [(label, line.loss) for label, _, line in rows if line.loss is not None]
+    yield Family("broker_job_loss", "gauge", "Newest loss that a job reported.", losses)
+    used = [(label, row.spent_usd / row.budget_usd) for label, row, _ in rows if row.budget_usd]
+    yield Family("broker_job_budget_used_ratio", "gauge", "Share of a job's budget that is spent.", used)
+    starts = [(label, float(max(0, line.starts - 1))) for label, _, line in rows]
+    yield Family("broker_job_recoveries_total", "counter", "Recoveries of a job.", starts)

@@ -97,13 +97,14 @@ def read_overview(
     clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
     usage = read_usages(context.config.logs, lines[:usage_max], now_s=now_s)
     budgets = store.jobs.list_goals(shown)
+    sums = store.bills.sum_spend(midnight_s=midnight_s, month_s=month_s, now_s=now_s)
     return Overview(
         now_s=now_s,
         spent_usd=store.bills.spend_usd(now_s=now_s),
-        today_usd=store.bills.spend_since_usd(midnight_s, now_s=now_s),
-        month_usd=store.bills.spend_since_usd(month_s, now_s=now_s),
+        today_usd=sums.today_usd,
+        month_usd=sums.month_usd,
         month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s) if has_ondemand else None,
-        usd_hour=store.bills.get_usd_hour(),
+        usd_hour=sums.usd_hour,
         counts=store.jobs.count_by_status(),
         attention=tuple(islice(list_attention(store, lines[:LOOKED_AT], now_s), newest)),
         jobs=tuple(

@@ -193,6 +193,15 @@ _BILLED_USD = (
 )
 
 
+@frozen
+class SpendSums:
+    """USD spent today and this month, and the current USD/h of all billed nodes."""
+
+    today_usd: float
+    month_usd: float
+    usd_hour: float
+
+
 class BillRows:
     """The bills: one row for each node, with its price and the times of its creation and end."""
 
@@ -289,19 +298,21 @@ class BillRows:
         )
         return {row[0]: float(row[1]) for row in rows}
 
-    def spend_since_usd(self, since_s: float, *, now_s: float) -> float:
-        """Return the USD spent from `since_s` to now; pruned bills are older than any displayed month."""
-        rows = self._database.rows(
-            "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN usd_hour * (end_s - begin_s) END), 0.0) / 3600 FROM "
-            "(SELECT usd_hour, coalesce(ended_s, ?1) AS end_s, "
-            "CASE WHEN created_s > ?2 THEN created_s ELSE ?2 END AS begin_s "
-            "FROM nodes WHERE ended_s IS NULL OR ended_s > ?2) AS billed",
-            (now_s, since_s),
+    def sum_spend(self, *, midnight_s: float, month_s: float, now_s: float) -> SpendSums:
+        """Sum up all bills in one read of them. Pruned bills are older than any displayed month."""
+        begin = "CASE WHEN created_s > {0} THEN created_s ELSE {0} END"
+        spent = f"coalesce(sum(CASE WHEN end_s > {{0}} THEN usd_hour * (end_s - {begin}) END), 0.0) / 3600"
+        hourly = "coalesce(sum(CASE WHEN ended_s IS NULL THEN usd_hour END), 0.0)"
+        end = "CASE WHEN coalesce(ended_s, ?1) > created_s THEN coalesce(ended_s, ?1) ELSE created_s END"
+        (row,) = self._database.rows(
+            f"SELECT {spent.format('?2')}, {spent.format('?3')}, {hourly} "
+            f"FROM (SELECT usd_hour, created_s, ended_s, {end} AS end_s FROM nodes) AS billed",
+            (now_s, midnight_s, month_s),
         )
-        return float(rows[0][0])
+        return SpendSums(today_usd=float(row[0]), month_usd=float(row[1]), usd_hour=float(row[2]))
 
     def ondemand_since_usd(self, since_s: float, *, now_s: float) -> float:
-        """Return the on-demand cost, in USD, of the machines of `spend_since_usd`.
+        """Return the on-demand cost, in USD, of the machines that were billed from `since_s` to now.
 
         The price is that of their attempt's offer; machines without one count at their own price.
         """
@@ -316,10 +327,6 @@ class BillRows:
             (now_s, since_s),
         )
         return float(rows[0][0])
-
-    def get_usd_hour(self) -> float:
-        """Return the current USD/h of all billed nodes."""
-        return float(self._database.rows("SELECT coalesce(sum(usd_hour), 0.0) FROM nodes WHERE ended_s IS NULL")[0][0])
 
 
 def _read_bill(row: Row) -> Bill:

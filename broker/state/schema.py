@@ -172,6 +172,9 @@ _SERVICE_CLAIMS = (  # a service is claimed like a job, under a negative number,
 _STATS = (
     "ALTER TABLE leader ADD COLUMN stats TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE controllers ADD COLUMN stats TEXT NOT NULL DEFAULT ''",
+    # For counts by status, and for lists with live jobs first: without reading the tasks of all jobs.
+    "CREATE INDEX jobs_status ON jobs (status)",
+    "CREATE INDEX jobs_live_first ON jobs (is_terminal, id DESC)",
 )
 
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (

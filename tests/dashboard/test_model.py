@@ -114,7 +114,7 @@ def test_today_counts_from_midnight_and_the_month_from_its_first_day(frozen: Sto
     assert time.localtime(midnight_s)[3:6] == (0, 0, 0) and time.localtime(month_s)[2] == 1
 
     def spend_usd(begin_s: float) -> float:
-        return frozen.store.bills.spend_since_usd(begin_s, now_s=frozen.now_s)
+        return frozen.store.bills.sum_spend(midnight_s=begin_s, month_s=begin_s, now_s=frozen.now_s).month_usd
 
     # The story itself begins before midnight where the test runs shortly after it.
     today, with_evening = spend_usd(midnight_s), spend_usd(midnight_s - 7200)

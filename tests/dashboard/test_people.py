@@ -36,7 +36,9 @@ def test_people_have_their_jobs_and_their_share_of_the_month(owned: Story) -> No
     since_s = owned.now_s - 1800  # the fixture's month
     assert ada.month_usd == pytest.approx(2 * 1700 / 3600)  # the first attempt ended before
     assert ben.month_usd == pytest.approx(2 * 0.5)
-    assert ada.month_usd + ben.month_usd == pytest.approx(owned.store.bills.spend_since_usd(since_s, now_s=owned.now_s))
+    assert ada.month_usd + ben.month_usd == pytest.approx(
+        owned.store.bills.sum_spend(midnight_s=since_s, month_s=since_s, now_s=owned.now_s).month_usd
+    )
     shown = show_people(list(rows.values()), owned.now_s)
     assert "ada" in shown and "(started on the server itself)" in shown
 

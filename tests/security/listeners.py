@@ -37,6 +37,16 @@ DECLARED = (
         code="`broker/agent/agent_gang.py`, `agent_link.py`, `agent_wire.py`",
     ),
     Declared(
+        name="network measurement",
+        process=r"allreduce\.py ",
+        address=r"tcp:.+",
+        where="all interfaces of the nodes of a gang with GPUs, a port chosen by the kernel, for at most 30 s before "
+        "the first step",
+        authentication="a random token of the run, which the nodes get over the coordinator's TLS",
+        stranger="nothing: a connection without the token is closed; a measurement sends zeros, which are discarded",
+        code="`broker/agent/agent_allreduce.py`",
+    ),
+    Declared(
         name="elastic rendezvous",
         process=r"trainers\.launch|--elastic|trainers\.\w+",
         address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
@@ -81,8 +91,8 @@ DECLARED = (
         name="program of a replica",
         process=r"trainers\.serve|tests\.serve\.stand_in",
         address=r"tcp:127\.0\.0\.1:.+",
-        where="the loopback of its node, `BROKER_REPLICA_PORT`; an engine that is not told so may choose all "
-        "interfaces",
+        where="the loopback of its node, `BROKER_REPLICA_PORT`; an engine that is not configured for this address may "
+        "choose all interfaces",
         authentication="none",
         stranger="users of the node itself can send requests; on AWS and Google Cloud the firewall does not admit the "
         "port even where the engine listens on all interfaces",

@@ -33,7 +33,8 @@ def test_ondemand_cost_takes_the_price_of_the_attempt_within_the_period(open_sto
         store.write("UPDATE nodes SET job_id = ? WHERE cluster = ? AND cluster <> 'dev'", (job.id, cluster))
     now_s = START_S + 2 * HOUR_S
     assert store.bills.ondemand_since_usd(START_S + HOUR_S, now_s=now_s) == pytest.approx(3.0 + 1.0 + 1.0)
-    assert store.bills.spend_since_usd(START_S + HOUR_S, now_s=now_s) == pytest.approx(3.0)
+    sums = store.bills.sum_spend(midnight_s=now_s, month_s=START_S + HOUR_S, now_s=now_s)
+    assert sums.month_usd == pytest.approx(3.0)
     assert store.bills.ondemand_since_usd(now_s, now_s=now_s) == 0.0
 
 
@@ -48,3 +49,18 @@ def test_budgets_and_events_of_one_kind_are_read(open_store: OpenStore) -> None:
     now_s = store.clock.now_s()
     assert [each.data for each in store.events.list_kind(kind=EventKind.NOTE, since_s=now_s)] == [{"text": "a"}]
     assert store.events.list_kind(kind=EventKind.NOTE, since_s=now_s + 1) == []
+
+
+def test_sums_of_today_and_of_the_month_come_from_one_read(open_store: OpenStore) -> None:
+    store = open_store()
+    month_s, midnight_s, now_s = START_S, START_S + 10 * HOUR_S, START_S + 12 * HOUR_S
+    for name, begin_s, end_s in (
+        ("over before the month", month_s - HOUR_S, month_s - 1),
+        ("across the month's begin", month_s - HOUR_S, month_s + HOUR_S),
+        ("across midnight", midnight_s - HOUR_S, midnight_s + HOUR_S),
+        ("open", now_s - HOUR_S, None),
+        ("ended before it began", now_s - HOUR_S, month_s),
+    ):
+        store.bills.record(replace(make_node(name), usd_hour=2.0, created_s=begin_s, ended_s=end_s))
+    sums = store.bills.sum_spend(midnight_s=midnight_s, month_s=month_s, now_s=now_s)
+    assert (sums.today_usd, sums.month_usd, sums.usd_hour) == pytest.approx((4.0, 8.0, 2.0))

@@ -47,6 +47,8 @@ def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
         connection.execute("ALTER TABLE services DROP COLUMN claim")
         for table in ("leader", "controllers"):
             connection.execute(f"ALTER TABLE {table} DROP COLUMN stats")
+        for index in ("jobs_status", "jobs_live_first"):
+            connection.execute(f"DROP INDEX {index}")
         connection.execute(f"PRAGMA user_version={BEFORE}")
     assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
     connection.close()

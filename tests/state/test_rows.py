@@ -265,9 +265,9 @@ def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
     assert store.bills.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
     assert store.bills.list_spend_usd([7, 8], now_s=3600.0) == {7: pytest.approx(3.0)}
     assert store.bills.list_spend_usd([8], now_s=3600.0) == store.bills.list_spend_usd([], now_s=3600.0) == {}
-    assert store.bills.spend_since_usd(0.0, now_s=3600.0) == pytest.approx(4.0)
-    assert store.bills.spend_since_usd(1800.0, now_s=3600.0) == pytest.approx(1.5), "one node ended at that moment"
-    assert store.bills.spend_since_usd(7200.0, now_s=3600.0) == 0.0
+    sums = store.bills.sum_spend(midnight_s=1800.0, month_s=0.0, now_s=3600.0)
+    assert (sums.today_usd, sums.month_usd) == pytest.approx((1.5, 4.0)), "one node ended at that moment"
+    assert store.bills.sum_spend(midnight_s=7200.0, month_s=7200.0, now_s=3600.0).month_usd == 0.0
     assert [(bill.node, bill.job_id, bill.ended_s) for bill in store.bills.list()] == [
         ("n", 7, None), ("m", 7, 1800.0), ("o", None, None),
     ]  # fmt: skip
@@ -437,6 +437,5 @@ def test_overview_counts_jobs_bills_and_the_newest_events(store: Store) -> None:
     assert store.events.list_newest_ids(ids, after=known + 2) == {second.id: known + 3}
     assert store.events.list_newest_ids([], after=0) == {}
     store.bills.record(replace(NODE, usd_hour=2.0, created_s=1000.0, ended_s=None))
-    assert store.bills.get_usd_hour() == 2.0
-    assert store.bills.spend_since_usd(2800.0, now_s=4600.0) == 1.0
-    assert store.bills.spend_since_usd(0.0, now_s=4600.0) == 2.0
+    sums = store.bills.sum_spend(midnight_s=2800.0, month_s=0.0, now_s=4600.0)
+    assert (sums.today_usd, sums.month_usd, sums.usd_hour) == (1.0, 2.0, 2.0)
