@@ -35,7 +35,7 @@ ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("B608", "broker/hosting/importing.py"): (1, _SQL),
     ("B608", "broker/state/base.py"): (1, _SQL),
     ("B608", "broker/state/claims.py"): (4, _SQL),
-    ("B608", "broker/state/clusters.py"): (7, _SQL),
+    ("B608", "broker/state/clusters.py"): (8, _SQL),
     ("B608", "broker/state/events.py"): (11, _SQL),
     ("B608", "broker/state/history.py"): (2, _SQL),
     ("B608", "broker/state/jobs.py"): (9, _SQL),
