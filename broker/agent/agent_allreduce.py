@@ -1,9 +1,9 @@
 """Measure the network between the nodes of a gang, in the Python of the task: `python3 allreduce.py FOLDER`.
 
-With torch, an all-reduce of all GPUs (NCCL), or of all nodes (gloo) where torch sees no GPU. If it is slow, each
-pair of neighbours repeats it alone, so that a slow node can be told from its neighbours. Without torch, each pair
-sends bytes over one TCP connection. Reads `allreduce.order.json` and writes `allreduce.json`: `backend`, `gang_gbs`,
-`links` by the neighbour's rank, in GB/s one way; otherwise `unmeasured`, the reason.
+With torch, run an all-reduce of all GPUs (NCCL), or of all nodes (gloo) where torch has no GPU. If it is slow, each
+pair of neighbours repeats it alone, which distinguishes a slow node from its neighbours. Without torch, each pair sends
+bytes over one TCP connection. Read `allreduce.order.json` and write `allreduce.json`: `backend`, `gang_gbs`, `links` by
+the neighbour's rank, in GB/s one way; otherwise `unmeasured`, the reason.
 
 The pairs are the neighbours on a ring, in rounds in which each node takes part once:
 

@@ -10,7 +10,7 @@ from broker.rehearsal.request_load import RequestTally
 from broker.rehearsal.uptime import Uptime
 from broker.rehearsal.verdict import Finding, explain_import, judge_notices
 
-EXIT_HINT = "mend the cause that the replica's log names"
+EXIT_HINT = "fix the cause that the replica's log names"
 PORT_HINT = (
     "let the program listen on $BROKER_REPLICA_HOST, port $BROKER_REPLICA_PORT: in a rehearsal, all replicas share "
     "this machine"

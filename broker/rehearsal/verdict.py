@@ -111,7 +111,7 @@ def _judge_resume(
     trials: Sequence[ReportedAttempt], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
 ) -> list[Finding]:
     if failure and not any(trial.lines for trial in trials):
-        return [_bad(f"the program ended before it reported a step: {failure}", "mend the cause that its log names")]
+        return [_bad(f"the program ended before it reported a step: {failure}", "fix the cause that its log names")]
     if not any(trial.lines for trial in trials):
         return [_bad("the program reported no progress, so it is unknown whether it resumed", REPORT_HINT)]
     if failure and len(trials) > 1 and not trials[-1].lines:

@@ -73,7 +73,7 @@ class StreamJournal:
 
     @property
     def needs_context(self) -> bool:
-        """Return whether the next replica has to be told how many tokens fit: chats may have no limit of their own."""
+        """Return whether the next replica must be given the number of tokens that fit: a chat may have no limit."""
         return bool(self._prompt and self._ids) and self._remaining is None
 
     @property
