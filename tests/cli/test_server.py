@@ -170,7 +170,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
         made = terminal.server.run("server", "token", "create", "ben", "--role", "viewer").stdout
         assert "(viewer)" in terminal.run("login", terminal.url, "--token", made.strip()).stdout
         denied = terminal.run("jobs", "retry", "1", code=5)
-        assert "requires the role `user`, and ben has `viewer`" in denied.stderr
+        assert "requires the role `user`, but ben has `viewer`" in denied.stderr
         terminal.server.run("server", "token", "revoke", "2")
         assert "expired or revoked" in terminal.run("jobs", "queue", code=5).stderr
         assert terminal.run("dashboard", "--no-open").stdout == f"Dashboard: {terminal.url}\n"
