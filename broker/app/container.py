@@ -59,6 +59,7 @@ class Context:
     def __init__(self, home: Path | None = None, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._home = home
         self.note = on_note
+        self.is_administrator = True  # on a server: whether the caller has the role `admin`
         self.clock: Clock = SystemClock()
 
     @cached_property

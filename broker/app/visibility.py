@@ -11,14 +11,19 @@ from broker.state.people import Owned
 
 @frozen
 class Visibility:
-    """The owners of all objects of one kind by name, and the user to whose objects a list is limited."""
+    """The owners of all objects of one kind by name, and the user to whose objects a list is limited.
+
+    `has_unowned`: administrators also have what was started on the server itself, or moved there.
+    """
 
     owners: Mapping[str, str]
     only: str  # "": no limit
+    has_unowned: bool
 
     def shows(self, name: object) -> bool:
         """Return whether the list shows the object with this name (a job's ID, a cluster's name)."""
-        return not self.only or self.owners.get(str(name)) == self.only
+        owner = self.owners.get(str(name))
+        return not self.only or owner == self.only or (owner is None and self.has_unowned)
 
 
 def read_visibility(context: Context, kind: Owned, *, of_all_users: bool) -> Visibility:
@@ -28,4 +33,5 @@ def read_visibility(context: Context, kind: Owned, *, of_all_users: bool) -> Vis
     return Visibility(
         owners={name: owner for (each, name), owner in owners.items() if each is kind},
         only="" if of_all_users else user,
+        has_unowned=context.is_administrator,
     )

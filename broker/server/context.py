@@ -15,7 +15,7 @@ from broker.app.limits import LaunchSize, admit
 from broker.clock import SystemClock
 from broker.errors import UsageError
 from broker.frozen import frozen
-from broker.state.people import Owned
+from broker.state.people import Owned, Role
 from broker.state.schedules import Payee
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class ServerContext(Context):
         self._policy = policy
         self._interruption = interruption or Interruption()
         self._token = token
+        self.is_administrator = token is None or token.role is Role.ADMIN
         self._commitment: int | None = None
         self._kind = Owned.JOB
         self._names: tuple[str, ...] = ()

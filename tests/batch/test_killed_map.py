@@ -142,7 +142,7 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
 def test_a_map_whose_workers_all_fail_reports_it_and_restarts_with_the_same_command(tmp_path: Path) -> None:
     world = MapWorld(tmp_path)
     work, world._live = world._live, lambda context, job: _fail(context, job)
-    with pytest.raises(BrokerError, match="shards are left") as error:
+    with pytest.raises(BrokerError, match="shards remain") as error:
         world.run(Killer(None))
     assert any("exit code 1" in detail for detail in error.value.details)
     world._live = work

@@ -21,7 +21,7 @@ def test_plan_continues_with_notes_on_unsupported_fields(shell: Any) -> None:
 
 def test_launch_refuses_with_the_place_before_anything_starts(shell: Any) -> None:
     path = shell.write("serve.yaml", SERVED)
-    for command in (["launch", path, "-y"], ["jobs", "launch", path, "-y"], ["rehearse", path]):
+    for command in (["launch", path, "-y"], ["jobs", "launch", path, "-y"]):
         done = shell.run(*command, code=2)
         assert f"error: {path}:2:1: `service`: this command starts or plans one replica only" in done.stderr
         assert "    2 | service:" in done.stderr

@@ -76,6 +76,11 @@ def test_viewer_without_jobs_is_told_of_the_others(ask: Ask) -> None:
     assert shown.startswith("No managed jobs; ") and "3 jobs of other users" in shown
 
 
+def test_administrator_also_has_what_no_user_started(ask: Ask) -> None:
+    shown = ask("admin", "jobs", "queue")
+    assert read_names(shown) == ["of-None"] and "2 jobs of other users" in shown
+
+
 def test_clusters_are_listed_alike(ask: Ask) -> None:
     own = ask("other", "status")
     assert read_names(own) == ["of-other"] and "2 clusters of other users; show them with `--all-users`" in own
@@ -102,5 +107,5 @@ def test_newest_own_jobs_are_shown_however_many_others_have_started_since(team: 
         store.owners.put(Owned.JOB, str(job_id), "admin")
     assert read_names(ask("user", "jobs", "queue")) == ["of-user"]
     shown = ask("admin", "jobs", "queue")
-    assert len(read_names(shown)) == NEWEST and "... and 1 older; show them with `--all`" in shown
-    assert len(read_names(ask("admin", "jobs", "queue", "--all"))) == NEWEST + 1
+    assert len(read_names(shown)) == NEWEST and "... and 2 older; show them with `--all`" in shown
+    assert len(read_names(ask("admin", "jobs", "queue", "--all"))) == NEWEST + 2
