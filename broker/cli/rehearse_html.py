@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from broker.cli.rehearse_service import list_service_figures
-from broker.cli.rehearse_show import list_figures, list_findings
+from broker.cli.rehearse_show import list_figures, list_findings, list_service_figures
 from broker.dashboard.html import Content, element, table
 from broker.dashboard.model import JobPage
 from broker.dashboard.pages import show_attempts

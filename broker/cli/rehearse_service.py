@@ -6,23 +6,18 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.cli.rehearse_show import show_verdict
+from broker.cli.rehearse_show import list_service_figures, show_verdict
 from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
-from broker.formatting import format_count, format_duration, format_usd, strip_control
-from broker.rehearsal.result import list_places
-from broker.rehearsal.service_verdict import format_percent
+from broker.formatting import strip_control
 
 if TYPE_CHECKING:
     from broker.rehearsal.context import Stage
     from broker.rehearsal.service_result import ServiceRehearsal
-    from broker.rehearsal.uptime import Uptime
-
-SHARES_MAX = 3  # numbers of replicas whose share of time is shown
 
 
 def rehearse_service(
@@ -54,60 +49,6 @@ def rehearse_service(
         write_service_rehearsal(html, result)
         print_note(f"wrote {html}")
     raise_service_failure(result, preemptions)
-
-
-def list_service_figures(result: ServiceRehearsal) -> Sequence[tuple[str, str]]:
-    """List the summary as (name, text)."""
-    uptime, requests = result.uptime, result.requests
-    return [
-        ("status", "READY" if uptime.start_s is not None else "FAILED"),
-        ("replicas", f"{uptime.wanted} wanted"),
-        ("preemptions", f"{result.preemptions}; {format_count(result.refusals, 'refused request')} for machines"),
-        ("lost replicas", _say_losses(uptime)),
-        ("ready", _say_shares(uptime)),
-        ("requests", f"{requests.sent:,} sent, {requests.answered:,} answered, {requests.failed:,} failed"),
-        ("ran in", ", then ".join(list_places(result.places)) or "-"),
-        ("simulated time", _say_times(result)),
-        ("simulated bill", _say_bill(result)),
-        ("measured here", _say_measures(result) or "-"),
-        ("real time", format_duration(result.real_s)),
-    ]
-
-
-def _say_losses(uptime: Uptime) -> str:
-    lost = sum(len(each.loss.replicas) for each in uptime.recoveries)
-    times = [each.recovery_s for each in uptime.recoveries if each.recovery_s]
-    longest = f"; ready again after at most {format_duration(max(times))}" if times else ""
-    return f"{lost}{longest}"
-
-
-def _say_shares(uptime: Uptime) -> str:
-    """Return the share of time for each number of replicas: `2 or more 99.85%, 1 or more 100%`."""
-    counts = sorted(uptime.shares, reverse=True)[:SHARES_MAX]
-    words = [f"{count} or more {format_percent(uptime.shares[count])}" for count in counts]
-    return f"{', '.join(words)} of {format_duration(uptime.served_s)}" if words else "-"
-
-
-def _say_times(result: ServiceRehearsal) -> str:
-    start_s = result.uptime.start_s
-    start = "never ready" if start_s is None else f"{format_duration(start_s)} until all replicas were ready"
-    return f"{format_duration(result.total_s)}; {start}"
-
-
-def _say_bill(result: ServiceRehearsal) -> str:
-    text = f"{format_usd(result.paid_usd)} USD"
-    if not result.ondemand_usd:
-        return text
-    return f"{text}; on-demand {format_usd(result.ondemand_usd)}, saved {1 - result.paid_usd / result.ondemand_usd:.0%}"
-
-
-def _say_measures(result: ServiceRehearsal) -> str:
-    words = []
-    if result.start_s is not None:
-        words.append(f"{result.start_s:.1f} s from start to ready")
-    if result.requests.median_s is not None:
-        words.append(f"{result.requests.median_s * 1000:,.0f} ms per request")
-    return ", ".join(words)
 
 
 def play_service(

@@ -16,12 +16,12 @@ from broker.rehearsal.request_load import RequestTally
 from broker.rehearsal.result import find_gang_hazard, find_missing_module, name_place, read_last_words
 from broker.rehearsal.service_run import ServiceDriver
 from broker.rehearsal.service_verdict import (
-    Leftovers,
+    Orphans,
     judge_availability,
-    judge_leftovers,
     judge_recoveries,
     judge_requests,
     judge_start,
+    judge_teardown,
     judge_warned,
 )
 from broker.rehearsal.uptime import ReadyCount, Uptime, measure_uptime
@@ -50,7 +50,7 @@ class ServiceRehearsal:
     paid_usd: float
     ondemand_usd: float | None  # of the wanted replicas all the time; None: no such offer
     start_s: float | None  # median, from the start of a program to its readiness
-    left: Leftovers
+    left: Orphans
     real_s: float
     has_exited: bool = False  # the program of the newest replica
     last_words: str = ""  # of its log, if not all replicas became ready
@@ -72,7 +72,7 @@ class ServiceRehearsal:
             *judge_availability(self.uptime, availability=self.availability, hazard=self.hazard),
             *judge_requests(self.requests, self.uptime, availability=self.availability),
             *judge_warned(given=self.notices, ignored=self.notices_ignored, grace_s=self.grace_s),
-            *judge_leftovers(self.left),
+            *judge_teardown(self.left),
         )
 
     def describe(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from broker.rehearsal.cloud import WAIT_SPEED
 from broker.rehearsal.driver import Driver
 from broker.rehearsal.request_load import RequestSender
 from broker.rehearsal.service_context import BOOT_SPEED, ServiceRehearsalContext
-from broker.rehearsal.service_verdict import Leftovers
+from broker.rehearsal.service_verdict import Orphans
 from broker.rehearsal.service_watch import ReplicaWatch, WatchedReplica
 from broker.serve.replicas import LOOPBACK, find_folder
 from broker.serve.wording import describe_service_event
@@ -33,7 +33,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
 
     duration_s: float = 0.0
     failure: str = ""  # the newest reason why the service or a replica is not ready
-    left: Leftovers = field(default_factory=Leftovers)
+    left: Orphans = field(default_factory=Orphans)
     _lock: Path | None = None  # of the balancer
     _full_s: float | None = None  # when all wanted replicas were ready first
     _outage_s: float = 0.0  # without a ready replica, up to the newest look
@@ -203,4 +203,4 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
                 machines += node.state is not NodeState.TERMINATED
                 processes += len(local_machine.find_marked(node.handle))
         assert self._lock is not None
-        self.left = Leftovers(machines=machines, processes=processes, has_balancer=is_locked(self._lock))
+        self.left = Orphans(machines=machines, processes=processes, has_balancer=is_locked(self._lock))

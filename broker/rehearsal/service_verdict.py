@@ -18,8 +18,8 @@ PORT_HINT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leftovers:
-    """What was still there after the service was terminated."""
+class Orphans:
+    """Resources that still ran after the service was terminated."""
 
     machines: int = 0
     processes: int = 0
@@ -62,12 +62,13 @@ def judge_recoveries(uptime: Uptime, *, has_spot: bool) -> list[Finding]:
     took = f"{format_count(len(recoveries), 'preemption')} took {lost}"
     open_ones = [each for each in recoveries if each.recovery_s is None]
     if open_ones:
-        numbers = ", ".join(str(number) for each in open_ones for number in each.loss.replicas)
+        numbers = [str(number) for each in open_ones for number in each.loss.replicas]
+        missing = f"replica {numbers[0]} was" if len(numbers) == 1 else f"replicas {', '.join(numbers)} were"
         return [
             Finding(
                 level="bad",
                 about="recovery",
-                text=f"{took}; replica {numbers} was not replaced before the end",
+                text=f"{took}; {missing} not replaced before the end",
                 hint="rehearse for longer with `--for`, or allow more regions and instance types",
             )
         ]
@@ -138,7 +139,7 @@ def judge_warned(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
     ]
 
 
-def judge_leftovers(left: Leftovers) -> list[Finding]:
+def judge_teardown(left: Orphans) -> list[Finding]:
     """Judge whether the service was removed completely."""
     if left.is_empty:
         return [Finding(level="good", about="teardown", text="no machine, process or balancer was left")]

@@ -132,7 +132,7 @@ def import_store(store: Store, source: Path) -> Moved:
             counts[table] = counts.get(table, 0) + 1
             if table in SECRETS:
                 box = box or SecretBox(load_key(store.path.parent))
-                (_import_secrets if table == "secrets" else _import_service_secrets)(store, box, row)
+                _import_secrets(store, box, table, row)
             elif table == "meta" and row["key"] == INSTALLATION and row["value"] != (owner or row["value"]):
                 raise StateError(
                     f"{source} belongs to installation {row['value']}, but this state to {owner}",
@@ -150,26 +150,21 @@ def _name_version(uid: str, version: int) -> str:
     return f"service {uid} version {version}"
 
 
-def _import_service_secrets(store: Store, box: SecretBox, row: Mapping[str, Any]) -> None:
+def _import_secrets(store: Store, box: SecretBox, table: str, row: Mapping[str, Any]) -> None:
+    is_job = table == "secrets"
+    name = name_job(row["job_id"], row["uid"]) if is_job else _name_version(row["uid"], row["version"])
+    owner = f"job {row['job_id']}" if is_job else "a service"
     try:
-        values = box.open(_name_version(row["uid"], row["version"]), row["body"])
+        values = box.open(name, row["body"])
     except ValueError as error:
         raise StateError(
-            f"the secrets of a service cannot be read: {error}",
+            f"the secrets of {owner} cannot be read: {error}",
             hints=(f"copy `secret.key` from the folder of the exported state to {store.path.parent}",),
         ) from error
-    store.services.write_secrets(row["uid"], row["version"], values)
-
-
-def _import_secrets(store: Store, box: SecretBox, row: Mapping[str, Any]) -> None:
-    try:
-        values = box.open(name_job(row["job_id"], row["uid"]), row["body"])
-    except ValueError as error:
-        raise StateError(
-            f"the secrets of job {row['job_id']} cannot be read: {error}",
-            hints=(f"copy `secret.key` from the folder of the exported state to {store.path.parent}",),
-        ) from error
-    store.jobs.write_secrets(row["job_id"], row["uid"], values)
+    if is_job:
+        store.jobs.write_secrets(row["job_id"], row["uid"], values)
+    else:
+        store.services.write_secrets(row["uid"], row["version"], values)
 
 
 def _insert(store: Database, table: str, row: Mapping[str, Any]) -> None:

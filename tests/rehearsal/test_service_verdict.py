@@ -10,13 +10,13 @@ from broker.rehearsal.request_load import RequestTally
 from broker.rehearsal.service_verdict import (
     EXIT_HINT,
     PORT_HINT,
-    Leftovers,
+    Orphans,
     format_percent,
     judge_availability,
-    judge_leftovers,
     judge_recoveries,
     judge_requests,
     judge_start,
+    judge_teardown,
     judge_warned,
 )
 from broker.rehearsal.uptime import Recovery, ReplicaLoss, Uptime
@@ -101,9 +101,9 @@ def test_an_ignored_warning_does_not_fail_a_service() -> None:
     assert [each.level for each in judge_warned(given=1, ignored=0, grace_s=20)] == ["good"]
 
 
-def test_leftovers() -> None:
-    assert [each.level for each in judge_leftovers(Leftovers())] == ["good"]
-    (found,) = judge_leftovers(Leftovers(machines=1, processes=3, has_balancer=True))
+def test_teardown() -> None:
+    assert [each.level for each in judge_teardown(Orphans())] == ["good"]
+    (found,) = judge_teardown(Orphans(machines=1, processes=3, has_balancer=True))
     assert found.level == "bad" and found.text.endswith("1 machine, 3 processes, the balancer")
 
 
