@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LOGARITHMIC_FROM = 8.0  # ratio of largest to smallest value from which the axis is logarithmic
+LOGARITHMIC_FROM = 8.0  # ratio of the largest to the smallest value above which the axis is logarithmic
 
 
 class Axis:
@@ -16,7 +16,7 @@ class Axis:
         self.is_logarithmic = self.low > 0 and self.high / self.low >= LOGARITHMIC_FROM
 
     def place(self, value: float) -> float:
-        """Return 0 at the smallest value, 1 at the largest."""
+        """Return the position of a value: 0 for the smallest, 1 for the largest, 0.5 if all are equal."""
         if self.high <= self.low:
             return 0.5
         if self.is_logarithmic:
@@ -24,7 +24,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def list_ticks(self) -> list[float]:
-        """List round values on the axis: 1, 2 and 5 times powers of ten where logarithmic, else equal steps."""
+        """List round values on the axis: 1, 2 and 5 times powers of ten if it is logarithmic, else equal steps."""
         if self.high <= self.low:
             return [self.low]
         if self.is_logarithmic:

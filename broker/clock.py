@@ -24,10 +24,10 @@ class Clock(Protocol):
 
 
 async def within(awaited: Awaitable[Result], limit_s: float | None) -> Result:
-    """Await for at most `limit_s` seconds; without a limit if None. Raises TimeoutError.
+    """Await a result for at most `limit_s` seconds; None means no limit. Raises TimeoutError.
 
-    `asyncio.wait_for` swallows a cancellation that comes together with the result before Python 3.12
-    (https://github.com/python/cpython/issues/86296), and the cancelled task would continue.
+    Before Python 3.12, `asyncio.wait_for` swallows a cancellation that arrives together with the result
+    (https://github.com/python/cpython/issues/86296), so the cancelled task would continue.
     """
     import asyncio  # imported late, as below
 
@@ -36,9 +36,9 @@ async def within(awaited: Awaitable[Result], limit_s: float | None) -> Result:
 
 
 def pause(duration_s: float) -> None:
-    """Wait in real time, for a view in the foreground. Raises KeyboardInterrupt at once.
+    """Wait in real time, for a view in the foreground. Ctrl-C raises KeyboardInterrupt at once.
 
-    There is no event loop: if Ctrl-C meets one that is being made or closed, asyncio prints a traceback of its own.
+    It uses no event loop: asyncio prints its own traceback if Ctrl-C arrives while a loop is being created or closed.
     """
     time.sleep(duration_s)
 
@@ -58,7 +58,7 @@ class SystemClock:
 
 
 class ScaledClock:
-    """Simulated time that runs `rate` times as fast as real time; the rate may change, and the clock may be held.
+    """Simulated time that runs `rate` times as fast as real time. The rate may change, and the clock may be held.
 
     It starts at the real time and never runs backwards. `floor_s` is the minimum real duration of a sleep: otherwise,
     at a high rate, a controller that polls every half second would poll continuously.
@@ -78,7 +78,7 @@ class ScaledClock:
         return self._rate
 
     def now_s(self) -> float:
-        """Return the simulated time; it stands still while a holder stops it."""
+        """Return the simulated time in seconds since the epoch; it stands still while the clock is held."""
         real_s = time.monotonic()
         if not self._holders:
             self._now_s += (real_s - self._real_s) * self._rate
@@ -112,7 +112,7 @@ class ScaledClock:
             self._wake_all()
 
     async def sleep(self, duration_s: float) -> None:
-        """Wait for simulated seconds, but at least for the real time of the floor."""
+        """Wait for `duration_s` simulated seconds, and for at least the real `floor_s`."""
         import asyncio
 
         until_s, changed = self.now_s() + duration_s, asyncio.Event()
@@ -155,7 +155,7 @@ class Stopwatch:
         self._elapsed_s = 0.0
 
     def observe(self, now_s: float) -> float:
-        """Return the elapsed seconds since the first observation."""
+        """Return the elapsed seconds since the first observation, without gaps."""
         if self._observed_s is not None:
             self._elapsed_s += min(self._gap_s_max, max(0.0, now_s - self._observed_s))
         self._observed_s = now_s

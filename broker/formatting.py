@@ -1,4 +1,4 @@
-"""Numbers, amounts, durations and foreign text in the form that people and `--json` get."""
+"""Format numbers, amounts, durations and untrusted text for people and for `--json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def strip_control(text: str) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """Show a count with its noun: `1 node`, `2 nodes`."""
+    """Format a count with its noun: `1 node`, `2 nodes`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -26,7 +26,7 @@ def join_choices(choices: Sequence[str]) -> str:
 
 
 def format_usd(amount: float | None, *, is_estimated: bool = False) -> str:
-    """Show an amount with two decimals, more for small ones; `~` marks an estimate."""
+    """Format an amount with two decimals, or four if it is below 1; `~` marks an estimate, `-` is None."""
     if amount is None:
         return "-"
     digits = 2 if amount >= 1 or amount == 0 else 4
@@ -34,7 +34,7 @@ def format_usd(amount: float | None, *, is_estimated: bool = False) -> str:
 
 
 def format_share(share: float | None) -> str:
-    """Format a share of 1 as a whole percentage; `-` for None."""
+    """Format a fraction of 1 as a whole percentage; `-` for None."""
     return "-" if share is None else f"{share:.0%}"
 
 
@@ -51,7 +51,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_part(used: float | None, total: float | None) -> str:
-    """Format bytes in use of a total, with the unit once where both have the same: `20.0 of 64.0 GiB`."""
+    """Format the bytes in use and the total, naming the unit once if both share it: `20.0 of 64.0 GiB`."""
     first, second = format_bytes(used), format_bytes(total)
     number, _, unit = first.partition(" ")
     return f"{number if second.endswith(f' {unit}') else first} of {second}"

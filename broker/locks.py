@@ -1,4 +1,4 @@
-"""Locks between processes, on files: the kernel releases them with the process, however it ends."""
+"""Lock files between processes: the kernel releases a lock when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Check the lock without blocking other processes: two concurrent checks do not see each other."""
+    """Return whether a process holds the lock.
+
+    Concurrent checks do not see each other, but a `try_lock` at the moment of a check can fail.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -50,7 +53,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def _open(path: Path) -> Iterator[int]:
-    """Open the lock file, private, and its folder. Child processes do not inherit the descriptor, nor the lock."""
+    """Open the lock file; create it and its folder as private ones. Child processes do not inherit the lock."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

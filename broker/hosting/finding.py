@@ -1,6 +1,6 @@
-"""Find or create the machine of a server: on a cloud it is an on-demand cluster of this installation, under its tags.
+"""Find or create the machine of a server: on a cloud, an on-demand cluster with the tags of this installation.
 
-The cluster is launched as every other one is: its intent is committed before the create call, `broker status` shows it,
+The cluster is launched like every other one: its intent is committed before the create call, `broker status` shows it,
 and the collector knows it.
 """
 
@@ -33,14 +33,14 @@ resources:
 
 @frozen
 class MachineFinder:
-    """Finds machines by the infra of a record. `confirm` raises to refuse the price of a new one."""
+    """Finds machines by the `infra` of a record. `confirm` raises if the user declines the price of a new one."""
 
     context: Context
     show: Callable[[Sequence[Plan]], None]
     confirm: Callable[[Sequence[Plan]], None]
 
     def ensure(self, server: HostedServer) -> HostMachine:
-        """Return the machine; a cluster that an interrupted call left is completed. Raises BrokerError."""
+        """Return the machine; create its cluster, or complete one that an earlier call left. Raises BrokerError."""
         if server.cluster is not None and not self._is_up(self._get_cluster(server)):
             (task,) = load_tasks_text(make_task(server), CLUSTER)
             launch(
@@ -86,7 +86,10 @@ def make_task(server: HostedServer) -> str:
 
 
 def check_infra(infra: str) -> str | None:
-    """Return the name of the cluster that a server there needs; None for a machine that exists. Raises UsageError."""
+    """Return the name of the cluster that a server on `infra` needs; None if its machine already exists.
+
+    Raises UsageError for an unknown or invalid location.
+    """
     if infra == "local":
         return None
     if infra.startswith("ssh://"):

@@ -1,9 +1,9 @@
-"""The program that runs on a server's machine for one call: `python3 -I -S`, with a request; standard library only.
+"""Carry out one request on a server's machine: run by `python3 -I -S`, with the standard library only.
 
-    FOLDER/owner               who set the server up; another user's folder is refused
-    FOLDER/releases/DIGEST/    unpacked wheels of broker; `current` links to the one that runs
+    FOLDER/owner               the installation that set up the server; requests of another one are refused
+    FOLDER/releases/DIGEST/    unpacked wheels of broker; `current` links to the one in use
     FOLDER/server.log          output of the server and its supervisor
-    FOLDER/python/             an environment with the packages that broker needs, unless a Python here has them
+    FOLDER/python/             an environment with the packages that broker needs, unless an installed Python has them
     FOLDER/state/              BROKER_HOME of the server, mode 0700
 
 Every verb may be repeated: one that was interrupted is completed by the next call. Python 3.8 and later, Linux.
@@ -43,7 +43,6 @@ UNIT = "/etc/systemd/system/broker-server.service"
 NAME = "broker-server.service"
 STOP_S, KILL_S, READY_S = 20.0, 5.0, 120.0
 LOOK_S = 0.1
-RELEASES_KEPT = 2
 
 
 class RequestError(Exception):
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
-    """Run one verb under the lock of the folder, which must be ours."""
+    """Run one verb under the folder's lock. Raises RequestError if the folder belongs to another installation."""
     verb = request["verb"]
     if not os.path.isdir(folder):
         if verb in ("status", "stop", "remove"):
@@ -97,12 +96,15 @@ def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
 
 
 def install(folder: str, request: dict[str, Any], content: bytes) -> object:
-    """Unpack the wheel, find or install a Python, and write the settings; what is there already stays."""
+    """Unpack the wheel, find or install a Python, and write the settings.
+
+    Existing releases, keys and state stay; only the configuration is replaced.
+    """
     digest = request["digest"]
     release = os.path.join(folder, "releases", digest)
     if not os.path.isdir(release):
         if hashlib.sha256(content).hexdigest() != digest:
-            raise RequestError("the wheel arrived damaged", "repeat the command")
+            raise RequestError("the wheel was damaged in transit", "repeat the command")
         aside = "%s.new-%d" % (release, os.getpid())
         shutil.rmtree(aside, ignore_errors=True)
         zipfile.ZipFile(io.BytesIO(content)).extractall(aside)
@@ -122,7 +124,7 @@ def install(folder: str, request: dict[str, Any], content: bytes) -> object:
 
 
 def restore(folder: str, release: str, python: str, url: str) -> None:
-    """Fetch the newest backup into the empty state folder."""
+    """Restore the newest backup into the empty state folder."""
     done = subprocess.run(
         [python, "-m", "broker", "server", "restore", "--from", url, "--yes"], cwd=folder, capture_output=True,
         env=make_environment(folder, release), universal_newlines=True,
@@ -132,7 +134,7 @@ def restore(folder: str, release: str, python: str, url: str) -> None:
 
 
 def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
-    """Return a Python of 3.11 or later with the packages: one that is here, else a new environment."""
+    """Return a Python 3.11 or later with the packages: an installed one if possible, else a new environment."""
     try:
         return find_broker_python(
             os.path.join(folder, "python"), release, needs=request["needs"], packages=request["packages"],
@@ -143,7 +145,10 @@ def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
 
 
 def start(folder: str, request: dict[str, Any]) -> object:
-    """Run this release: unchanged if it runs already; an earlier one is replaced, and comes back if this one fails."""
+    """Run this release; do nothing if it is already running.
+
+    An earlier release is replaced, and restored if this one does not start.
+    """
     current = os.path.join(folder, "current")
     before = os.path.basename(os.path.realpath(current)) if os.path.islink(current) else ""
     write_json(os.path.join(folder, "start.json"), request["arguments"])
@@ -174,7 +179,10 @@ def switch(folder: str, digest: str) -> None:
 
 
 def run(folder: str) -> None:
-    """Start the server by systemd where this user may, else by a supervisor; return once it listens."""
+    """Start the supervisor, as a systemd unit if this user may create one; return once the server listens.
+
+    Raises RequestError if it does not listen within READY_S.
+    """
     program = os.path.join(folder, "current", "broker", "hosting", "host_supervisor.py")
     argv = [sys.executable, "-I", "-S", program, folder]
     forget(os.path.join(folder, "state", "server", "listening.json"))
@@ -186,8 +194,8 @@ def run(folder: str) -> None:
                 as_root("systemctl", *words), check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
             if done.returncode:
-                told = last_line(done.stdout.decode("utf-8", "replace"))
-                raise RequestError("`systemctl %s` failed: %s" % (" ".join(words), told), "see %s" % UNIT)
+                reason = last_line(done.stdout.decode("utf-8", "replace"))
+                raise RequestError("`systemctl %s` failed: %s" % (" ".join(words), reason), "see %s" % UNIT)
     else:
         with open(os.path.join(folder, "server.log"), "ab") as log:
             subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True)
@@ -202,7 +210,10 @@ def run(folder: str) -> None:
 
 
 def read_status(folder: str) -> dict[str, Any]:
-    """Return what runs and since when; the server's process is compared, because a machine may have rebooted."""
+    """Return whether the server runs, since when, and its secrets.
+
+    The recorded PID counts only if the process belongs to this folder: after a reboot another program may have it.
+    """
     state = os.path.join(folder, "state", "server")
     listening = read_json(os.path.join(state, "listening.json"))
     pid = int(listening.get("pid", 0))
@@ -222,7 +233,7 @@ def read_status(folder: str) -> dict[str, Any]:
 
 
 def runs_for(pid: int, folder: str) -> bool:
-    """Return whether a process has our state folder in its environment."""
+    """Return whether a process has the server's state folder in its environment."""
     try:
         with open("/proc/%d/environ" % pid, "rb") as file:
             return ("BROKER_HOME=%s" % os.path.join(folder, "state")).encode() in file.read().split(b"\0")
@@ -231,7 +242,7 @@ def runs_for(pid: int, folder: str) -> bool:
 
 
 def stop(folder: str) -> object:
-    """End the server, its supervisor and its daemon; jobs continue on their nodes."""
+    """Stop the server, its supervisor and its daemon; jobs continue on their nodes."""
     if can_use_systemd() and os.path.exists(UNIT):
         subprocess.run(as_root("systemctl", "disable", "--now", NAME), check=False, stderr=subprocess.DEVNULL)
     supervisor = read_text(os.path.join(folder, "supervisor.pid"))
@@ -262,7 +273,7 @@ def end(find: Callable[[], list[int]]) -> None:
 
 
 def remove(folder: str) -> object:
-    """End the server and delete all its files; already gone is success."""
+    """Stop the server and delete all its files; already gone is success."""
     stop(folder)
     if can_use_systemd() and os.path.exists(UNIT):
         subprocess.run(as_root("rm", "-f", UNIT), check=False)
@@ -271,9 +282,9 @@ def remove(folder: str) -> object:
 
 
 def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
-    """Replace the empty state by that of another machine, once: a repeated call with the same word changes nothing.
+    """Replace the empty state with that of another machine, once: a repeated call with the same word changes nothing.
 
-    The next `start` creates a new token, as the tokens of the empty state are gone.
+    The next `start` creates a new token, because those of the empty state are gone.
     """
     state, aside = os.path.join(folder, "state"), os.path.join(folder, "state.new")
     mark = os.path.join(folder, "moved-in")
@@ -300,7 +311,7 @@ def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
 
 
 def copy_over(source: str, target: str) -> None:
-    """Copy a file or folder in place of another."""
+    """Copy a file, replacing another one, or a folder to a place where there is none."""
     if os.path.isdir(source):
         shutil.copytree(source, target)
     else:
@@ -309,7 +320,7 @@ def copy_over(source: str, target: str) -> None:
 
 
 def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
-    """Delete releases other than the present and the previous one."""
+    """Delete all releases but the `kept` ones: the current one and its predecessor."""
     root = os.path.join(folder, "releases")
     for name in os.listdir(root):
         if name not in kept:
@@ -319,7 +330,7 @@ def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
 def make_unit(folder: str, argv: list[str]) -> str:
     """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server.
 
-    Words are quoted as systemd.syntax(7) and systemd.service(5) say: `%` and `$` would be expanded.
+    Words are quoted as described in systemd.syntax(7) and systemd.service(5): `%` and `$` would be expanded.
     """
     import getpass
 
@@ -344,12 +355,12 @@ def can_use_systemd() -> bool:
 
 
 def as_root(*words: str) -> list[str]:
-    """Return a command as root."""
+    """Return the command that runs `words` as root."""
     return list(words) if os.geteuid() == 0 else ["sudo", "-n", *words]
 
 
 def write_as_root(path: str, text: str) -> None:
-    """Write a file of root's."""
+    """Write a file as root, readable by everyone."""
     subprocess.run(as_root("tee", path), input=text.encode(), stdout=subprocess.DEVNULL, check=True)
     subprocess.run(as_root("chmod", "644", path), check=True)
 

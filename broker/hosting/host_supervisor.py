@@ -1,6 +1,6 @@
 """Restart a server whenever it fails: `python3 -I -S host_supervisor.py FOLDER`; standard library only.
 
-Also the helpers of `host_program.py`, which is sent after this file. Python 3.8 and later, Linux.
+It also holds the helpers of `host_program.py`, which is sent after this file. Python 3.8 and later, Linux.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 REPLACED = "state/server/replaced"  # written by a server that another one has replaced
 RESTART_S_MAX = 30.0
+PAUSE_S = 0.1
 
 
 def supervise(folder: str) -> None:
@@ -40,21 +41,24 @@ def supervise(folder: str) -> None:
 
         signal.signal(signal.SIGTERM, pass_on)
         code = child.wait()
-        if stopping or code == 0 or os.path.exists(os.path.join(folder, REPLACED)):
+        is_over = code == 0 or os.path.exists(os.path.join(folder, REPLACED))
+        wait_s = 1.0 if time.monotonic() - begin_s > RESTART_S_MAX else min(RESTART_S_MAX, 2 * wait_s)
+        restart_s = time.monotonic() + wait_s
+        while not is_over and not stopping and time.monotonic() < restart_s:
+            time.sleep(PAUSE_S)  # short, because a signal does not interrupt a sleep (PEP 475)
+        if is_over or stopping:
             write_text(os.path.join(folder, "given-up"), str(code))
             return
-        wait_s = 1.0 if time.monotonic() - begin_s > RESTART_S_MAX else min(RESTART_S_MAX, 2 * wait_s)
-        time.sleep(wait_s)
 
 
 def make_environment(folder: str, release: str) -> dict[str, Any]:
-    """Return the environment of the server: its own state folder and program."""
+    """Return the environment of the server, with its state folder and the release to run."""
     own = {"BROKER_HOME": os.path.join(folder, "state"), "PYTHONPATH": release, "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own}
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last line that begins with `error:`, else the last line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "no output")
 
@@ -69,12 +73,12 @@ def read_bytes(path: str) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """Return a file's text without the final newline; empty if it cannot be read."""
+    """Return a file's text without surrounding whitespace; empty if it cannot be read."""
     return read_bytes(path).decode("utf-8", "replace").strip()
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none."""
+    """Return the JSON object in a file; empty if the file is missing or holds none."""
     try:
         found = json.loads(read_bytes(path) or b"{}")
     except ValueError:
@@ -98,7 +102,7 @@ def write_bytes(path: str, content: bytes) -> None:
 
 
 def write_json(path: str, value: object) -> None:
-    """Replace a file by JSON."""
+    """Replace a file with JSON, atomically."""
     write_text(path, json.dumps(value))
 
 

@@ -34,16 +34,16 @@ from broker.task.codec import encode_task
 from broker.types import Task
 
 STOP_S, LOOK_S = 60.0, 0.2
-MOVING = "moving/"  # begins the keys of `meta` that hold tasks with the server's paths
-SCHEDULE = "schedule/"  # after it, the name of a schedule
+MOVING = "moving/"  # prefix of the keys in `meta` that hold tasks with the server's paths
+SCHEDULE = "schedule/"  # follows MOVING in the key of a schedule, before its name
 LOGS = "logs/jobs"
-SEEN_HERE = ("local", "checkpoints")  # folders that a server on this machine sees as they are
+SEEN_HERE = ("local", "checkpoints")  # folders that a server on this machine uses in place, through links
 EMPTIED = ("tokens", "owners", "audit", "commitments", "limits")
 
 
 @frozen
 class LocalWork:
-    """What a move takes along: live jobs as `ID NAME STATUS`, and the names of clusters and services."""
+    """The work of this state folder: live jobs as `ID NAME STATUS`, and the names of clusters and services."""
 
     jobs: tuple[str, ...]
     clusters: tuple[str, ...]
@@ -51,7 +51,7 @@ class LocalWork:
 
 
 def list_work(context: Context) -> LocalWork:
-    """List what would move."""
+    """List live jobs, clusters and services; a move takes all but the services."""
     lines = [line for line in context.store.jobs.list_lines(0) if not line.status.is_terminal]
     return LocalWork(
         jobs=tuple(f"{line.id} {line.name} {line.status.value}" for line in lines),
@@ -61,7 +61,7 @@ def list_work(context: Context) -> LocalWork:
 
 
 def check_movable(context: Context, hosting: Hosting, server: HostedServer, work: LocalWork) -> None:
-    """Raise UsageError for work that cannot move, or a server that has work of its own."""
+    """Raise UsageError if the work cannot move, or if the server has work of its own."""
     if context.store.is_shared:
         raise UsageError(
             "this state is in PostgreSQL, which servers can share", hints=["start a server with `--state URL`"]
@@ -105,7 +105,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
 
         def edit(connection: sqlite3.Connection) -> None:
             _empty(connection)
-            if status["key"]:  # it stays; without one, the server gets ours
+            if status["key"]:  # the server keeps its key; if it has none, it gets ours
                 _seal_again(
                     connection, SecretBox(load_key(home)), SecretBox(read_key(status["key"], "the server's key"))
                 )
@@ -120,7 +120,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
 def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine) -> Mapping[str, Task]:
     """Upload the local files of live jobs and of schedules; return the tasks with the server's paths.
 
-    They are by the job's ID, or by `schedule/` and the name of the schedule.
+    Keys are job IDs, or `schedule/` with the name of the schedule.
     """
     session = hosting.open(server)
     state = asyncio.run(call(machine, {**hosting.make_request(server), "verb": "status"}))["state"]
@@ -153,13 +153,13 @@ def _send_files(context: Context, hosting: Hosting, server: HostedServer, machin
 
 
 def _write_tasks(context: Context, tasks: Mapping[str, Task]) -> None:
-    """Keep the tasks with the server's paths for the copy; they are in a table only the move reads."""
+    """Store the tasks with the server's paths for the copy, under keys of `meta` that only the move reads."""
     for key, task in tasks.items():
         context.store.meta.put(f"{MOVING}{key}", encode_task(task))
 
 
 def _empty(connection: sqlite3.Connection) -> None:
-    """Give the copy the server's paths, and leave out the people of this machine."""
+    """Give the copy the server's paths, and delete its rows about people, their tokens and their limits."""
     rows: list[Any] = connection.execute("SELECT key, value FROM meta WHERE key LIKE 'moving/%'").fetchall()
     for key, task in rows:
         name = key.removeprefix(MOVING)
@@ -186,7 +186,7 @@ def _seal_again(connection: sqlite3.Connection, ours: SecretBox, theirs: SecretB
 
 @contextmanager
 def _stop_daemon(context: Context) -> Iterator[None]:
-    """Hold the daemon's lock: the fenced daemon releases it at its next heartbeat."""
+    """Wait for the daemon's lock and hold it: the fenced daemon releases it at its next heartbeat."""
     end_s = context.clock.now_s() + STOP_S
     while True:
         with hold_lock(context.config) as is_held:
@@ -195,7 +195,7 @@ def _stop_daemon(context: Context) -> Iterator[None]:
                 return
         if context.clock.now_s() > end_s:
             raise StateError(
-                "the jobs daemon of this machine does not stop, though it can no longer write",
+                "the jobs daemon of this machine did not stop, although it can no longer write",
                 hints=("repeat `broker server import-local`",),
             )
         asyncio.run(SystemClock().sleep(LOOK_S))

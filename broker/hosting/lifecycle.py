@@ -1,9 +1,9 @@
-"""The life of a server's machine: up, upgrade, down. Every step may be repeated; the record is written before it.
+"""Set up, upgrade and remove a server on its machine. Every step may be repeated, after the record announces it.
 
     up       record STARTING -> machine -> install -> start -> record UP
-    down     record ENDING -> stop and remove -> machine -> no record
+    down     record ENDING -> stop and remove -> end the machine -> no record
 
-A command that was killed leaves the record, so the next `up` continues it, and the next `down` removes what it made.
+A command that was killed leaves the record, so the next `up` continues, and the next `down` removes what exists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FindsMachine(Protocol):
     """Provides the machine of a server."""
 
     def ensure(self, server: HostedServer) -> HostMachine:
-        """Return the machine, created if it is ours to create. Raises BrokerError."""
+        """Return the machine; create it first if it is a cluster. Raises BrokerError."""
         ...
 
     def find(self, server: HostedServer) -> HostMachine | None:
@@ -43,7 +43,7 @@ class FindsMachine(Protocol):
 
 @frozen
 class Census:
-    """What a server drives: `down` would end it."""
+    """The number of live jobs, clusters and services of a server."""
 
     jobs: int
     clusters: int
@@ -55,13 +55,13 @@ class Census:
         return bool(self.jobs or self.clusters or self.services)
 
     def describe(self) -> str:
-        """Return what runs, as `2 jobs, 1 cluster`."""
+        """Return the counts above 0, such as `2 jobs, 1 cluster`."""
         counts = (("job", self.jobs), ("cluster", self.clusters), ("service", self.services))
         return ", ".join(f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts if count)
 
 
 class Hosting:
-    """Brings up, upgrades and ends the server of one installation."""
+    """Brings up, upgrades and takes down the server of one installation."""
 
     def __init__(
         self, record: HostedRecord, machines: FindsMachine, *, owner: str, note: Callable[[str], None]
@@ -90,7 +90,7 @@ class Hosting:
         return self._install_and_start(begun, machine)
 
     def upgrade(self) -> HostedServer:
-        """Replace the program by the one that runs here; jobs continue meanwhile. Raises StateError if it fails."""
+        """Replace the server's program with the one that runs here; jobs continue. Raises StateError if that fails."""
         server = self.get()
         machine = self.find_machine(server)
         return self._install_and_start(server, machine)
@@ -123,7 +123,7 @@ class Hosting:
         return {"secret.key": path.read_text()} if path.exists() else {}
 
     def read_status(self) -> tuple[HostedServer, Mapping[str, Any]]:
-        """Return the record, and what the machine reports; an empty report where there is no machine."""
+        """Return the record and the machine's report; without a machine, the report that nothing is installed."""
         server = self.get()
         machine = self._machines.find(server)
         if machine is None:
@@ -133,9 +133,9 @@ class Hosting:
         return server, {name: value for name, value in found.items() if name not in ("token", "key")}
 
     def take_down(self, *, is_forced: bool) -> Census | None:
-        """End the server and its machine. Raises UsageError while anything runs on it, unless forced.
+        """Remove the server, and terminate its cluster if it has one. Raises UsageError if it has work, unless forced.
 
-        Returns what it drove; None if it could not be asked.
+        Return the work it had; None if that is unknown.
         """
         server = self.get()
         census = None
@@ -145,7 +145,7 @@ class Hosting:
                 raise UsageError(
                     f"the server runs {census.describe()}",
                     hints=["end them first: `broker jobs cancel --all`, `broker serve down --all`, `broker down --all`",
-                           "`broker server down --force` ends the server without them"],
+                           "`broker server down --force` removes the server and leaves them running"],
                 )  # fmt: skip
         self._end(replace(server, status=HostedStatus.ENDING), is_forced=is_forced)
         return census
@@ -159,8 +159,8 @@ class Hosting:
             if is_forced or server.status is HostedStatus.STARTING:
                 return None
             raise StateError(
-                f"the server cannot be asked what it runs: {error.message}",
-                hints=("repair it with `broker server up`", "end it regardless: `broker server down --force`"),
+                f"cannot find out what the server runs: {error.message}",
+                hints=("repair it with `broker server up`", "remove it regardless: `broker server down --force`"),
             ) from None
 
     def _count_services(self, server: HostedServer) -> tuple[object, ...]:
@@ -169,7 +169,7 @@ class Hosting:
         return tuple(self.open(server).call(list_services, names=()))
 
     def _end(self, server: HostedServer, *, is_forced: bool) -> None:
-        """Remove the server, then its machine; a paid machine that does not answer is terminated all the same."""
+        """Remove the server, then its machine; a cluster is terminated even if its node does not answer."""
         self._record.write(server)
         machine = self._machines.find(server)
         if machine is not None:
@@ -177,7 +177,7 @@ class Hosting:
                 asyncio.run(call(machine, {**self.make_request(server), "verb": "remove"}))
             except BrokerError as error:
                 if server.cluster is None and not is_forced:
-                    hints = (*error.hints, "without the machine: `broker server down --force`")
+                    hints = (*error.hints, "forget the server without reaching it: `broker server down --force`")
                     raise StateError(error.message, hints=hints) from error
                 self._note(f"note: the server was not removed from its machine: {error.message}")
         self._machines.end(server)
@@ -196,11 +196,11 @@ class Hosting:
         """Return the server's machine. Raises StateError if it is gone."""
         machine = self._machines.find(server)
         if machine is None:
-            raise StateError("the machine of the server is gone", hints=("repeat `broker server up`",))
+            raise StateError("the server's machine is gone", hints=("repeat `broker server up`",))
         return machine
 
     def make_request(self, server: HostedServer) -> dict[str, object]:
-        """Return what every request to the host program has."""
+        """Return the fields that every request to the host program has."""
         return {"folder": server.folder, "owner": self._owner}
 
     def make_login(self, server: HostedServer) -> ServerLogin:
@@ -213,6 +213,6 @@ class Hosting:
         try:
             session = RemoteSession(self.make_login(server), on_note=self._note)
         except OSError:
-            raise StateError("the server has not been completely set up") from None
+            raise StateError("the server is not completely set up") from None
         check_handshake(session)
         return session

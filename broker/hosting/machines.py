@@ -1,4 +1,4 @@
-"""The machines that a server can run on: this one, a host that OpenSSH reaches, a node of one of our clusters."""
+"""Define the machines that a server can run on: this one, a host that OpenSSH reaches, a node of a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from broker.types import Node
 
 CALL_S = 900.0  # a call may install packages
 FOLDER = Path(__file__).parent
-# In this order, in one namespace.
+# Executed in this order, in one namespace.
 PROGRAMS = (Path(node_python.__file__), FOLDER / "host_supervisor.py", FOLDER / "host_program.py")
 BOOT = """\
 import sys
@@ -32,11 +32,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class HostMachine(Protocol):
-    """A machine that runs one command at a time. Raises AuthError, TransientError, StateError."""
+    """A machine that runs commands."""
 
     @property
     def listens_on(self) -> str:
-        """The address that the server listens on there."""
+        """The address on which the server listens."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class HostMachine(Protocol):
         ...
 
     async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
-        """Run a command to its end."""
+        """Run a command to its end. Raises AuthError, TransientError or StateError."""
         ...
 
 
@@ -64,7 +64,7 @@ class ThisMachine:
 
 @frozen
 class SshMachine:
-    """A host as the user's OpenSSH configuration names it."""
+    """A host that the user's OpenSSH configuration can reach."""
 
     login: SshLogin
     listens_on: str = "0.0.0.0"
@@ -74,8 +74,8 @@ class SshMachine:
         """The name or address that ssh connects to."""
         config = ["-F", str(self.login.ssh_config)] if self.login.ssh_config else []
         words = [find_program("ssh"), "-G", *config, "--", self.login.host]
-        told = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
-        found = [line.split(" ", 1)[1] for line in told.splitlines() if line.startswith("hostname ")]
+        output = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+        found = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith("hostname ")]
         return found[0] if found else self.login.host
 
     async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
@@ -85,7 +85,7 @@ class SshMachine:
 
 @frozen
 class NodeMachine:
-    """The node of a cluster that broker started."""
+    """The node of a cluster that broker launched."""
 
     transport: Transport
     node: Node
@@ -111,14 +111,17 @@ def parse_ssh(infra: str, ssh_config: str | None = None) -> SshLogin:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme != "ssh" or not parts.hostname or parts.path.strip("/") or parts.password:
-        raise UsageError(f"invalid machine `{infra}`", hints=["it looks like `ssh://[USER@]HOST[:PORT]`"])
+        raise UsageError(f"invalid machine `{infra}`", hints=["the format is `ssh://[USER@]HOST[:PORT]`"])
     return SshLogin(
         host=parts.hostname, user=parts.username, port=port, ssh_config=Path(ssh_config) if ssh_config else None
     )
 
 
 async def call(machine: HostMachine, request: Mapping[str, object], content: bytes = b"") -> Any:
-    """Send the host program with a request; return its answer. Raises StateError with the machine's reason."""
+    """Send the host program and a request; return its answer.
+
+    Raises StateError if the program refuses the request, TransientError if it gives no answer.
+    """
     programs = [path.read_bytes() for path in PROGRAMS]
     stdin = b"".join(programs) + json.dumps(request).encode() + b"\n" + content
     done = await machine.run(["python3", "-I", "-S", "-c", BOOT, *(str(len(each)) for each in programs)], stdin=stdin)
@@ -127,8 +130,8 @@ async def call(machine: HostMachine, request: Mapping[str, object], content: byt
     except ValueError:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise TransientError(
-            f"the machine of the server failed at `{request['verb']}`: {last[:200] or done.returncode}",
-            hints=("it needs `python3` 3.8 or later; repeat the command",),
+            f"`{request['verb']}` failed on the server's machine: {last[:200] or f'exit code {done.returncode}'}",
+            hints=("check that the machine has `python3` 3.8 or later, and repeat the command",),
         ) from None
     if "error" in answer:
         raise StateError(str(answer["error"]), hints=[answer["hint"]] if answer["hint"] else [])

@@ -1,4 +1,4 @@
-"""The record of this installation's server, in the state folder: written before anything is created."""
+"""Keep the record of this installation's server in the state folder; it is written before anything is created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = "hosted"  # below the state folder, mode 0700
 
 
 class HostedStatus(StrEnum):
-    """States of a server: one that was interrupted in the first or last is completed by the next command."""
+    """The states of a server. If STARTING or ENDING is interrupted, the next command completes it."""
 
     STARTING = "STARTING"
     UP = "UP"
@@ -87,6 +87,6 @@ class HostedRecord:
         aside.replace(self._folder / name)
 
     def forget(self) -> None:
-        """Delete the record and the token; already gone is success. The key stays, as backups need it."""
+        """Delete the record and the token; already gone is success. The key stays because backups need it."""
         self.token_path.unlink(missing_ok=True)
         (self._folder / "server.json").unlink(missing_ok=True)

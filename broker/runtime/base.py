@@ -46,7 +46,10 @@ class Transport(Protocol):
 
 @runtime_checkable
 class AsksForAccess(Protocol):
-    """A transport that a firewall may block. `renew_access` is called before giving up on a node; True: try again."""
+    """A transport that a firewall may block.
+
+    `renew_access` is called before giving up on a node, and returns whether to try again.
+    """
 
     renew_access: Callable[[Node], Awaitable[bool]]
 

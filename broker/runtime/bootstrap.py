@@ -8,7 +8,7 @@ import shlex
 from broker.runtime.keys import KeyPair
 
 USER = "ubuntu"
-UNCLAIMED_MINUTES = 30  # longer than any boot; a node without an agent by then has been lost by its creator
+UNCLAIMED_MINUTES = 30  # longer than any boot: the creator of a node that has no agent by then has lost it
 # Enough for the sessions of 64 nodes at once, and as many pending logins (sshd's default: 10).
 MAX_STARTUPS, MAX_SESSIONS = "256:30:512", 256
 

@@ -54,7 +54,7 @@ class Channel:
         self.task: asyncio.Task[None] | None = None
 
     def is_heard(self) -> bool:
-        """Return whether its status is current; close a channel that has been silent for too long."""
+        """Return whether the status is current; close the channel if it has been silent for too long."""
         if self._status is None or self._stream is None:
             return False
         if self._stopwatch.observe(self._clock.now_s()) - self._heard_s > SILENCE_S_MAX:
@@ -107,12 +107,12 @@ class Channel:
             self._stream.write({"pace_s": pace_s})
 
     def is_due(self) -> bool:
-        """Return whether it may be opened now; a wall clock that was set back does not delay it."""
+        """Return whether the channel may be opened now; a wall clock that was set back does not delay it."""
         is_pausing = 0.0 < self._retry_s - self._clock.now_s() <= RETRY_S_MAX
         return (self.task is None or self.task.done()) and not is_pausing
 
     async def keep(self, transport: CanStream, argv: Sequence[str], opening: asyncio.Semaphore) -> None:
-        """Serve the channel until it ends or is unused for a while."""
+        """Open the channel, and serve it until it ends or is unused for a while. Failures are not raised."""
         was_heard = False
         try:
             async with opening:
@@ -132,7 +132,7 @@ class Channel:
             self._retry_s = self._clock.now_s() + pause_s * random.uniform(0.5, 1.0)
 
     async def _read_message(self, stream: Stream, limit_s: float | None) -> bool:
-        """Handle one message; return False if the first one is not a status: then the agent is incompatible."""
+        """Handle one message; return False if none has been a status yet: the agent is then incompatible."""
         try:
             message = await within(stream.read(), limit_s)
         except TimeoutError:
@@ -152,7 +152,7 @@ class Channel:
         return self._status is not None
 
     def wake(self) -> None:
-        """Tell the controller that there is news; without a listener the news is kept until the next wait."""
+        """Notify the controller of a change; without a listener, keep it for the next wait."""
         self.has_news = True
         if self.listener is not None:
             self.listener.set()
@@ -167,7 +167,7 @@ class Channel:
 
 
 def is_status(value: Any) -> bool:
-    """Return whether the fields that we use are valid: nodes are not trusted beyond their own run."""
+    """Return whether the fields in use are valid: nodes are not trusted beyond their own run."""
     return isinstance(value, dict) and all(isinstance(run, dict) for run in value.get("runs", [None]))
 
 
@@ -182,7 +182,7 @@ class Channels:
         self._opening = asyncio.Semaphore(OPENING_MAX)
 
     def find(self, node: Node, run_id: int | None = None) -> Channel | None:
-        """Return the open channel of this run, or of any run, and keep it open."""
+        """Return the node's channel and keep it in use; None if it has none, or one of another run than `run_id`."""
         channel = self._channels.get(node.id)
         if channel is None or run_id not in (None, channel.run_id):
             return None
@@ -190,7 +190,7 @@ class Channels:
         return channel
 
     def keep(self, node: Node, run_id: int) -> Channel:
-        """Keep a channel open until it is unused for a minute; return at once."""
+        """Keep a channel open until it is unused for a minute. Returns at once; the channel may still be opening."""
         now_s = self._clock.now_s()
         channel = self._channels.get(node.id)
         if channel is None or channel.run_id != run_id:

@@ -1,4 +1,4 @@
-"""Make a certificate with its private key: for the nodes of one run, and for the two ends of a service."""
+"""Make a certificate with its private key, for the nodes of one run or for the two ends of a service."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ VALID = timedelta(days=365)
 def make_credential(subject: str, *, valid: timedelta = VALID) -> Secret:
     """Return a self-signed P-256 certificate and its key as one PEM text.
 
-    Both ends of a connection present a certificate that the other was given and trusts alone, so it needs no CA and no
-    host names: possession of the key is membership. Dates are in real time even in a rehearsal: nodes compare them to
-    their clocks.
+    Each end of a connection presents a certificate that the other was given and is the only one it trusts, so neither a
+    CA nor host names are needed: possession of the key is membership. Dates are in real time even in a rehearsal,
+    because nodes compare them with their own clocks.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

@@ -56,10 +56,10 @@ class Gang:
         access: GrantsAccess | None = None,
         find_epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create the gang. `access` grants access to a task's buckets to nodes that have none; None grants nothing.
+        """Create the gang. `access` grants nodes without credentials access to a task's buckets; None grants nothing.
 
-        `find_epoch` returns the epoch of this server, 0 without one. Nodes refuse requests of a lower one than they
-        have seen: each method then raises FencedError.
+        `find_epoch` returns the epoch of this server, 0 without one. Nodes refuse requests with a lower epoch than the
+        highest they have seen: each method then raises FencedError.
         """
         self._transport = transport
         self._clock = clock
@@ -87,7 +87,7 @@ class Gang:
             await self._put(node, f"file_mounts: {target}", Path(source), target)
 
     async def _put(self, node: Node, field: str, source: Path, target: str) -> None:
-        """Copy a source; a missing source is the user's error, which a retry cannot fix."""
+        """Copy a source to a node. A missing source is the user's error, which a retry cannot fix."""
         path = source.expanduser()
         if not path.exists():
             raise InvalidRequestError(f"`{field}`: {path} no longer exists")
@@ -103,9 +103,9 @@ class Gang:
         lease_s: float | None = None,
         head: GangHead | None = None,
     ) -> None:
-        """Submit to the head, which returns ports and credential, then to the other nodes. Idempotent.
+        """Submit to the head, which returns ports and a credential, then to the other nodes. Idempotent.
 
-        A task of a job group is set up; its program starts after `send_peers`. The credential of the first call
+        A task of a job group is only set up; its program starts after `send_peers`. The credential of the first call
         applies: the head keeps it and returns it on every later call.
         """
         nodes = sort_nodes(cluster)
@@ -120,7 +120,7 @@ class Gang:
             "name": task.name or "",
             "setup": task.setup,
             "run": task.run,
-            # A managed job's next attempt may reuse nodes that the last one has set up.
+            # A managed job's next attempt may reuse nodes that the previous one has set up.
             "setup_digest": digest_setup(task, image) if is_managed else None,
             "envs": {**task.envs, **envs},
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
@@ -157,7 +157,7 @@ class Gang:
     async def move_head(
         self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
     ) -> bool:
-        """Tell the new head first: the others learn its port from its answer."""
+        """Call the new head first, because the other members need the port that it returns."""
         nodes = sort_nodes(cluster)
         request = {
             "run_id": run_id,
@@ -232,7 +232,7 @@ class Gang:
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
         """Wait until a node has something new since the last poll, `wake` is set, or the time is up.
 
-        Open a channel to each node that answered the last poll; while one of them has none, sleep briefly.
+        Open a channel to each node if all of them answered the last poll. Until every node has one, sleep briefly.
         """
         if self._channels is None and isinstance(self._transport, CanStream):
             self._channels = Channels(self._transport, [*AGENT_ARGV, "follow"], clock=self._clock)
@@ -242,7 +242,7 @@ class Gang:
             await self._clock.sleep(min(LOOK_S, timeout_s))
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
-        """Request a cancel from every reachable node; the gang ends once any of them receives it."""
+        """Send a cancellation to every reachable node; the gang ends once any of them receives it."""
         await self._call_all(cluster, "cancel", {"run_id": run_id})
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
@@ -291,7 +291,7 @@ class Gang:
             await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
 
     async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
-        """Replace files in the head's exchange folder, in this order, and read others. Raises TransientError.
+        """Replace files in the first node's exchange folder, in this order, and read others. Raises TransientError.
 
         Each file is replaced atomically. A call that fails may have replaced some of them; it may be repeated.
         """
@@ -304,15 +304,17 @@ class Gang:
             )  # fmt: skip
             return Exchanged(files=dict(answer["files"]), digests=dict(answer["digests"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise TransientError(f"the agent on node `{head.id}` gave no answer to an exchange: {error}") from error
+            raise TransientError(
+                f"the agent on node `{head.id}` gave no valid answer to an exchange: {error}"
+            ) from error
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
-        """Make the nodes stop themselves after the idle time, without the broker; None disables it."""
+        """Make the nodes stop themselves after the idle time, without broker's help; None disables this."""
         rule = {"idle_minutes": autostop.idle_minutes, "is_down": autostop.is_down} if autostop else {}
         await self._call_all(cluster, "autostop", rule)
 
     async def idle_minutes(self, cluster: Cluster) -> float | None:
-        """Return the head's idle minutes by the agent's clock; None if it does not answer."""
+        """Return the first node's idle minutes by its agent's clock; None if it does not answer."""
         answer = await self._try_status(sort_nodes(cluster)[0], None)
         return answer["idle_s"] / 60 if answer else None
 
@@ -340,7 +342,7 @@ class Gang:
         )
 
     async def _call_all(self, cluster: Cluster, verb: str, request: Mapping[str, Any]) -> None:
-        """Call all nodes, even if one cannot be reached; then raise that error."""
+        """Call all live nodes, even if one cannot be reached; then raise the error of the first that failed."""
         calls = (self._call(node, verb, request) for node in list_live(cluster.nodes))
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -386,7 +388,7 @@ class Gang:
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:
-    """Return the nodes by rank, the head first."""
+    """Return the nodes by rank."""
     assert cluster.nodes, "a gang has nodes"
     return sorted(cluster.nodes, key=lambda node: node.rank)
 

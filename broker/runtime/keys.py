@@ -62,7 +62,7 @@ class Keys:
         return keys if keys.known_hosts.exists() else None
 
     def ensure(self, cluster: str, token: str) -> GangKeys:
-        """Create the keys on the first call; return the same ones later, even after an interrupted call.
+        """Create the keys on the first call, and return the same ones later. An interrupted call leaves none.
 
         Raises StateError if `ssh-keygen` is missing or fails, or if the keys cannot be written.
         """
@@ -71,8 +71,8 @@ class Keys:
             return keys if keys.known_hosts.exists() else self._make(keys)
         except OSError as error:
             raise StateError(
-                f"the keys of `{cluster}` cannot be written to {self._root}: {error.strerror or error}",
-                hints=(f"check that {self._root} is a writable folder and its disk is not full",),
+                f"cannot write the keys of `{cluster}` to {self._root}: {error.strerror or error}",
+                hints=(f"check that {self._root} is a writable folder and that its disk is not full",),
             ) from error
 
     def _make(self, keys: GangKeys) -> GangKeys:
@@ -86,7 +86,7 @@ class Keys:
             write_private(aside / "known_hosts", f"{keys.alias} {kind} {blob}\n")
             aside.rename(keys.folder)
         except OSError:
-            if not keys.known_hosts.exists():  # otherwise another process was faster: its keys apply
+            if not keys.known_hosts.exists():  # otherwise another process was faster, and its keys apply
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Find a Python on a node that can run broker, or install one. Standard library only, Python 3.8 and later, Linux.
 
-It is sent to nodes ahead of the program that uses it, by `hosting/machines.py` and `serve/gateway_bundle.py`.
+`hosting/machines.py` and `serve/gateway_bundle.py` send it to nodes ahead of the program that uses it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ subprocess.run([uv, "pip", "install", "--python", folder + "/venv/bin/python", *
 
 
 class NoPythonError(Exception):
-    """No Python here can run broker: why, and the next step."""
+    """Raised if no Python on this machine can run broker, with the reason and a hint."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -51,10 +51,10 @@ class NoPythonError(Exception):
 def find_broker_python(
     root: str, release: str, *, needs: Sequence[Sequence[str]], packages: Sequence[str], named: str = ""
 ) -> str:
-    """Return a Python of 3.11 or later with the packages: `named`, or one that is here, else a new one below `root`.
+    """Return a Python 3.11 or later with the packages: `named` if given, else an installed one, else a new one in `root`.
 
-    `needs` has the packages with their least versions, `packages` the same as pip reads them; `release` is the unpacked
-    wheel of broker. A call that was interrupted may be repeated. Raises NoPythonError.
+    `needs` lists the packages with their minimum versions, `packages` the same packages as pip requirements; `release`
+    is the unpacked wheel of broker. An interrupted call may be repeated. Raises NoPythonError.
     """
     needed = json.dumps([list(each) for each in needs])
     place = os.path.join(root, hashlib.sha256(needed.encode()).hexdigest()[:16])
@@ -65,7 +65,7 @@ def find_broker_python(
             return path
     if named:
         raise NoPythonError(
-            "`%s` on that machine is not a Python 3.11 with the packages of broker" % named,
+            "`%s` on that machine is not Python 3.11 or later with the packages that broker requires" % named,
             "omit `--python` to have one installed",
         )
     os.makedirs(place, exist_ok=True)
@@ -80,7 +80,7 @@ def find_broker_python(
             (line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "no output"
         )
         raise NoPythonError(
-            "the packages of broker cannot be installed on that machine: " + said,
-            "let it reach a package index, or name a Python that has them with `--python`",
+            "the packages that broker requires cannot be installed on that machine: " + said,
+            "give it access to a package index, or pass `--python` with a Python that has the packages",
         )
     return own

@@ -1,4 +1,4 @@
-"""Pack the installed broker as a wheel, reproducibly: what a server's machine runs is what runs here."""
+"""Pack the installed broker as a reproducible wheel, so that a server's machine runs the same code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)(?:;\s*(.*)
 
 @frozen
 class Wheel:
-    """`digest` is the SHA-256 of `content`."""
+    """A packed wheel. `digest` is the SHA-256 of `content`, in hexadecimal."""
 
     digest: str
     content: bytes
@@ -34,7 +34,7 @@ class Wheel:
 
 @frozen
 class Requirement:
-    """A package that broker needs: as pip reads it, and its name with the least version."""
+    """A package that broker needs: `text` as pip reads it, and `name` with the minimum version, `0` for any."""
 
     text: str
     name: str
@@ -43,7 +43,7 @@ class Requirement:
 
 @cache
 def pack_wheel() -> Wheel:
-    """Pack the installed packages. Raises StateError if one is missing."""
+    """Pack the installed packages of the distribution. Raises StateError if one is missing."""
     files: dict[str, bytes] = {}
     for package in PACKAGES:
         folder = _find_folder(package)

@@ -1,4 +1,4 @@
-"""The agent as an archive with the script that unpacks it, and the digest of a setup, by which a node skips it."""
+"""Pack the agent for a node, with the script that unpacks it, and digest a setup so that a node can skip it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 
 @cache
 def pack_agent() -> tuple[str, bytes]:
-    """Pack the agent's files; return the digest and the archive."""
+    """Pack the agent's files; return the archive's SHA-256 and the archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in agent.FILES:
@@ -32,6 +32,6 @@ def pack_agent() -> tuple[str, bytes]:
 
 
 def digest_setup(task: Task, image: str | None) -> str:
-    """Return a digest of everything that `setup` depends on, by which a node skips a repeated one."""
+    """Return a digest of `setup`, its image and its envs: a node skips a setup that it has run with the same ones."""
     parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Reports on a run: its nodes' answers to one poll, and their pending uploads."""
+"""Build reports on a run from its nodes' answers to one poll, and on their pending uploads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from broker.frozen import frozen
 from broker.types import NodeFault, NodeSample, OwnTime, Progress, Run, RunStatus, SetupResult, SlowNetwork
 
-TEXT_MAX = 300  # of a fault's reason and of a serial
+TEXT_MAX = 300  # characters of a reason, a serial or another text from a node
 OWN_S_MAX = 1e6
 NUMBER_MAX = 1e15
 SETUP_RESULTS = ("used", "kept", "not_kept")  # as in `agent_setup_steps.py`
@@ -17,7 +17,7 @@ SERIALS_MAX = 32  # two for each GPU
 
 @frozen
 class Exchanged:
-    """What a node answered to an exchange of files: those that were read, and the SHA-256 of each that it holds."""
+    """A node's answer to an exchange of files: the text of those that were read, and the SHA-256 of each it holds."""
 
     files: Mapping[str, str]
     digests: Mapping[str, str]
@@ -33,12 +33,12 @@ class GangReport:
     while the program has ended but its files are still being uploaded. `unflushed`: for a run that FAILED although its
     program succeeded, why its files did not arrive and where they are. `unfit`: ranks that could not join a running
     elastic gang because `setup` failed, with the reason.
-    `faults`: faults of nodes that were detected before the program started; `network`: its speed, if all of it is slow.
-    `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
-    `setups`: what became of the archive of `setup` on each node that used one or may keep one.
+    `faults`: faults of nodes that were detected before the program started; `network`: the network's speed if it is
+    slow. `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
+    `setups`: the result of caching `setup` on each node that used an archive or may keep one.
     `followers`: the ranks whose program continues when another node becomes the gang's head.
-    `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
-    `is_ready`: the gang is set up and waits for its job group; `port`: the one chosen for its service in the group.
+    `samples`: what nodes reported about themselves since the last poll, with their ranks; a sample may be repeated.
+    `is_ready`: the gang is set up and waits for its job group; `port`: the port chosen for its service in the group.
     """
 
     status: RunStatus
@@ -80,7 +80,7 @@ class Uploads:
 
 
 def find_head(runs: Sequence[Mapping[str, Any] | None]) -> int:
-    """Return the rank of the head: that of the highest epoch that a node knows, 0 without an answer."""
+    """Return the rank of the head: the one of the highest epoch that a node knows, 0 if no node answered."""
     heads = [(run.get("head_epoch"), run.get("head_rank")) for run in runs if run]
     valid = [(epoch, rank) for epoch, rank in heads if isinstance(epoch, int) and isinstance(rank, int)]
     rank = max(valid, default=(0, 0))[1]
@@ -107,9 +107,9 @@ def find_newest_progress(runs: Sequence[Mapping[str, Any] | None], head: int) ->
 
 
 def gather_runs(cluster: str, answers: Mapping[int, Mapping[str, Any] | None]) -> Sequence[Run]:
-    """Return the runs that nodes know, by id; of each, the state that its present head reports.
+    """Return the runs that nodes know, by id, each in the state that its current head reports.
 
-    `answers`: those of the nodes by rank. If the head of a run does not answer, the node of the lowest rank counts.
+    `answers`: the nodes' answers by rank. If the head of a run does not answer, the node of the lowest rank counts.
     """
     known: dict[int, list[tuple[int, bool, int, Mapping[str, Any]]]] = {}
     for rank, answer in answers.items():
@@ -134,7 +134,7 @@ def _make_run(cluster: str, run: Mapping[str, Any]) -> Run:
 
 
 def find_unfit(runs: Sequence[Mapping[str, Any] | None], head: int = 0) -> tuple[tuple[int, str], ...]:
-    """Return replacement ranks whose `setup` failed while the head's program runs, with the reason."""
+    """Return the ranks whose `setup` failed while the head's program runs, with the reason: replacement nodes."""
     leader = runs[head] if runs else None
     if leader is None or leader["status"] != RunStatus.RUNNING:
         return ()
@@ -143,7 +143,7 @@ def find_unfit(runs: Sequence[Mapping[str, Any] | None], head: int = 0) -> tuple
 
 
 def find_faults(runs: Sequence[Mapping[str, Any] | None]) -> tuple[NodeFault, ...]:
-    """Return the faults that nodes report of themselves; an invalid report, or none, is no fault."""
+    """Return the faults that nodes report about themselves; invalid reports are ignored."""
     found = []
     for rank, run in enumerate(runs):
         fault = run.get("fault") if run else None
@@ -156,7 +156,7 @@ def find_faults(runs: Sequence[Mapping[str, Any] | None]) -> tuple[NodeFault, ..
 
 
 def find_slow_network(run: Mapping[str, Any]) -> SlowNetwork | None:
-    """Return the head's report of a slow network; an invalid report, or one of a network that is not, is None."""
+    """Return the head's report of a slow network; None if the network is not slow or the report is invalid."""
     report = run.get("network")
     if not isinstance(report, Mapping) or report.get("is_slow") is not True:
         return None
@@ -195,7 +195,7 @@ def find_own_times(runs: Sequence[Mapping[str, Any] | None]) -> tuple[OwnTime, .
 
 
 def find_setups(runs: Sequence[Mapping[str, Any] | None]) -> tuple[SetupResult, ...]:
-    """Return what nodes report of their setup archives; an invalid report counts as none."""
+    """Return what nodes report about their setup archives; invalid reports are ignored."""
     found = []
     for rank, run in enumerate(runs):
         report = run.get("setup") if run else None

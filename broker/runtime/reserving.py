@@ -9,8 +9,8 @@ from broker.frozen import frozen
 from broker.task.accelerators import find_maker
 from broker.types import Cluster, Resources, Task
 
-# The variable that limits a program to some of a node's accelerators. Other makers' (TPUs also need their topology,
-# Neuron counts cores) are not shared: a run on them gets the whole node.
+# The variable that limits a program to some of a node's accelerators, by maker. Accelerators of other makers are not
+# shared (TPUs also need their topology, Neuron counts cores): a run on them gets the whole node.
 VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 
@@ -28,10 +28,10 @@ class Reservation:
 
 
 def find_reservation(task: Task, cluster: Cluster) -> Reservation | None:
-    """Return the task's reservation; None for whole nodes, as for a task without accelerators.
+    """Return the task's reservation; None if the run gets whole nodes, such as a task without accelerators.
 
     Among the alternatives that fit the cluster, one that requests exactly a node's accelerators is preferred, then the
-    first. Raises UsageError if none fits because such a run would never start.
+    first. Raises UsageError if none fits, because such a run would never start.
     """
     offer = cluster.placement.offer
     requested = [resources for resources in task.resources if resources.accelerator]

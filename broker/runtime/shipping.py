@@ -61,7 +61,7 @@ class Archive:
 
     @property
     def name(self) -> str:
-        """The folder of the archive on a node, from its digest."""
+        """The name of the archive's folder on a node, derived from the digest."""
         return self.digest[:DIGEST_LENGTH]
 
 
@@ -71,13 +71,13 @@ def needs_trainers(task: Task) -> bool:
 
 
 async def send_trainers(transport: Transport, node: Node) -> None:
-    """Put the trainers on a node; unchanged ones stay. Raises TransientError if that fails."""
+    """Send the trainers to a node, which ignores an archive it already has. Raises TransientError if that fails."""
     archive = pack_trainers()
     argv = ["python3", "-I", "-S", "-c", UNPACK, archive.digest, archive.name]
     result = await transport.run(node, argv, timeout_s=SEND_S, stdin=archive.content)
     if result.returncode:
         last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise TransientError(f"the trainers cannot be put on node `{node.id}`: {last[:200]}")
+        raise TransientError(f"the trainers cannot be installed on node `{node.id}`: {last[:200]}")
 
 
 @cache

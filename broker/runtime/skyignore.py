@@ -1,10 +1,10 @@
 """Select the files of a folder to send to nodes and buckets: all but those that ignore files exclude, by git's rules.
 
-Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Such files
+Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Ignore files
 in subfolders apply below them. Every sender uses `walk`, so all send the same files.
 
-A clone that broker made is sent whole, with its `.git`: programs read their version from it.
-A state folder is never sent: it holds keys, and the nodes of the local cloud, whose copies it would grow by.
+A clone that broker made is sent completely, with its `.git`, because programs read their version from it.
+A state folder is never sent: it holds keys and the nodes of the local cloud, so each copy to such a node would grow it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from broker.config import is_state_folder
 
 CLONE_MARK = "broker-clone"  # a file in the `.git` of a clone that broker made
 NEVER_COPIED = (".git", ".venv", "__pycache__")
-Pattern = tuple[re.Pattern[str], bool]  # and whether it excludes; `!` includes again
+Pattern = tuple[re.Pattern[str], bool]  # (expression, whether it excludes); a pattern with `!` includes again
 Rules = tuple[tuple[str, tuple[Pattern, ...]], ...]  # (folder relative to the source, its patterns), innermost last
 
 

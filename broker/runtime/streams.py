@@ -16,7 +16,7 @@ _closed: list[subprocess.Popen[bytes]] = []  # local processes that are ending, 
 
 
 class Stream:
-    """A stream that ends when either side closes it. `process`: the local program that carries it, if any."""
+    """A stream of messages that ends when either side closes it. `process`: the local program that carries it, if any."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Stream:
         return message
 
     def write(self, message: Mapping[str, Any] | None) -> None:
-        """Write one line; None writes an empty one. Messages to a closed stream are dropped."""
+        """Write a message as one line, None as an empty line. Messages to a closed stream are dropped."""
         if not self._writer.is_closing():
             self._writer.write(b"\n" if message is None else json.dumps(message).encode() + b"\n")
 
@@ -61,7 +61,7 @@ class Stream:
 async def open_program(argv: Sequence[str], *, first: bytes = b"") -> Stream:
     """Start a local program on one socket: no thread waits for it, and it takes one descriptor instead of three.
 
-    `first` is written to it before any message.
+    `first` is written to the program before any message.
     """
     _reap()
     ours, theirs = socket.socketpair()

@@ -93,7 +93,7 @@ def test_failed_server_is_restarted_and_repaired(hosted: Hosted) -> None:
     for pid in [*hosted.find_processes("host_supervisor"), *hosted.find_processes("broker server start")]:
         os.kill(pid, signal.SIGKILL)
     assert not hosted.read_status()["is_running"]
-    assert "cannot be asked what it runs" in hosted.run("server", "down", code=4).stderr
+    assert "cannot find out what the server runs" in hosted.run("server", "down", code=4).stderr
     hosted.up()
     assert hosted.read_status()["is_running"]
 

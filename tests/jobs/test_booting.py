@@ -126,7 +126,7 @@ def test_failure_that_repeats_at_once_is_shown_every_fifteen_seconds() -> None:
     cluster = make_cluster(NodeState.RUNNING)
 
     async def prepare(cluster: Cluster, task: Task) -> None:
-        raise TransientError("the agent cannot be put on node `n`: mktemp: not found")
+        raise TransientError("the agent cannot be installed on node `n`: mktemp: not found")
 
     async def refresh(cluster: Cluster) -> Cluster:
         return cluster

@@ -1,7 +1,7 @@
-"""Reach a node that is a process tree on a foreign host: through a program that leads to its machine's socket.
+"""Reach a node that is a process tree on another host, through a program there that relays to its machine's socket.
 
-A subclass defines how that program, `RELAY`, is started on the node's host: over ssh, or by `srun`. Commands then run
-inside the node, as in the local cloud, so they all end with it.
+A subclass defines how that program, `RELAY`, is started on the node's host: by ssh, `srun` or `kubectl exec`. Commands
+then run inside the node, as in the local cloud, so they all end with it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from broker.types import Node
 
 MARGIN_S = 15.0  # to start the relay: a login, or a step of a batch system
 STREAM_S = 30.0
-# argv: the node's folder, below the home of the login; `{user}` in it is the number of the user. Copies standard input
-# to the machine's socket, and its answer to standard output; either end closes the other.
+# argv: the node's folder, relative to the home folder of the login; `{user}` in it stands for the user's numeric ID.
+# Copies standard input to the machine's socket, and its answer to standard output; either end closes the other.
 RELAY = """\
 import json, os, socket, sys, threading
 os.chdir(os.path.expanduser("~"))
@@ -66,7 +66,7 @@ class MachineTransport:
         raise NotImplementedError
 
     def _find_folder(self, node: Node) -> str:
-        """Return the node's folder, below the home of the login."""
+        """Return the node's folder, relative to the home folder of the login."""
         raise NotImplementedError
 
     async def run(
@@ -87,7 +87,7 @@ class MachineTransport:
         data = stdin if isinstance(stdin, bytes) else await asyncio.to_thread(stdin.read)
         result = await self.run(node, ["sh", "-c", command], timeout_s=timeout_s, stdin=data)
         if result.returncode:
-            raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")
+            raise TransientError(f"copying to node `{node.id}` failed{explain(result.stderr)}")
         return result
 
     async def put(self, node: Node, source: Path, target: str) -> None:
@@ -101,8 +101,8 @@ class MachineTransport:
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
         """Open a session with a program in the node, without waiting for its first output.
 
-        Raises TransientError if the relay does not start on this machine, StateError if the file does not list the
-        host.
+        Raises TransientError if the relay does not start on this machine, StateError if the site's file does not list
+        the host.
         """
         try:
             header = pack_header(argv, timeout_s=STREAM_S, is_stream=True)
@@ -111,7 +111,7 @@ class MachineTransport:
             raise TransientError(f"node `{node.id}` cannot be reached: {error.strerror}") from error
 
     async def open_shell(self, node: Node) -> Shell:
-        """Return a shell with the node's environment; it ends with the node although it is not started inside it."""
+        """Return a shell with the node's environment, by which it ends with the node despite starting outside it."""
         result = await self.run(node, ["env", "-0"], timeout_s=STREAM_S)
         pairs = (line.partition("=") for line in result.stdout.decode(errors="replace").split("\0") if line)
         env = {name: value for name, _, value in pairs if name.isidentifier()}

@@ -1,4 +1,4 @@
-"""Reach a node on a host of an SSH pool: log in as `ssh_pools.yaml` says, then through the node's machine."""
+"""Reach a node on a host of an SSH pool: log in as configured in `ssh_pools.yaml`, then use the node's machine."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ FIRST_LOOK_S = 0.1
 LOOK_S_MAX = 1.0
 # Until a node's boot script has finished, its sshd is down or presents a host key that is not ours.
 PATIENCE_S = 60.0
-# A keepalive per second costs 0.18 ms of CPU time per second and connection. Above this many sessions keepalives are
-# sent less often, and the loss of a host that loses power is detected after 20 s instead of 4 s.
+# A keepalive per second costs 0.18 ms of CPU time per second and connection. Above this number of sessions, keepalives
+# are sent less often, and the failure of a host that loses power is detected after 20 s instead of 4 s.
 SESSIONS_PER_S_MAX, MANY_ALIVE_INTERVAL_S = 500, 5
 RENEWED_S = 15.0  # a new firewall rule takes effect within seconds
 KILLED = 128 + signal.SIGKILL
@@ -52,7 +52,7 @@ def make_transport(config: Config, *, clock: Clock) -> SshTransport:
 
 
 async def renew_nothing(node: Node) -> bool:
-    """Return False: without a provisioner no firewall can be changed."""
+    """Return False: without a provisioner, no firewall can be changed."""
     return False
 
 
@@ -104,21 +104,20 @@ class SshTransport:
         """Run a shell command without the wrapper. Raises TransientError if it or ssh fails."""
         result = await self._ssh(node, command, timeout_s=timeout_s, stdin=stdin)
         if result.returncode:
-            raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")
+            raise TransientError(f"copying to node `{node.id}` failed{explain(result.stderr)}")
         return result
 
     async def open_shell(self, node: Node) -> Shell:
-        """Connect first, so that an unreachable node is an error here and not in the shell."""
+        """Connect and return the ssh command. An unreachable node is thus an error here and not in the shell."""
         await self._connect(node)
         route = self._find(node)
         argv = (find_program("ssh"), "-t", *route.options, route.host)
         return Shell(argv=argv, env={}, folder=str(Path.home()))
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
-        """Open a session that also carries the connection shared by all other calls: one local process per host, not
-        two.
+        """Open a session that also carries the connection for all other calls: one local process per host, not two.
 
-        The connection from `_connect` is told to stop after its last call; otherwise calls would keep using it.
+        The connection from `_connect` is asked to stop after its last call; otherwise calls would keep using it.
         """
         await self._connect(node)
         route = self._find(node)

@@ -55,7 +55,7 @@ async def put_files(
 ) -> None:
     """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files.
 
-    Without a `remote_shell`, or where one of both machines has no rsync, files are sent by tar.
+    Without a `remote_shell`, or if either machine lacks rsync, files are sent by tar.
     """
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
@@ -126,7 +126,7 @@ def is_changed(file: Path, name: str, remote: Remote) -> bool:
 
 
 async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mapping[str, Path]) -> None:
-    """Send the entries as one archive to a folder, which is created. Raises TransientError."""
+    """Send the entries as one archive to a folder, which is created if missing. Raises TransientError."""
 
     def pack(archive: IO[bytes]) -> None:
         with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -153,4 +153,4 @@ async def send_by_rsync(
     argv = [*rsync, *options, f"{source}/", f"{host}:{folder}/"]
     result = await call(argv, stdin=names, timeout_s=COPY_S, what=f"node `{node.id}`")
     if result.returncode:
-        raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")
+        raise TransientError(f"copying to node `{node.id}` failed{explain(result.stderr)}")
