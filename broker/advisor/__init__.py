@@ -1,1 +1,1 @@
-"""Recommend how to train a model: instances, layout, time and cost."""
+"""Recommend how to train or serve a model: instances, layout, time and cost."""

@@ -22,7 +22,7 @@ BATCH_WORTH = 1.03  # a smaller batch with less speedup is not mentioned
 SAME_COST = 1.01  # of two options this close in cost, the faster is recommended, as in `broker plan`
 HORIZON_HOURS = 30 * 24.0  # without a deadline, longer options are not recommended
 GPUS_MAX = 512
-SPOT_GANG_GPUS = 512  # above this many in one spot gang, a warning: our assumption, as clouds publish no figure
+SPOT_GANG_GPUS = 512  # above this number in one spot gang, warn: our assumption, because clouds publish no figure
 SMALL_NODE_COUNT_MAX = 8  # of nodes with fewer than four cards: larger gangs of them are not used in practice
 PRICED_MAX = 60  # layouts for which a plan is computed: the cheapest by their lowest price
 # A step pauses while every card copies its states to the host; restoring reads them from storage.
@@ -39,7 +39,7 @@ WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
 
 @frozen
 class Wish:
-    """The user's request. `spot` None allows both; empty `gpus` allows every card that supports the precision."""
+    """The user's request. `spot=None` allows both; empty `gpus` allows every card that supports the precision."""
 
     training: Training
     gpus: tuple[str, ...] = ()
@@ -80,9 +80,9 @@ class Option:
 
 @frozen
 class Advice:
-    """Options, cheapest first, one for each card and number of cards per node; never empty.
+    """The recommended option, then others by increasing cost: one for each card and number of cards per node.
 
-    `faster` are Pareto-optimal options after the cheapest, in order of decreasing time.
+    `options` is never empty. `faster` has the options that are faster than the first, in order of decreasing time.
     """
 
     options: tuple[Option, ...]
@@ -93,14 +93,16 @@ class Advice:
 def make_advice(
     wish: Wish, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures], *, prices_as_of: str
 ) -> Advice:
-    """Rank ways to train by expected dollars. Pure.
+    """Rank ways to train by their expected cost in USD, including the value of time. Pure.
 
-    Raises NoOfferError if nothing fits the memory, the deadline or the budget, with the size of the miss.
+    Raises NoOfferError, which states the size of the miss, if nothing fits the memory, the deadline or the budget.
     """
     kinds = group_offers(wish, offers, figures)
     if not kinds:
         raise NoOfferError(
-            "no available GPU supports this precision",
+            "no offered GPU of known speed is among the requested ones"
+            if wish.gpus
+            else "no offered GPU of known speed supports this precision",
             hints=["pass other `--gpus`, or another `--dtype`; list all with `broker gpus`"],
         )
     layouts = [(layout, sold) for hardware, sold in kinds.items() for layout in list_layouts(wish, hardware)]
@@ -142,7 +144,7 @@ def _score(wish: Wish, option: Option) -> float:
 
 
 def find_hours(training: Training, layout: Layout) -> float:
-    """Return hours without faults."""
+    """Return the hours of a training without faults."""
     return training.steps * layout.step.total_s * OVERHEAD / 3600
 
 
@@ -298,7 +300,7 @@ def _is_met(wish: Wish, option: Option, limit: float) -> bool:
 
 
 def _find_faster(met: Sequence[Option], first: Option) -> tuple[Option, ...]:
-    """List options from the first on, each at least a tenth faster than the previous. `met` is sorted by price."""
+    """List options after the first, each at least a tenth faster than the previous one. `met` is sorted by cost."""
     frontier = [first]
     for each in met:
         if each.hours < frontier[-1].hours * 0.9:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from broker.frozen import frozen
 from broker.optimizer.model_shape import ModelShape
 
-EXPERTS_PER_TOKEN = 2  # as Mixtral; the trainer's default
-# Ranks share experts evenly. Of few experts an odd one matters more than that ranks of a whole node can share them.
+EXPERTS_PER_TOKEN = 2  # as in Mixtral; the trainer's default
+# Ranks share experts evenly, so their number is rounded: to eight for the ranks of a whole node, or to two if there are
+# so few that eight would change the model too much.
 FEW_EXPERTS, FEW_MULTIPLE, MANY_MULTIPLE = 32, 2, 8
 
 
@@ -24,8 +25,8 @@ class Experts:
 def find_experts(shape: ModelShape) -> Experts | None:
     """Return the experts of a shape; None if it has none.
 
-    The active part of a block's MLP is divided among the experts that a token uses, so that idle parameters give the
-    number of the others: 2 of 4.3 billion parameters each, with 34 billion idle, leave 8 others.
+    The active part of a block's MLP is divided among the experts that a token uses, so the idle parameters give the
+    number of the other experts: with 2 active ones of 4.3 billion parameters each, 34 billion idle ones are 8 others.
     """
     if not shape.idle_parameters:
         return None

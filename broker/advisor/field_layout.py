@@ -1,7 +1,6 @@
-"""Layouts of programs such as Megatron-LM or torchtitan, which the bundled trainer lacks, with the costs of common
-practice.
+"""List layouts of programs such as Megatron-LM or torchtitan that the bundled trainer lacks, and count their memory.
 
-Sequence, context and expert parallelism, interleaved stages, and optimizer states sharded over data ranks.
+They have sequence, context and expert parallelism, interleaved stages, and optimizer states sharded over data ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _list_schedules(shape: ModelShape, pipeline: int, replicas: int) -> list[tup
 def measure_field_memory(
     shape: ModelShape, sharding: Sharding, *, sequence: int, micro_batch: int, micro_batches: int, recompute: Recompute
 ) -> MemoryEstimate:
-    """Return bytes on the fullest rank, without attention scores, as flash attention does not store them."""
+    """Return bytes on the fullest rank, without attention scores, because flash attention does not store them."""
     own, replicas = count_own_parameters(shape, sharding), sharding.replicas
     # Expert parameters exist once per `expert` ranks: their states are sharded over correspondingly fewer replicas.
     sharded = shape.parameters / (sharding.tensor * sharding.pipeline * replicas)

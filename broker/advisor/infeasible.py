@@ -15,7 +15,7 @@ SEARCH_GPUS_MAX = 2**17
 
 
 def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int) -> NoOfferError:
-    """Explain the kind of node that comes closest to holding the model, and the number of nodes that would."""
+    """Name the kind of node that comes closest to holding the model, and the number of GPUs that would hold it."""
     nearest: tuple[float, Hardware, int, float] | None = None
     for hardware in kinds:
         node_count = 1
@@ -28,8 +28,8 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
             node_count *= 2
     if nearest is None:
         return NoOfferError(
-            f"a node of the requested GPUs has more than {gpus_max} of them, or more than the batch of "
-            f"{training.batch} sequences",
+            f"a node of the requested GPUs has more than {gpus_max} of them, or more of them than the batch has "
+            f"sequences ({training.batch})",
             hints=["raise `--max-gpus` or `--batch`"],
         )
     _, hardware, node_count, need = nearest
@@ -48,7 +48,7 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
 
 
 def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: float, *, gpus_max: int) -> NoOfferError:
-    """Explain the fastest layout, and the larger gang of its kind that would be enough. `limit` in hours."""
+    """Name the fastest layout, and a larger gang of its kind that would be fast enough. `limit` is in hours."""
     fastest = min(hours, key=lambda layout: hours[layout])
     took = hours[fastest]
     hardware = fastest.hardware
@@ -76,7 +76,7 @@ def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: f
 def explain_prices(
     found: Sequence[tuple[float, float, bool]], *, limit: float, budget_usd: float | None
 ) -> NoOfferError:
-    """Explain prices. `found` has USD, expected hours, and whether it is on time, for each priced option."""
+    """Explain why no priced option is acceptable. `found` has USD, expected hours, and whether in time, of each."""
     if not found:
         return NoOfferError(
             "no location offers the GPUs with the requested pricing", hints=["drop `--spot` or `--no-spot`"]

@@ -85,8 +85,10 @@ def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layo
 
 
 def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> MemoryEstimate | None:
-    """Return the memory of the most economical layout, whether or not it fits; None if the gang has more ranks than the
-    batch has work."""
+    """Return the memory of the most economical layout, whether it fits or not.
+
+    None if there is no layout, for example because the gang has more ranks than the batch has sequences.
+    """
     needs = [
         measure_memory(training, sharding, micro_batch=1, recompute="full")
         for sharding in list_shardings(training, hardware.accelerators, node_count)
@@ -123,8 +125,10 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
 
 
 def list_expert_shardings(training: Training, total: int) -> Iterator[Sharding]:
-    """List the bundled trainer's shardings of a mixture: expert ranks, each with an equal number of experts, and copies
-    or shards of the whole over the others."""
+    """List the bundled trainer's shardings of a mixture of experts over `total` ranks.
+
+    Expert ranks have an equal number of experts each; the other ranks have copies or shards of them.
+    """
     experts = find_experts(training.shape)
     assert experts is not None, "a mixture has experts"
     for expert in EXPERT_RANKS:
@@ -223,8 +227,10 @@ def _time_step(
 def _keep_what_fits(
     training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: MemoryEstimate, slow: StepTime
 ) -> tuple[MemoryEstimate, StepTime]:
-    """Recompute only as many blocks as needed (Megatron-LM's `--recompute-method block`): memory and time are assumed
-    linear between recomputing all blocks and none."""
+    """Recompute only as many blocks as needed (Megatron-LM's `--recompute-method block`).
+
+    Memory and time are interpolated linearly between recomputing all blocks and none.
+    """
     kept = measure_memory(training, sharding, micro_batch=micro_batch, recompute="selective")
     spare = usable_bytes(hardware.figures.memory_gib) - full.total
     share = min(1.0, spare / (kept.total - full.total)) if kept.total > full.total else 1.0

@@ -33,7 +33,7 @@ KV_HEADS = 8  # Llama 3, Qwen 2.5 and Mistral have 8 heads of keys and values
 
 @frozen
 class ServingGoal:
-    """The load to serve. `ttft_s` is at the 95th percentile, `tpot_s` the mean of a full batch; None: any."""
+    """The load to serve. `ttft_s` is at the 95th percentile, `tpot_s` the mean of a full batch; None means any."""
 
     shape: ModelShape
     rps: float
@@ -80,7 +80,7 @@ def count_kv_bytes(shape: ModelShape) -> float:
 
 
 def find_kv_bytes_max(shape: ModelShape, hardware: Hardware) -> float:
-    """Return the bytes that all cards of a node leave for keys and values; negative where the weights do not fit."""
+    """Return the bytes that all cards of a node leave for keys and values; negative if the weights do not fit."""
     memory = hardware.figures.memory_gib * 2**30 * MEMORY_SHARE - RESERVED_BYTES
     return memory * hardware.accelerators - shape.parameters * BYTES
 
@@ -108,14 +108,14 @@ def find_step_s(shape: ModelShape, hardware: Hardware, batch: int, context: floa
 def find_saturated_tokens_s(
     shape: ModelShape, hardware: Hardware, *, batch: int, input_tokens: int, output_tokens: int
 ) -> float:
-    """Return generated tokens per second where `batch` requests start together, as offline benchmarks do."""
+    """Return generated tokens per second if `batch` requests start together, as in offline benchmarks."""
     step_s = find_step_s(shape, hardware, batch, input_tokens + output_tokens / 2)
     total_s = find_prefill_s(shape, hardware, input_tokens, batch) + output_tokens * step_s
     return batch * output_tokens / total_s
 
 
 def find_serving_layout(goal: ServingGoal, hardware: Hardware) -> ServingLayout | None:
-    """Return the batch with the highest rate that meets the goal; None if the memory or the latency does not allow any.
+    """Return the layout with the highest rate that meets the goal; None if memory or latency rules out every batch.
 
     A request waits for the prefills before it (M/D/1 queue), and prefills delay the decoding of the others.
     """

@@ -10,11 +10,11 @@ from broker.advisor.experts import find_experts
 from broker.advisor.layout import Layout, Training
 
 LEARNING_RATE_MIN = 6e-5  # below the formula's range: used by the largest published models
-CHECKPOINT_S = 1800.0  # where no preemptions are expected
+CHECKPOINT_S = 1800.0  # if no preemptions are expected
 
 
 def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
-    """Return YAML text. A gang of several nodes stays on the cloud for which it was priced, as networks differ."""
+    """Return YAML text. A gang of several nodes stays on the cloud for which it was priced, because networks differ."""
     training, layout = wish.training, option.layout
     placement, spec = option.estimate.placement, option.task.checkpoint
     place = infra or (placement.offer.cloud if layout.node_count > 1 else None)
@@ -55,7 +55,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
 
 
 def write_command(training: Training, option: Option) -> list[str]:
-    """Return the bundled trainer's flags, or torchrun of the user's program for a precision that the trainer lacks."""
+    """Return the bundled trainer's command, or torchrun of the user's program for a layout or type that it lacks."""
     layout, shape = option.layout, training.shape
     if training.trainer == "megatron" or training.dtype == "fp16":
         lacks = "this layout" if training.trainer == "megatron" else "float16"

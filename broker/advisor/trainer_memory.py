@@ -1,6 +1,6 @@
-"""Memory of the bundled trainer on one accelerator: more than in the papers because its weights are float32.
+"""Count the bundled trainer's memory on one accelerator: more than in the papers, because its weights are float32.
 
-Counted from its tensors: tests/advisor/test_trainer_memory.py compares these figures with what its blocks keep.
+tests/advisor/test_trainer_memory.py compares the figures below with the tensors that its blocks keep.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def estimate_trainer_memory(
     recompute: Recompute,
     dtype: str,
 ) -> MemoryEstimate:
-    """Return bytes on the fullest rank under `ddp`, `fsdp`, or either with `tensor` and `pipeline`; `dtype` bf16 or
-    fp32."""
+    """Return bytes on the fullest rank under `ddp`, `fsdp`, or either with `tensor` and `pipeline`.
+
+    `dtype` is `bf16` or `fp32`.
+    """
     shards = sharding.data // sharding.expert  # expert ranks hold different experts, and all of the rest
     is_sharded, is_alone = sharding.zero == 3 and shards > 1, sharding.tensor * sharding.pipeline * sharding.expert == 1
     own = count_own_parameters(shape, sharding, sequence=sequence)
@@ -139,7 +141,7 @@ def estimate_program_memory(
     recompute: Recompute,
     dtype: str,
 ) -> MemoryEstimate:
-    """Return the bundled trainer's memory, or in float16, which it lacks, the papers' count for another program."""
+    """Return the bundled trainer's memory; in float16, which it lacks, the papers' figures for another program."""
     if dtype != "fp16":
         return estimate_trainer_memory(
             shape, sharding, sequence=sequence, micro_batch=micro_batch, micro_batches=micro_batches,

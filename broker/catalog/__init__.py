@@ -1,1 +1,1 @@
-"""Offers with prices and dates."""
+"""Keep offers with dated prices: the book, its sources and its updates."""

@@ -1,4 +1,4 @@
-"""A machine's processor architecture, derived from its name: price lists lack it, and programs are built for one."""
+"""Derive a machine's processor architecture from its name: price lists lack it, and programs are built for one."""
 
 from __future__ import annotations
 

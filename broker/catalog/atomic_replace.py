@@ -37,7 +37,9 @@ def replace_clouds(
             finally:
                 _remove_remains(target)
     except (sqlite3.Error, OSError) as error:
-        raise StateError(f"cannot write the new prices to {cache}: {error}", hints=["is the disk full?"]) from None
+        raise StateError(
+            f"cannot write the new prices to {cache}: {error}", hints=["check that the disk is not full"]
+        ) from None
 
 
 def _remove_remains(target: Path) -> None:
@@ -62,6 +64,6 @@ def _write_aside(
         database.execute("VACUUM")
     descriptor = os.open(aside, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # after a power cut the rename may survive and the bytes not
+        os.fsync(descriptor)  # after a power failure, the rename may survive without the bytes
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""When each cloud's prices were last updated, with what result, and when they are due again.
+"""Record when each cloud's prices were last updated and with what result; compute when they are due again.
 
 One small JSON file next to the book, replaced atomically. A missing or damaged file means that all clouds are due.
 """
@@ -26,7 +26,7 @@ UNFINISHED = "the update did not finish"
 class UpdateAttempt:
     """The last attempt to update one cloud: seconds since the epoch, and failures since the last success.
 
-    `error` None: it succeeded.
+    `error` is None if it succeeded.
     """
 
     attempted_s: float
@@ -60,12 +60,12 @@ def read_attempts(cache: Path) -> Mapping[str, UpdateAttempt]:
 
 
 def record_attempts(cache: Path, results: Mapping[str, str | None], *, now_s: float) -> None:
-    """Record the end of attempts by cloud, each with its error or None. Raises OSError."""
+    """Record the results of attempts: the error of each cloud, or None. Raises OSError."""
     _change(cache, {cloud: _judge(error, now_s) for cloud, error in results.items()})
 
 
 def forget_attempts(cache: Path, clouds: Iterable[str]) -> None:
-    """Forget clouds that are out of use, so that they are never due. Raises OSError."""
+    """Forget clouds that are no longer used, so that they are never due. Raises OSError."""
     if forgotten := dict.fromkeys(clouds):
         _change(cache, forgotten)
 

@@ -11,7 +11,7 @@ from broker.catalog.suggestions import Suggestions
 from broker.frozen import frozen
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
-CHEAPEST_COUNT = 1000  # of each pricing model, if no accelerator is requested
+CHEAPEST_COUNT = 1000  # of each pricing model, if neither an accelerator nor an instance type is requested
 # If more than this share of all machine types fits, walking along the prices until enough fit is faster than sorting
 # all that fit: measured with tests/bench/bench_catalog.py.
 WALK_SHARE = 0.05
@@ -25,12 +25,13 @@ _TEXTS = """
 JOIN texts r ON r.id = o.region LEFT JOIN texts z ON z.id = o.zone JOIN clouds f ON f.cloud = t.cloud
 """
 _SELECT = f"{_FIELDS} FROM types t JOIN offers o ON o.type = t.id {_TEXTS}"
+_CHEAPEST = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
 _OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of the columns above
 
 
 @frozen
 class AcceleratorPrice:
-    """The cheapest locations for a number of one accelerator; USD per instance-hour."""
+    """The cheapest place for a number of one accelerator, and the prices there; USD per instance-hour."""
 
     name: str
     count: float
@@ -59,16 +60,18 @@ class Book:
 
     @property
     def clouds(self) -> tuple[str, ...]:
-        """Names of all clouds that the book has offers of."""
+        """Return the names of all clouds in the book."""
         return tuple(self._facts)
 
     def get_facts(self, cloud: str) -> CloudFacts:
-        """Return source and dates of a cloud's prices. Raises KeyError for a cloud that is not in the book."""
+        """Return the source and dates of a cloud's prices. Raises KeyError for a cloud that is not in the book."""
         return self._facts[cloud]
 
     def describe_age(self, cloud: str, now_s: float) -> PriceAge:
-        """Return the age of a cloud's prices, and whether they are stale. Raises NoOfferError for a cloud without
-        prices."""
+        """Return the age of a cloud's prices, and whether they are stale.
+
+        Raises UnknownNameError for a cloud without prices.
+        """
         self._places.check_cloud(cloud)
         facts = self._facts[cloud]
         return describe_age(facts.ondemand_as_of, facts.spot_as_of, now_s)
@@ -82,10 +85,9 @@ class Book:
         return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE t.cloud = ?", (cloud,))]
 
     def find_prices(self, instance_type: str) -> Sequence[Offer]:
-        """List one machine's offers at every place, cheapest first. Raises UnknownNameError with near misses."""
+        """List an instance type's offers at every place, cheapest first. Raises UnknownNameError with near misses."""
         name = self._find_name("types", "instance_type", instance_type) or instance_type
-        cheapest = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
-        rows = self._database.execute(f"{_SELECT} WHERE t.instance_type = ? ORDER BY {cheapest}, 1, 2, 3", (name,))
+        rows = self._database.execute(f"{_SELECT} WHERE t.instance_type = ? ORDER BY {_CHEAPEST}, 1, 2, 3", (name,))
         offers = [_make_offer(row) for row in rows]
         if not offers:
             self._places.check_instance_type(instance_type)
@@ -94,8 +96,8 @@ class Book:
     def find_offers(self, task: Task, *, but: Collection[str] = ()) -> Sequence[Offer]:
         """Return every offer that may fit one of the task's alternatives, except those of the clouds `but`.
 
-        If no accelerator is requested, only the cheapest of each pricing model that the task can use. Raises
-        NoOfferError for an unknown name.
+        If neither an accelerator nor an instance type is requested, return only the cheapest offers of each pricing
+        model that the task can use. Raises UnknownNameError, a NoOfferError, for an unknown name.
         """
         found: dict[tuple[str, str, str | None, str], Offer] = {}
         for resources in task.resources:
@@ -111,8 +113,10 @@ class Book:
         return list(found.values())
 
     def check_places(self, resources: Resources) -> None:
-        """Raise UnknownNameError with near misses for an unknown cloud, region, zone or instance type, or one that the
-        requested place lacks."""
+        """Raise UnknownNameError for an unknown cloud, region, zone or instance type, or one that the place lacks.
+
+        The error names near misses.
+        """
         self._places.check(resources)
 
     def check_cloud(self, cloud: str) -> None:
@@ -168,8 +172,7 @@ class Book:
         return [_make_offer(row) for row in rows]
 
     def _list_cheapest(self, price: str, machine: _Where, place: _Where) -> Sequence[tuple[object, ...]]:
-        """List the cheapest: tens of thousands of machines without accelerators may fit, and expensive ones need not be
-        read."""
+        """List only the cheapest offers: tens of thousands of machines may fit, and expensive ones are not needed."""
         where = _Where.join(machine, place)
         count, fitting = self._database.execute(
             f"SELECT count(*), count(*) FILTER (WHERE {machine}) FROM types t", machine.values
@@ -201,10 +204,20 @@ class Book:
         return dict(self._database.execute(rows))
 
     def list_accelerators(
-        self, name: str | None = None, count: float | None = None, *, cloud: str | None = None, by_region: bool = False
+        self,
+        name: str | None = None,
+        count: float | None = None,
+        *,
+        cloud: str | None = None,
+        by_region: bool = False,
+        is_spot: bool = False,
     ) -> Sequence[AcceleratorPrice]:
-        """List the cheapest place for each accelerator, count and cloud, or the cheapest zone of each region."""
-        where, values = ["t.accelerator IS NOT NULL"], list[object]()
+        """List the cheapest place for each accelerator, count and cloud, or of each region, with the prices there.
+
+        `is_spot` compares spot prices only. Raises UnknownNameError for an unknown accelerator.
+        """
+        price = "o.spot_usd_hour" if is_spot else _CHEAPEST
+        where, values = ["t.accelerator IS NOT NULL", f"{price} IS NOT NULL"], list[object]()
         for clause, value in (
             ("t.accelerator = ?", self.resolve_accelerator(name) if name else None),
             ("t.accelerator_count = ?", count),
@@ -214,11 +227,16 @@ class Book:
                 where.append(clause)
                 values.append(value)
         rows = self._database.execute(
-            f"""SELECT t.accelerator, t.accelerator_count, t.accelerator_memory_gib, t.cloud, r.text,
-                       min(o.ondemand_usd_hour), min(o.spot_usd_hour),
-                       min(coalesce(o.spot_usd_hour, o.ondemand_usd_hour))
-                FROM types t JOIN offers o ON o.type = t.id JOIN texts r ON r.id = o.region
-                WHERE {" AND ".join(where)} GROUP BY 1, 2, 4{", 5" if by_region else ""} ORDER BY 1, 2, 8""",
+            f"""SELECT name, count, gib, cloud, region, ondemand, spot FROM (
+                    SELECT t.accelerator AS name, t.accelerator_count AS count, t.accelerator_memory_gib AS gib, t.cloud,
+                           r.text AS region, o.ondemand_usd_hour AS ondemand, o.spot_usd_hour AS spot, {price} AS price,
+                           row_number() OVER (
+                               PARTITION BY t.accelerator, t.accelerator_count, t.cloud{", r.text" if by_region else ""}
+                               ORDER BY {price}, o.ondemand_usd_hour IS NULL, o.ondemand_usd_hour, r.text
+                           ) AS place
+                    FROM types t JOIN offers o ON o.type = t.id JOIN texts r ON r.id = o.region
+                    WHERE {" AND ".join(where)}
+                ) WHERE place = 1 ORDER BY name, count, price, cloud, region""",
             values,
         )
         return [
@@ -244,7 +262,7 @@ class Book:
         }  # fmt: skip
 
     def list_accelerator_names(self) -> Sequence[str]:
-        """List the accelerators of all offers, also those without performance figures."""
+        """List the accelerators of all offers, including those without performance figures."""
         rows = self._database.execute("SELECT DISTINCT accelerator FROM types WHERE accelerator != '' ORDER BY 1")
         return [str(row[0]) for row in rows]
 
@@ -258,7 +276,7 @@ class Book:
 
 
 class _Where:
-    """Conditions and their values, in matching order."""
+    """SQL conditions and their values, in the same order."""
 
     def __init__(self) -> None:
         self._clauses: list[str] = []
@@ -288,8 +306,7 @@ def _list_prices(resources: Resources, *, has_goal: bool) -> Sequence[str]:
 
 
 def _make_offer(row: tuple[object, ...]) -> Offer:
-    """Bypass Offer's __init__, which sets its frozen fields one by one: a quarter of the time, for thousands of
-    objects."""
+    """Make an offer without its `__init__`: that takes a third of the time, which counts for thousands of offers."""
     offer = object.__new__(Offer)
     values = dict(zip(_OFFER_FIELDS, row, strict=True))
     values["is_estimated"] = bool(values["is_estimated"])

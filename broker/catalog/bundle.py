@@ -16,9 +16,9 @@ UNPACKED_KEPT = 3  # several versions of broker may share a cache; each unpacks 
 
 
 def open_book(cache: Path, archive: Path = SHIPPED) -> Book:
-    """Return the live book, or the bundled one. Without a writable cache it is opened in memory, which is slower.
+    """Return the live book, or the bundled one, which is opened in memory (slower) if the cache is not writable.
 
-    Raises StateError for a book of a newer broker, and if the bundled one is damaged.
+    Raises StateError if a newer broker wrote the live book, or if the bundled one is damaged.
     """
     if live := open_live_book(cache):
         return live
@@ -63,7 +63,7 @@ def _open_cached(cache: Path, archive: Path) -> Book:
 
 
 def _try_open(path: Path) -> tuple[int, Book | None]:
-    """Return the format's version, 0 if unknown, and the book if it is complete and of our format."""
+    """Return the format's version, 0 if unknown, and the book if it is complete and has this broker's format."""
     try:
         if not _is_whole(path):
             return 0, None
@@ -78,7 +78,10 @@ def _try_open(path: Path) -> tuple[int, Book | None]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Compare the size with the header (https://www.sqlite.org/fileformat.html): a full disk may truncate a copy."""
+    """Return whether the size matches the header: a full disk may truncate a copy.
+
+    See https://www.sqlite.org/fileformat.html.
+    """
     with path.open("rb") as file:
         head = file.read(100)
     page_size = int.from_bytes(head[16:18], "big")

@@ -1,7 +1,7 @@
 """Compile the price book from CSV facts: `python -m broker.catalog.compile FACTS_DIR [OUTPUT]`.
 
-Reads offers_*.csv, derived.csv (which on-demand prices are estimates), accelerators.csv and egress.csv; the same facts
-give the same bytes.
+Reads offers_*.csv, derived.csv (the on-demand prices that are estimates), accelerators.csv and egress.csv; the same
+facts give the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRICES_AS_OF = {
 ONDEMAND_AS_OF = {("aws", "us-east-1"): "2026-07-20"}  # a region whose list is newer than the rest of its cloud
 READ_ON = "2026-11-21"
 SOURCE = "shipped with broker"
-CLOUDS_FILE = "clouds.csv"  # dates and sources by cloud, as `broker.catalog.rebuild` writes them; else those above hold
+CLOUDS_FILE = "clouds.csv"  # dates and sources by cloud, from `broker.catalog.rebuild`; without it, those above apply
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Price history: each refresh adds the prices that changed. One file next to the book, bounded in days and rows."""
+"""Keep the price history: each refresh adds changed prices to one file next to the book, bounded in days and rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class PricePoint:
 
 
 def remember_changes(cache: Path, offers: Sequence[Offer], known: Sequence[Offer], *, day: str) -> int:
-    """Record prices that differ from `known`, with their previous value; return the number of places whose prices
-    changed.
+    """Record prices that differ from `known`, with their previous values; return the number of changed or new places.
 
-    A history that cannot be written must not prevent a refresh: then nothing is recorded.
+    If the history cannot be written, nothing is recorded: that must not prevent a refresh.
     """
     before = {_name_place(each): each for each in known}
     changed = [
@@ -104,8 +103,10 @@ def _add(database: sqlite3.Connection, offers: Iterable[Offer], day: str) -> Non
 
 
 def _forget(database: sqlite3.Connection, day: str) -> None:
-    """Delete entries that are too old, then the oldest days until the rest fits. The last price before the bound still
-    applies."""
+    """Delete entries that are too old, then the oldest days until the rest fits.
+
+    The last price before the oldest day is kept, because it still applies on that day.
+    """
     oldest = f"date('{day}', '-{DAYS_KEPT} days')"
     database.execute(
         f"DELETE FROM changes WHERE day < {oldest} AND EXISTS (SELECT 1 FROM changes AS later WHERE "

@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 TRIES_MAX = 5
 BACKOFF_S = 1.0  # doubled each time, unless the server specifies a delay
 BACKOFF_S_MAX = 60.0
-BYTES_MAX = 512 << 20  # the largest public price file is near 300 MB
+BYTES_MAX = 512 << 20  # the largest public price file has about 300 MB
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # tests and local mirrors may use plain HTTP here
 RETRYABLE = (429, 500, 502, 503, 504)
 
@@ -27,7 +27,7 @@ class HttpGet:
         self._bytes_left = bytes_max
 
     def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
-        """Fetch a URL, retrying throttling and server errors. Raises SourceError, AuthError if denied."""
+        """Fetch a URL; retry if it is throttled, unreachable or fails. Raises SourceError, AuthError if denied."""
         whole = f"{url}{'&' if '?' in url else '?'}{urllib.parse.urlencode(query)}" if query else url
         parts = urllib.parse.urlsplit(whole)
         if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK):

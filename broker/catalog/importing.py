@@ -32,9 +32,9 @@ def import_catalog(
     is_alone: bool = False,
     on_cloud: Callable[[str], None] = lambda cloud: None,
 ) -> ImportReport:
-    """Replace each cloud in the folder; `is_alone` removes all other clouds. All or nothing.
+    """Replace the prices of each cloud in the folder; `is_alone` removes all other clouds. All or nothing.
 
-    Prices get their file's date: SkyPilot's files do not date them, and they are at least that old.
+    Prices get their file's date: SkyPilot's files do not date them, and they are at least as old.
 
     Raises UsageError if the folder contains no catalog, SourceError for an invalid file, StateError if the book cannot
     be written.

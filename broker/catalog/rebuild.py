@@ -1,7 +1,7 @@
 """Rebuild the shipped book for a release: `python -m broker.catalog.rebuild FACTS_DIR [--cached]`.
 
 Fetches every cloud of the shipped book from its sources, by the rules of `broker catalog update`, writes the accepted
-offers as CSV facts into FACTS_DIR, compiles them, and writes the table of origins beside the archive. `--cached` skips
+offers as CSV facts into FACTS_DIR, compiles them, and writes the table of origins next to the archive. `--cached` skips
 the network: the same FACTS_DIR gives the same bytes. A cloud whose sources fail keeps its prices and their dates.
 """
 
@@ -121,7 +121,8 @@ def main(arguments: list[str]) -> int:
     count = compile_book(given.folder, given.output)
     given.output.with_name(ORIGINS.name).write_text(describe_origins(given.folder), encoding="utf-8")
     for each in reports:
-        _note(f"{each.cloud}: {f'kept, as {each.error}' if each.error else f'{each.offers:,} offers, {each.source}'}")
+        result = f"old prices kept: {each.error}" if each.error else f"{each.offers:,} offers, {each.source}"
+        _note(f"{each.cloud}: {result}")
     _note(f"{count:,} offers -> {given.output} ({given.output.stat().st_size:,} bytes)")
     return 1 if any(each.error for each in reports) else 0
 

@@ -25,7 +25,7 @@ from broker.types import Offer
 
 @frozen
 class CloudRefresh:
-    """Result for one cloud. `error` None: its prices are new."""
+    """The result for one cloud. `error` is None if its prices were replaced; `changed` counts places."""
 
     cloud: str
     source: str
@@ -86,7 +86,7 @@ def _refresh_cloud(
             continue
         changed = _take(cache, book, cloud, name, offers, known, now_s)
         return CloudRefresh(cloud=cloud, source=name, offers=len(offers), changed=changed)
-    # The last source is the general one: the error of the cloud's own source helps the user more, so both are reported.
+    # The last source is the general one. The error of the cloud's own source is more helpful, so both are reported.
     return CloudRefresh(
         cloud=cloud,
         source=errors[-1][0],
@@ -98,7 +98,7 @@ def _refresh_cloud(
 def _take(
     cache: Path, book: Book, cloud: str, source: str, offers: list[Offer], known: Sequence[Offer], now_s: float
 ) -> int:
-    """Write accepted prices; return the number of changed prices."""
+    """Write accepted prices; return the number of places whose prices changed."""
     day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
     # Kept prices have their own dates; the cloud's is the newest of each kind.
     ondemand = max((each.as_of or day for each in offers if each.ondemand_usd_hour), default=day)

@@ -1,4 +1,4 @@
-"""Plausibility checks of a price source's result. Pure."""
+"""Check whether a price source's result is plausible. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from broker.errors import SourceError
 from broker.types import Offer
 
-OFFERS_SHARE_MIN = 0.5  # with a smaller share of the previous offers, the result is truncated
+OFFERS_SHARE_MIN = 0.5  # with a smaller share of the previous offers, the result is considered truncated
 RATIO_MAX = 4.0  # no refresh moves the median price by more, but a wrong unit or currency does
 USD_HOUR_MAX = 2000.0  # above the price of any rented machine
 PRICES = {"ondemand_usd_hour": "on-demand", "spot_usd_hour": "spot"}
@@ -27,7 +27,8 @@ def check_offers(cloud: str, offers: Sequence[Offer], known: Sequence[Offer]) ->
         ratio = _measure_ratio(offers, known, field)
         if ratio is not None and not 1 / RATIO_MAX <= ratio <= RATIO_MAX:
             raise SourceError(
-                f"{cloud}: rejected because prices are {ratio:.2g} times the previous ones: another unit or currency?"
+                f"{cloud}: rejected because {words} prices are {ratio:.2g} times the previous ones, as in another unit "
+                "or currency"
             )
 
 

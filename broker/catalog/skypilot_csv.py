@@ -30,7 +30,7 @@ SAME_SHARE = 0.05
 
 @frozen
 class RowIssue:
-    """An unreadable row."""
+    """An unreadable row of a file."""
 
     file: str
     line: int
@@ -41,8 +41,10 @@ class RowIssue:
 
 
 def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[RowIssue]]:
-    """Return all rows with a price, and issues of unreadable ones. Raises SourceError if the file is not such a
-    catalog."""
+    """Return all rows with a price, and the issues of unreadable ones.
+
+    Raises SourceError if the file is not a SkyPilot catalog.
+    """
     reader = csv.DictReader(io.StringIO(text, newline=""))
     missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
     if missing:
@@ -117,8 +119,10 @@ def _read_memory_gib(info: str) -> float:
 
 
 def _settle_memory(offers: Iterable[Offer]) -> Iterator[Offer]:
-    """Convert to memory per accelerator: some clouds' files give the memory of all accelerators of a machine, as offers
-    with a single one show."""
+    """Convert to memory per accelerator: some clouds' files give the memory of all accelerators of a machine.
+
+    Offers with a single accelerator show which figure it is.
+    """
     offers = list(offers)
     single: dict[str | None, float] = {}
     for offer in offers:

@@ -1,5 +1,4 @@
-"""Join the two halves of SkyPilot's GCP catalog: machines and accelerators have separate rows, and their prices
-add up."""
+"""Join the two halves of SkyPilot's GCP catalog: machines and accelerators have separate rows, whose prices add up."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ TPU_CORES = ("v2", "v3", "v4", "v5p")
 
 
 def compose(machines: list[Offer], parts: list[Offer]) -> Iterator[Offer]:
-    """Return machines without accelerators, and each with its accelerators, at the sum of both prices."""
+    """Return machines without accelerators, and machines with accelerators at the sum of both prices."""
     by_place = {(offer.instance_type, offer.region, offer.zone): offer for offer in machines}
     composed: list[Offer] = []
     for part in parts:
@@ -67,7 +66,7 @@ def _list_hosts(part: Offer) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _read_tpu(part: Offer) -> Offer | None:
-    """Read a slice as an offer of its own, its accelerators counted in chips; None for anything but a TPU."""
+    """Read a TPU slice as an offer of its own, its accelerators counted in chips; None for other accelerators."""
     match = TPU.match(part.accelerator or "")
     if match is None:
         return None

@@ -49,17 +49,19 @@ def describe_age(ondemand_as_of: str, spot_as_of: str, now_s: float) -> PriceAge
 
 
 def warn_if_stale(placement: Placement, now_s: float) -> str | None:
-    """Return one line if the price to be paid is stale; None if it is not, or is simulated."""
+    """Return a one-line warning if the price to be paid is stale; None if it is fresh or simulated."""
     as_of, cloud = placement.as_of, placement.offer.cloud
     if not as_of or cloud == "local" or not is_stale(as_of, now_s, is_spot=placement.is_spot):
         return None
     model = "spot" if placement.is_spot else "on-demand"
-    return f"{cloud}'s {model} prices are of {as_of}; update them with `broker catalog update --cloud {cloud}`"
+    return f"{cloud}'s {model} prices are from {as_of}; update them with `broker catalog update --cloud {cloud}`"
 
 
 def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
-    """Return two lines for a list of prices, (cloud, is spot, ISO date) of each: the stale ones and the remedy. None if
-    none is stale."""
+    """Return a warning about the stale ones of (cloud, is spot, ISO date): two lines, the dates and the remedy.
+
+    None if no price is stale.
+    """
     oldest: dict[tuple[bool, str], str] = {}
     for cloud, is_spot, as_of in dates:
         if as_of and cloud != "local" and is_stale(as_of, now_s, is_spot=is_spot):
@@ -67,18 +69,18 @@ def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) ->
     parts = []
     for is_spot, model in ((False, "on-demand"), (True, "spot")):
         if found := [f"{cloud} ({oldest[kind, cloud]})" for kind, cloud in sorted(oldest) if kind is is_spot]:
-            parts.append(f"{model} of {', '.join(found)}")
+            parts.append(f"{model} on {', '.join(found)}")
     clouds = sorted({cloud for _, cloud in oldest})
     only = f" --cloud {clouds[0]}" if len(clouds) == 1 else ""
-    return f"old prices: {'; '.join(parts)}\nupdate them with `broker catalog update{only}`" if parts else None
+    return f"outdated prices: {'; '.join(parts)}\nupdate them with `broker catalog update{only}`" if parts else None
 
 
 def describe_dates(dates: Iterable[str]) -> str:
-    """Return `Prices of 2026-08-03`, or the oldest and the newest of several ISO dates; empty texts are skipped."""
+    """Return `Prices as of 2026-08-03`, or the oldest and the newest of several ISO dates; empty texts are skipped."""
     known = sorted({each for each in dates if each})
     if not known:
         return "Prices without a date"
-    return f"Prices of {known[0]}" if len(known) == 1 else f"Prices of {known[0]} to {known[-1]}"
+    return f"Prices as of {known[0]}" if len(known) == 1 else f"Prices as of {known[0]} to {known[-1]}"
 
 
 def measure_age_days(as_of: str, now_s: float) -> int:

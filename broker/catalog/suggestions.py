@@ -1,4 +1,4 @@
-"""Errors with suggestions for unknown names: clouds, regions, zones, instance types, accelerators."""
+"""Make errors with suggestions for unknown names: clouds, regions, zones, instance types, accelerators."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Suggestions:
         self.check(Resources(cloud=name))
 
     def explain_accelerator(self, name: str) -> UnknownNameError:
-        """Make the error for an unknown accelerator, or for one that only clouds without prices here offer."""
+        """Make the error for an unknown accelerator, or for one offered only by clouds that the book lacks."""
         if sellers := next((clouds for each, clouds in SELLERS.items() if each.lower() == name.lower()), ()):
             hint = f"add prices with `broker catalog update --cloud {sellers[0]}`"
             return UnknownNameError(f"the catalog has no offers of `{name}`", hints=[hint])

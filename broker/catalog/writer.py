@@ -70,8 +70,7 @@ class BookWriter:
         self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?,?,?)", values)
 
     def _settle_memory(self, offer: Offer) -> float:
-        """Return the nominal memory of one accelerator if the source's figure is close to it, is a total, or is
-        missing."""
+        """Return the memory of one accelerator: the nominal one if the source's figure is close, a total or missing."""
         nominal, memory_gib = self._nominal_gib.get(offer.accelerator or "", 0.0), offer.accelerator_memory_gib
         if not memory_gib:
             return round(nominal * min(1.0, offer.accelerator_count), 3)

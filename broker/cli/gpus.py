@@ -35,11 +35,8 @@ def gpus(
     if cloud:
         book.check_cloud(cloud)
     prices = book.list_accelerators(
-        wanted or None, _read_count(count), cloud=cloud.lower() if cloud else None, by_region=all_regions
+        wanted or None, _read_count(count), cloud=cloud.lower() if cloud else None, by_region=all_regions, is_spot=spot
     )
-    if spot:
-        prices = [price for price in prices if price.spot_usd_hour is not None]
-        prices = sorted(prices, key=lambda each: (each.name, each.count, each.spot_usd_hour or 0.0))
     if as_json:
         print_json(to_plain(list(prices)))
         return

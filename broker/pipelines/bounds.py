@@ -1,8 +1,8 @@
-"""A lower bound on a sum of unary and pairwise costs, by sequential message passing.
+"""Compute a lower bound on a sum of unary and pairwise costs, by sequential message passing.
 
 Costs are moved between tasks and edges without changing any choice's total, so the sum of all minima never exceeds the
 optimum, and each sweep brings it closer (TRW-S: Kolmogorov 2006, "Convergent tree-reweighted message passing"; in the
-form of SRMP, Kolmogorov 2015). On a chain, one sweep in each direction is the dynamic programme, and exact.
+form of SRMP, Kolmogorov 2015). On a chain, one sweep in each direction is a dynamic program, and exact.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CostField:
 
     @property
     def size(self) -> int:
-        """Return the work of one sweep, in additions approximately."""
+        """Return the approximate work of one sweep, in additions."""
         return sum(len(self.unary[u]) * len(self.unary[v]) + EDGE_OVERHEAD for u, v in self.edges)
 
     def sweep(self, upper: float, *, is_forward: bool) -> bool:
@@ -122,8 +122,7 @@ class CostField:
                 self.tables[e] = (rows, columns) if side == 0 else (columns, rows)
 
     def round_off(self) -> list[int]:
-        """Return a choice, by position: in task order, each task takes the best state given earlier ones and later
-        bounds."""
+        """Return a choice, by position: in order, each task takes its best state given earlier ones and bounds."""
         chosen = [0] * len(self.unary)
         for v, costs in enumerate(self.unary):
             for e in self.later[v]:

@@ -1,4 +1,4 @@
-"""Branch and bound over the states of all tasks: proves optimality, or reports the remaining gap."""
+"""Search the states of all tasks by branch and bound: prove optimality, or report the remaining gap."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def search(
 ) -> Found:
     """Minimize `evaluate`, which for every choice is at least the field's costs plus `offset`.
 
-    `start` is any choice; `improve` improves a choice by local moves, or returns it. After `work_max` additions the
-    search stops without a proof: counted, not timed, so that results are reproducible.
+    `start` is any choice; `improve` improves a choice by local moves, or returns it unchanged. After `work_max`
+    additions the search stops without a proof. Work is counted, not timed, so that results are reproducible.
     """
     return _BranchAndBound(field, start, evaluate, improve, offset, work_max).run()
 
@@ -120,8 +120,7 @@ class _BranchAndBound:
         return [(max(bound, field.bound), field, task, place) for bound, place in ranked]
 
     def _rate(self, field: CostField, task: int) -> float:
-        """Rate the benefit of branching on this task: its edges to undecided tasks, and the gap to its second best
-        state."""
+        """Rate the benefit of branching on a task: edges to undecided tasks, and the gap to its second-best state."""
         edges = [e for e in (*field.earlier[task], *field.later[task])]
         open_edges = sum(1 for e in edges if all(len(field.kept[end]) > 1 for end in field.edges[e]))
         first, second = sorted(field.marginals[task])[:2]

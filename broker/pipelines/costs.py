@@ -1,4 +1,4 @@
-"""The cheapest choice of a state for every task: eliminate tasks where possible, search the rest."""
+"""Find the cheapest choice of a state for every task: eliminate tasks if possible, and search the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.pipelines.problem import Problem
 
 
 def find_cheapest(problem: Problem, *, work_max: float) -> Found:
-    """Return the minimum USD over all tasks and transfers."""
+    """Return the choice with the lowest sum of all tasks and transfers, in USD."""
     core = Core(
         [[state.usd for state in states] for states in problem.states],
         {(u, v): table for (u, v, _), table in zip(problem.edges, problem.edge_usd, strict=True)},

@@ -1,4 +1,4 @@
-"""The cheapest choice whose longest path ends by a deadline.
+"""Find the cheapest choice whose longest path ends by a deadline.
 
 Every path that is too long gets a price per hour (a Lagrange multiplier). With lateness priced, the problem is an
 ordinary sum of costs, whose bound, less the value of the deadline's own hours, is a bound here; the search proves the
@@ -43,7 +43,7 @@ class TimedField(CostField):
 
     @property
     def size(self) -> int:
-        """Work of one sweep, of which bounding the hours is two thirds."""
+        """Return the approximate work of one sweep, in additions."""
         return 3 * super().size  # hours are bounded forwards and backwards in addition
 
     def restrict(self, v: int, keep: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class _Prices:
 
 
 def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours: float, *, work_max: float) -> Found:
-    """Return the minimum USD with a longest path of at most the deadline. `start` is any choice that is on time."""
+    """Return the cheapest choice whose longest path is at most the deadline. `start` is any choice that is on time."""
     limit = deadline_hours * (1 + ROUNDING)
     moves = TimelyMoves(problem, limit)
     assert problem.measure_hours(start) <= limit, "the start is on time"

@@ -18,7 +18,7 @@ NEAR_SHARE = 1.05  # a common zone may cost this much more: traffic between zone
 
 @frozen
 class GroupPlace:
-    """A region of a cloud, and its preferred zone; None: any."""
+    """A region of a cloud, and the preferred zone in it, None for any."""
 
     cloud: str
     region: str
@@ -34,8 +34,7 @@ class GroupPlace:
 
 @frozen
 class GroupPlan:
-    """A placement for each task in one region, and the cost. `apart_usd`: the cost with each task in its cheapest
-    location."""
+    """A placement for each task in one region, and the cost; `apart_usd` is the cost of each in its cheapest region."""
 
     place: GroupPlace
     estimates: tuple[Estimate, ...]

@@ -1,4 +1,4 @@
-"""The cheapest choice on time where no two paths meet twice (chains, trees): dynamic programming over (USD, hours).
+"""Find the cheapest choice on time if no two paths meet twice (chains, trees): dynamic programming over (USD, hours).
 
 The part of a tree behind one edge affects the rest through two figures only: its cost, and the length of the path
 through that edge. So each state of each task keeps its Pareto-optimal pairs, less those that the bound of priced
@@ -21,7 +21,7 @@ LABEL_WORK = 10  # cost of one label, in additions
 
 
 class TooManyLabelsError(Exception):
-    """The labels exceeded the work limit; caught within this module's caller."""
+    """The labels exceeded the work limit. The caller of `find_by_labels` then searches instead."""
 
 
 def is_forest(count: int, edges: Sequence[tuple[int, int]]) -> bool:
@@ -44,10 +44,10 @@ def is_forest(count: int, edges: Sequence[tuple[int, int]]) -> bool:
 def find_by_labels(
     problem: Problem, field: CostField, times: Timetable, *, upper: float, limit: float, work_max: float
 ) -> list[int] | None:
-    """Return the cheapest choice that ends by `limit`; None if none is below the bound that `upper` represents.
+    """Return the cheapest choice that ends by `limit`; None if none has a total below `upper`.
 
-    `field` has lateness priced and was swept; `upper` bounds its totals. Both have the same states open. Raises
-    TooManyLabelsError.
+    `field` includes the price of lateness and has been swept; `upper` is a bound on its totals. `field` and `times`
+    have the same open states. Raises TooManyLabelsError.
     """
     return _Labels(problem, field, times, upper, limit, work_max).run()
 

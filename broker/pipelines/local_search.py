@@ -1,4 +1,4 @@
-"""Local moves between choices that keep a deadline, or restore it."""
+"""Change one task at a time, to save money within a deadline or to meet it again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TimelyMoves:
         return choice, self._problem.add_usd(choice)
 
     def mend(self, choice: Sequence[int]) -> list[int] | None:
-        """Repair a late choice by repeated changes of the least cost per hour gained; None if that fails."""
+        """Repair a late choice by changes that each cost the least per hour gained; None if that fails."""
         choice = list(choice)
         for _ in range(MENDS_MAX):
             ends, rests = self._measure(choice)
@@ -95,7 +95,7 @@ class TimelyMoves:
         return usd + sum(problem.edge_usd[e][i][choice[w]] for e, w in self._after[v])
 
     def _measure(self, choice: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Return when each task ends, and the time from there to the end of all that follow."""
+        """Return the hour at which each task ends, and the hours from there to the end of all its successors."""
         problem = self._problem
         count = len(choice)
         ends, rests = [0.0] * count, [0.0] * count

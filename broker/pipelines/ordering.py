@@ -1,4 +1,4 @@
-"""Names of a pipeline's tasks, their dependencies, and an order of execution."""
+"""Find the names, dependencies and order of execution of a pipeline's tasks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from broker.types import Task
 
 
 def order_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Return names in topological order, ties as written.
+    """Return names in topological order, ties in the order of the file.
 
-    Tasks without a name are called `task-1`, `task-2`, ... by position. Raises UsageError for a cycle, an unknown name,
-    and an ambiguous name.
+    Tasks without a name are called `task-1`, `task-2`, ... by position. Raises UsageError for a cycle, an unknown name
+    or an ambiguous name.
     """
     names = name_tasks(tasks)
     return tuple(names[i] for i in order_indexes(tasks))
@@ -34,7 +34,7 @@ def name_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
 
 
 def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
-    """Return for every task: index of a task that it needs -> GiB. Raises UsageError."""
+    """Return, for every task, the GiB that it needs from other tasks by their index. Raises UsageError."""
     own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
     needs_of = list[dict[int, float]]()
     for i, task in enumerate(tasks):
@@ -57,7 +57,7 @@ def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
 
 
 def order_indexes(tasks: Sequence[Task]) -> list[int]:
-    """Like `order_tasks`, but return indexes."""
+    """Return the indexes of the tasks in the order of `order_tasks`. Raises UsageError."""
     needs = find_needs(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     missing = [len(each) for each in needs]

@@ -1,6 +1,6 @@
-"""Tasks with data between them -> PipelinePlan: placements that make the whole pipeline cheapest or fastest.
+"""Plan tasks with data between them: choose the placements that make the whole pipeline cheapest or fastest.
 
-Exact: the result is proven optimal, or has the maximum gap to the optimum.
+The result is proven optimal, or states the maximum gap to the optimum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plan_pipeline(
     Raises UsageError for invalid needs, NoOfferError if a task cannot finish anywhere, or not all of them by the
     deadline.
     """
-    assert len(tasks) == len(plans), "one plan a task"
+    assert len(tasks) == len(plans), "one plan per task"
     order = order_indexes(tasks)
     place = {task: i for i, task in enumerate(order)}
     all_names = name_tasks(tasks)

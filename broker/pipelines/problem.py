@@ -1,7 +1,7 @@
-"""A pipeline as numbers: a few states for every task, costs of states, and costs of pairs along the edges.
+"""Express a pipeline in numbers: a few states for every task, costs of states, and costs of pairs along the edges.
 
 Transfer costs depend on cloud and region only, so in each region only the cheapest estimate can be part of the cheapest
-plan; if time counts too, only Pareto-optimal estimates.
+plan, or only the Pareto-optimal ones if time counts too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def make_problem(
 
 
 def make_state(estimate: Estimate) -> State:
-    """Return money and hours to finish; for one assumed hour if no work is given."""
+    """Return the USD and hours to finish, or those of one assumed hour if no work is given."""
     if estimate.expected_usd is None or estimate.expected_hours is None:
         return State(estimate=estimate, usd=estimate.placement.usd_hour * ASSUMED_HOURS, hours=ASSUMED_HOURS)
     return State(estimate=estimate, usd=estimate.expected_usd, hours=estimate.expected_hours)
@@ -136,9 +136,9 @@ def _drop_far_too_dear(
     edges: Sequence[tuple[int, int, float]],
     egress: EgressTable,
 ) -> list[list[State]]:
-    """Drop states that the cheapest one beats even if all its data moved at the highest price and theirs for free.
+    """Drop states that the cheapest one beats even if all its data moved at the highest price, and theirs for free.
 
-    States that tasks would choose alone stay, for comparison.
+    The states that tasks would choose alone are kept for comparison.
     """
     slack = [0.0] * len(states)
     dearest = [max(_price_leaving(each.estimate, egress) for each in options) for options in states]

@@ -1,4 +1,4 @@
-"""Hours through a pipeline: bounds for every state, and the earliest possible end."""
+"""Bound the hours of every state of a pipeline, and find the earliest possible end."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Timetable:
 
     @property
     def size(self) -> int:
-        """Return the work of bounding all ends, in additions approximately."""
+        """Return the approximate work of bounding all ends, in additions."""
         return sum(len(self.hours[u]) * len(self.hours[v]) + EDGE_OVERHEAD for u, v in self.edges)
 
     def bound_ends(self) -> list[list[float]]:
-        """Return by task and state: its earliest end, if each of its inputs chose for it alone."""
+        """Return the earliest end by task and state, as if each of its inputs chose for it alone."""
         ends = list[list[float]]()
         for v, hours in enumerate(self.hours):
             start = [0.0] * len(hours)
@@ -63,7 +63,7 @@ class Timetable:
         return ends
 
     def bound_rests(self) -> list[list[float]]:
-        """Return by task and state: the least time from its end to the end of all that follow, in the same sense."""
+        """Return the least hours from each state's end to the end of all successors, as if each chose for it alone."""
         rests: list[list[float]] = [[] for _ in self.hours]
         for u in reversed(range(len(self.hours))):
             rest = [0.0] * len(self.hours[u])
@@ -75,8 +75,10 @@ class Timetable:
         return rests
 
     def list_timely(self, limit: float) -> list[tuple[int, list[int]]] | None:
-        """List tasks with states that cannot be part of an end by `limit`, with the positions of the others; None if
-        infeasible."""
+        """List the tasks that have states which cannot end by `limit`, each with the positions of its other states.
+
+        None if a task has no other state: no choice ends by `limit`.
+        """
         timely = list[tuple[int, list[int]]]()
         for v, (ends, rests) in enumerate(zip(self.bound_ends(), self.bound_rests(), strict=True)):
             keep = [i for i, (end, rest) in enumerate(zip(ends, rests, strict=True)) if end + rest <= limit]
@@ -87,7 +89,7 @@ class Timetable:
         return timely
 
     def close_late(self, limit: float) -> bool:
-        """Close states that cannot be part of an end by `limit`. Return False if no choice ends by then."""
+        """Close states that cannot be part of a choice that ends by `limit`. Return False if no choice ends by then."""
         while True:
             timely = self.list_timely(limit)
             if timely is None:

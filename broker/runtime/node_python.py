@@ -51,10 +51,11 @@ class NoPythonError(Exception):
 def find_broker_python(
     root: str, release: str, *, needs: Sequence[Sequence[str]], packages: Sequence[str], named: str = ""
 ) -> str:
-    """Return a Python 3.11 or later with the packages: `named` if given, else an installed one, else a new one in `root`.
+    """Return a Python 3.11 or later with the packages: `named` or any installed one; without `named`, else a new one.
 
     `needs` lists the packages with their minimum versions, `packages` the same packages as pip requirements; `release`
-    is the unpacked wheel of broker. An interrupted call may be repeated. Raises NoPythonError.
+    is the unpacked wheel of broker, `root` the folder of a new Python. An interrupted call may be repeated. Raises
+    NoPythonError.
     """
     needed = json.dumps([list(each) for each in needs])
     place = os.path.join(root, hashlib.sha256(needed.encode()).hexdigest()[:16])

@@ -1,7 +1,7 @@
 """Select the files of a folder to send to nodes and buckets: all but those that ignore files exclude, by git's rules.
 
-Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Ignore files
-in subfolders apply below them. Every sender uses `walk`, so all send the same files.
+Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. The same
+files in subfolders apply below them. Every sender uses `walk`, so all send the same files.
 
 A clone that broker made is sent completely, with its `.git`, because programs read their version from it.
 A state folder is never sent: it holds keys and the nodes of the local cloud, so each copy to such a node would grow it.

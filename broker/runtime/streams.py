@@ -16,7 +16,7 @@ _closed: list[subprocess.Popen[bytes]] = []  # local processes that are ending, 
 
 
 class Stream:
-    """A stream of messages that ends when either side closes it. `process`: the local program that carries it, if any."""
+    """A stream of messages, which ends when either side closes it. `process`: the local program behind it, if any."""
 
     def __init__(
         self,

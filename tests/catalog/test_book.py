@@ -53,6 +53,17 @@ def test_accelerator_names_ignore_case_and_misses_are_named(book: Book) -> None:
     assert "`H100`" in caught.value.hints[0]
 
 
+def test_prices_of_an_accelerator_are_those_of_the_place_that_is_named(book: Book) -> None:
+    for is_spot in (False, True):
+        for price in book.list_accelerators("A100", is_spot=is_spot):
+            offers = [each for each in book.list_offers(price.cloud) if each.accelerator == price.name]
+            same = [each for each in offers if each.accelerator_count == price.count]
+            here = [(each.ondemand_usd_hour, each.spot_usd_hour) for each in same if each.region == price.region]
+            assert (price.ondemand_usd_hour, price.spot_usd_hour) in here
+            if is_spot:
+                assert price.spot_usd_hour == min(each.spot_usd_hour for each in same if each.spot_usd_hour)
+
+
 def query(book: Book, sql: str) -> list[tuple[object, ...]]:
     return book._database.execute(sql).fetchall()
 

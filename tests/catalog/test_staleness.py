@@ -40,7 +40,7 @@ def test_age_is_in_whole_days() -> None:
 @pytest.mark.parametrize(
     ("is_spot", "cloud", "warning"),
     [
-        (True, "aws", "aws's spot prices are of 2026-11-11; update them with `broker catalog update --cloud aws`"),
+        (True, "aws", "aws's spot prices are from 2026-11-11; update them with `broker catalog update --cloud aws`"),
         (False, "aws", None),
         (True, "local", None),
     ],
@@ -64,15 +64,15 @@ def test_list_of_prices_names_each_cloud_whose_prices_are_old() -> None:
     one = warn_of_stale_dates([("aws", True, old), ("aws", True, old), ("gcp", False, new)], NOW_S)
     assert (
         one is not None
-        and "spot of aws (2024-01-01)" in one
+        and "spot on aws (2024-01-01)" in one
         and "gcp" not in one
         and "`broker catalog update --cloud aws`" in one
     )
     two = warn_of_stale_dates([("aws", True, old), ("gcp", False, old)], NOW_S)
-    assert two is not None and "on-demand of gcp" in two and "`broker catalog update`" in two
+    assert two is not None and "on-demand on gcp" in two and "`broker catalog update`" in two
 
 
 def test_dates_of_a_list_are_its_oldest_and_newest() -> None:
-    assert describe_dates(["2026-01-02", "", "2025-06-29", "2026-01-01"]) == "Prices of 2025-06-29 to 2026-01-02"
-    assert describe_dates(["2025-06-29", "2025-06-29"]) == "Prices of 2025-06-29"
+    assert describe_dates(["2026-01-02", "", "2025-06-29", "2026-01-01"]) == "Prices as of 2025-06-29 to 2026-01-02"
+    assert describe_dates(["2025-06-29", "2025-06-29"]) == "Prices as of 2025-06-29"
     assert describe_dates([""]) == "Prices without a date"

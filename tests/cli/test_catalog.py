@@ -203,13 +203,13 @@ def test_every_table_fits_a_terminal_and_names_ignore_case(market: Market) -> No
 def test_a_plan_with_stale_prices_explains_how_to_update_them(market: Market) -> None:
     task = market.shell.write("t.yaml", "resources: {infra: aws, accelerators: A100:8, use_spot: true}\nrun: x\n")
     done = market.shell.run("plan", task)
-    assert "Prices of 2025-06-28" in done.stdout, "the date of the spot price, which is the one that is paid"
-    note = r"note: aws's spot prices are of 2025-06-28; update them with `broker catalog update --cloud aws`"
+    assert "Prices as of 2025-06-28" in done.stdout, "the date of the spot price, which is the one that is paid"
+    note = r"note: aws's spot prices are from 2025-06-28; update them with `broker catalog update --cloud aws`"
     assert re.search(note, done.stderr)
 
 
 @pytest.mark.parametrize("arguments", [("gpus",), ("gpus", "A100:8"), ("prices", "p4d.24xlarge")])
 def test_lists_of_old_prices_say_so_as_a_plan_does(market: Market, arguments: tuple[str, ...]) -> None:
     done = market.shell.run(*arguments)
-    assert "note: old prices:" in done.stderr and "spot of aws (2025-06-28" in " ".join(done.stderr.split())
+    assert "note: outdated prices:" in done.stderr and "spot on aws (2025-06-28" in " ".join(done.stderr.split())
     assert "update them with `broker catalog update" in done.stderr

@@ -94,7 +94,7 @@ def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) ->
         "a          b   1,234  ~9.00  30m 00s\n"
         "Total: 39.00 USD, of which 9.00 for data transfer; 2h 30m on the critical path\n"
         "Choosing each task separately would cost 60.00 USD and 3h 00m\n"
-        "Prices of 2026-01-02\n"
+        "Prices as of 2026-01-02\n"
         "~ marks a task without `goal: work`, counted as one hour\n"
         "~ marks a transfer without a known egress price; a high one is assumed\n"
     )

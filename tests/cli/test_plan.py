@@ -63,7 +63,7 @@ def test_old_prices_are_said_to_be_old_where_they_are_listed(
     with pytest.raises(SystemExit, match=r"^0$"):
         main(arguments)
     told = capsys.readouterr().err
-    assert "note: old prices: on-demand of " in told and "spot of aws (" in told
+    assert "note: outdated prices: on-demand on " in told and "spot on aws (" in told
     assert "`broker catalog update" in told.splitlines()[-1]
     assert all(len(line) <= 80 for line in told.splitlines())
 

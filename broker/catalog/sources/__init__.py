@@ -9,8 +9,8 @@ SOURCES: dict[str, str] = {
     "azure": "broker.catalog.sources.azure:AzureSource",
     "skypilot": "broker.catalog.sources.skypilot:SkyPilotSource",
 }
-# Asked in the background. Azure's own list is 1,500 pages, so SkyPilot's file of Azure takes its place there.
+# Used by background updates. Azure's own list has 1,500 pages, so SkyPilot's Azure file replaces it there.
 IN_BACKGROUND = ("aws", "gcp", "skypilot")
-# SkyPilot's file of AWS has ids of zones (`use1-az1`) in place of an account's letters, which a launch requires; it is
+# SkyPilot's AWS file has zone IDs (`use1-az1`) instead of the account-specific names that a launch requires, so it is
 # used on request only.
 ON_REQUEST = frozenset({("skypilot", "aws")})

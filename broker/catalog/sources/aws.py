@@ -35,8 +35,8 @@ LOGIN_CODES = (
     "RequestExpired", "SignatureDoesNotMatch", "AccessDenied", "AccessDeniedException", "UnauthorizedOperation",
 )  # fmt: skip
 LOGIN_HINT = (
-    "`aws configure` or `aws sso login`, with permission for ec2:DescribeRegions, ec2:DescribeSpotPriceHistory and "
-    "pricing:GetProducts"
+    "log in with `aws configure` or `aws sso login`; reading prices requires permission for ec2:DescribeRegions, "
+    "ec2:DescribeSpotPriceHistory and pricing:GetProducts"
 )
 Key = tuple[str, str]  # instance type, region
 Place = tuple[str, str]  # instance type, zone ("": none)
@@ -57,10 +57,11 @@ class AwsSource:
         self._is_list_denied = False
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
-        """Fetch prices. A region that is disabled in this account has no spot prices: it keeps the last known ones,
-        with their date. A login that may read only spot prices keeps all last known on-demand prices alike.
+        """Fetch prices. Raises AuthError, SourceError.
 
-        Machines that are not in the book are skipped: a price list gives no sizes.
+        A region that is disabled in this account has no spot prices, so it keeps the last known ones with their dates.
+        Likewise, a login that may not read the price list keeps the last known on-demand prices. Machines that are not
+        in the book are skipped, because a price list gives no sizes.
         """
         self._is_list_denied = False
         bands = parse_advisor(get(self._advisor_url))

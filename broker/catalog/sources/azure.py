@@ -17,7 +17,7 @@ from broker.types import Offer
 
 URL = "https://prices.azure.com/api/retail/prices"
 VERSION = "2023-01-01-preview"
-PAGES_MAX = 5000  # of at most 1,000 prices; about 1,500 pages suffice in 2026, and this ends an infinite chain
+PAGES_MAX = 5000  # of at most 1,000 prices; in 2026, the list has about 1,500 pages
 Key = tuple[str, str]  # instance type, region
 
 
@@ -70,14 +70,16 @@ class AzureSource:
             if not following:
                 return
             if not self._is_ours(following):
-                raise SourceError(f"azure's price list continues on another host: {str(following)[:80]!r}")
-            if following in seen or len(seen) >= PAGES_MAX:
-                raise SourceError(f"azure's price list exceeds the limit: {len(seen) + 1} pages")
+                raise SourceError(f"Azure's price list continues on another host: {str(following)[:80]!r}")
+            if following in seen:
+                raise SourceError(f"Azure's price list repeats a page: {following[:80]!r}")
+            if len(seen) >= PAGES_MAX:
+                raise SourceError(f"Azure's price list has more than {PAGES_MAX:,} pages")
             seen.add(following)
             body = get(following)
 
     def _is_ours(self, address: object) -> bool:
-        """Return whether the address is on the same host."""
+        """Return whether this is an address on the price list's host."""
         try:
             return isinstance(address, str) and urlsplit(address).hostname == urlsplit(self._url).hostname
         except ValueError:  # an IPv6 address with an unclosed bracket
@@ -91,10 +93,10 @@ def read_price(item: dict[str, Any]) -> tuple[bool, Key, float] | None:
         if "Windows" in name or "Low Priority" in sku or "Cloud Services" in name or item["unitOfMeasure"] != "1 Hour":
             return None
         if item["currencyCode"] != "USD":
-            raise SourceError(f"azure's prices are in {item['currencyCode']}, not USD")
+            raise SourceError(f"Azure's prices are in {item['currencyCode']}, not USD")
         usd, key = float(item["retailPrice"]), (str(item["armSkuName"]), str(item["armRegionName"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SourceError(f"unexpected format of azure's price list: {error!r} in {str(item)[:120]}") from None
+        raise SourceError(f"unexpected format of Azure's price list: {error!r} in {str(item)[:120]}") from None
     return ("Spot" in sku, key, usd) if usd > 0 and all(key) else None
 
 
@@ -102,7 +104,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         page = json.loads(body)
     except (ValueError, RecursionError):
-        raise SourceError(f"azure's response is not JSON: {body[:60]!r}") from None
+        raise SourceError(f"Azure's response is not JSON: {body[:60]!r}") from None
     if not isinstance(page, dict) or not isinstance(page.get("Items"), list):
-        raise SourceError("azure's price list has no `Items`")
+        raise SourceError("Azure's price list has no `Items`")
     return page

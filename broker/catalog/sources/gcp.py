@@ -1,4 +1,4 @@
-"""GCP: the Cloud Billing Catalog API lists cores, memory and accelerators by the hour; machines are composed here.
+"""GCP: the Cloud Billing Catalog API prices cores, memory and accelerators by the hour; they are summed up here.
 
 GET /v1/services/{service}/skus: https://cloud.google.com/billing/v1/how-tos/catalog-api. Requires an API key in
 `GOOGLE_API_KEY`.
@@ -51,7 +51,10 @@ class GcpSource:
         self._key = key
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
-        """Yield offers whose price is the sum of cores, memory and accelerators. Raises SourceError."""
+        """Yield all known offers, each priced as the sum of its cores, memory and accelerators if the list has them.
+
+        Raises AuthError without an API key, SourceError if the list prices fewer than half of the machines.
+        """
         rates: Rates = {}
         for sku in self._list_skus(get):
             for key, usd in read_sku(sku):
@@ -83,8 +86,10 @@ class GcpSource:
                 return
             if not isinstance(token, str):
                 raise SourceError("a page token of GCP's price list is not text")
-            if token in seen or len(seen) >= PAGES_MAX:
+            if token in seen:
                 raise SourceError("GCP's price list repeats a page token")
+            if len(seen) >= PAGES_MAX:
+                raise SourceError(f"GCP's price list has more than {PAGES_MAX} pages")
             seen.add(token)
             query = {**query, "pageToken": token}
 

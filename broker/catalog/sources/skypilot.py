@@ -28,7 +28,10 @@ class SkyPilotSource:
         self._url = url
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
-        """Yield the offers of SkyPilot's hosted catalog. Raises SourceError for unreadable rows."""
+        """Yield the offers of SkyPilot's hosted catalog.
+
+        Raises SourceError if the file is cut off, or if more than FAULTS_SHARE_MAX of its rows are unreadable.
+        """
         file = f"{self._url}/{cloud}/vms.csv"
         try:
             text = get(file).decode("utf-8-sig")
