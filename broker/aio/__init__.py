@@ -54,8 +54,8 @@ async def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: 
     content, or a Task. `clouds` limits the plan to some clouds. Prices come from the price book in `cache`, by default
     the one that the command line uses.
 
-    Raises TaskError for an invalid task, NoOfferError with verified hints where nothing fits, StateError where the
-    price book cannot be opened.
+    Raises TaskError for an invalid task, NoOfferError with verified hints if nothing fits, StateError if the price book
+    cannot be opened.
     """
 
     def rank() -> Plan:
@@ -120,7 +120,7 @@ async def exec(cluster: str, task: TaskLike, *, home: Path | None = None, on_not
     """Start a task's `run`, without its `setup`, on a cluster that is up; return the run's id.
 
     A task that requests accelerators reserves them and runs alongside others; any other task has the whole cluster.
-    Raises UsageError for an unknown cluster or one that is not up, CloudError where its nodes do not respond.
+    Raises UsageError for an unknown cluster or one that is not up, CloudError if its nodes do not respond.
     """
     if is_remote(home):
         return await ask(home, on_note, launching.exec_task, cluster=cluster, task=read_task(task))
@@ -140,7 +140,7 @@ async def status(*, refresh: bool = False, home: Path | None = None, on_note: No
 
 
 async def queue(cluster: str, *, home: Path | None = None) -> tuple[Run, ...]:
-    """Return the runs of a cluster that is up, oldest first."""
+    """Return the runs of a cluster that is up, oldest first. Raises UsageError, CloudError."""
     if is_remote(home):
         return tuple(sorted(await ask(home, None, verbs.list_runs, cluster=cluster), key=lambda run: run.id))
     with open_context(home) as context:
@@ -149,7 +149,10 @@ async def queue(cluster: str, *, home: Path | None = None) -> tuple[Run, ...]:
 
 
 async def cancel(cluster: str, run_ids: Sequence[int] | None = None, *, home: Path | None = None) -> tuple[int, ...]:
-    """Cancel runs of a cluster, or all if `run_ids` is None; return the ids of those that were live."""
+    """Cancel runs of a cluster, or all if `run_ids` is None; return the ids of those that were live.
+
+    Raises UsageError for an unknown cluster or one that is not up, CloudError if its nodes do not respond.
+    """
     if is_remote(home):
         wanted = None if run_ids is None else tuple(run_ids)
         return await ask(home, None, verbs.cancel_runs, cluster=cluster, run_ids=wanted)
@@ -251,7 +254,7 @@ async def simulate(
     deadline_hours: float | None = None,
     home: Path | None = None,
 ) -> Simulation:
-    """Compare spot policies for a task on recorded markets, or on synthetic ones without `traces`.
+    """Compare spot policies for a task on the recorded markets in `traces`, or on synthetic ones.
 
     `starts` is the number of start times, `optima` the number of those for which the optimum is computed. `apart`
     replays each trace as a separate market instead of a zone of one market. The task must state its work

@@ -64,7 +64,7 @@ async def launch_pipeline(
     home: Path | None = None,
     on_note: Notes | None = None,
 ) -> tuple[Job, ...]:
-    """Submit all tasks of a file, each as a job that waits for the jobs it needs; otherwise like `launch`."""
+    """Submit all tasks of a file, each as a job that waits for the jobs it needs; otherwise the same as `launch`."""
     return await _submit(read_tasks(task), name, request_id, hedge, home, on_note)
 
 
@@ -232,7 +232,7 @@ async def logs(job: int | str, *, follow: bool = True, home: Path | None = None)
 async def why(job: int | str, *, home: Path | None = None) -> Explanation:
     """Explain the status of a job: its events, attempts, steps, recoveries and cost."""
     if is_remote(home):
-        told = await ask(home, None, verbs.explain_job, job=str(job))
-        return Explanation(job=told.job, events=told.events, summary=told.summary, paid_usd=told.paid_usd)
+        view = await ask(home, None, verbs.explain_job, job=str(job))
+        return Explanation(job=view.job, events=view.events, summary=view.summary, paid_usd=view.paid_usd)
     with open_context(home) as context:
         return jobs.explain(context, jobs.find_job(context, job))

@@ -1,4 +1,4 @@
-"""Contexts for calls of the Python API, and synchronous wrappers for callers without an event loop."""
+"""Open contexts for calls of the Python API, and wrap coroutines for callers without an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of managed jobs for asyncio; `broker.aio.jobs` offers them."""
+"""Schedules of managed jobs for asyncio; `broker.aio.jobs` exports them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ async def schedule(
 ) -> JobSchedule:
     """Store the `schedule` of a task, which a daemon or a server starts as a job at each due time.
 
-    Each job starts billing without confirmation. `name` is that of the task by default. Calls with the same
-    `request_id` store one schedule. Raises UsageError for a task without a schedule or a name, and for a name that is
-    taken; otherwise as `launch`.
+    Each job starts billing without confirmation. `name` defaults to the task's. Calls with the same `request_id` store
+    one schedule. Raises UsageError for a task without a schedule or a name, and for a name that is taken; otherwise the
+    errors of `launch`.
     """
     found = read_task(task)
     wanted = name or found.name
@@ -63,7 +63,7 @@ async def schedules(*, home: Path | None = None, on_note: Notes | None = None) -
 
 
 async def due_times(schedule: str, *, home: Path | None = None, on_note: Notes | None = None) -> tuple[DueTime, ...]:
-    """Return what became of the newest due times of a schedule, oldest first. Raises UsageError."""
+    """Return the newest due times of a schedule with their outcomes, oldest first. Raises UsageError."""
     if is_remote(home):
         return await ask(home, on_note, verbs.list_due_times, schedule=schedule)
     return await use_in_thread(home, on_note, lambda context: verbs.list_due_times(context, schedule=schedule))

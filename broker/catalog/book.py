@@ -228,8 +228,9 @@ class Book:
                 values.append(value)
         rows = self._database.execute(
             f"""SELECT name, count, gib, cloud, region, ondemand, spot FROM (
-                    SELECT t.accelerator AS name, t.accelerator_count AS count, t.accelerator_memory_gib AS gib, t.cloud,
-                           r.text AS region, o.ondemand_usd_hour AS ondemand, o.spot_usd_hour AS spot, {price} AS price,
+                    SELECT t.accelerator AS name, t.accelerator_count AS count, t.accelerator_memory_gib AS gib,
+                           t.cloud, r.text AS region, o.ondemand_usd_hour AS ondemand, o.spot_usd_hour AS spot,
+                           {price} AS price,
                            row_number() OVER (
                                PARTITION BY t.accelerator, t.accelerator_count, t.cloud{", r.text" if by_region else ""}
                                ORDER BY {price}, o.ondemand_usd_hour IS NULL, o.ondemand_usd_hour, r.text

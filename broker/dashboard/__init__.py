@@ -1,1 +1,1 @@
-"""The dashboard and `broker top`: one read model of the store, drawn as pages and in a terminal."""
+"""The dashboard and `broker top`: one read model of the store, shown as pages and in a terminal."""

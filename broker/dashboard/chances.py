@@ -1,4 +1,4 @@
-"""The chance of a job's deadline over time, as a chart and as a table of the same points."""
+"""Show the chance of meeting a job's deadline over time, as a chart and as a table of the same points."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChanceCache:
         self._known: dict[int, tuple[float, bool, tuple[ChancePoint, ...]]] = {}
 
     def get(self, job_id: int, *, now_s: float, is_ended: bool) -> tuple[ChancePoint, ...] | None:
-        """Return the points of a job; None if they are to be read."""
+        """Return the points of a job; None if they must be read."""
         if (known := self._known.get(job_id)) is None:
             return None
         read_s, was_ended, points = known
@@ -45,7 +45,7 @@ class ChanceCache:
 
 
 def show_chances(points: Sequence[ChancePoint]) -> Markup:
-    """Show the chance to meet the deadline, with the chance of a job that stays on spot; nothing without points."""
+    """Show the chance of meeting the deadline, and that of staying on spot to the end; nothing without points."""
     if not points:
         return Markup("")
     rows = [

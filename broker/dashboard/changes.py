@@ -1,4 +1,4 @@
-"""Look for new events on behalf of all open pages: one query at a time, however many pages wait."""
+"""Look for new events for all open pages: one query at a time, however many pages are open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from broker.clock import Clock
 from broker.state.store import Store
 
 LOOK_S = 0.5  # between looks for new events
-REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
+REFRESH_S = 5.0  # a page is loaded again after this long without an event, because steps and costs are not events
 
 
 class ChangeFeed:

@@ -1,4 +1,4 @@
-"""The page of clouds: the recorded results of `broker check`. No cloud is queried for it."""
+"""Show the page of clouds: the recorded results of `broker check`. No cloud is queried for it."""
 
 from __future__ import annotations
 

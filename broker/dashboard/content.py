@@ -1,6 +1,6 @@
-"""The content of the pages that everyone sees alike: functions of the context and of what the path names.
+"""Make the content of the pages that are the same for everyone, from the context and the arguments in the path.
 
-They are run once for all visitors that ask meanwhile (`sharing.py`), so none of them receives a request.
+Each function runs once for all concurrent visitors (`sharing.py`), so it receives no request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAVED_S = 5.0
 
 
 class OverviewPage:
-    """The overview of one state folder. Savings are summed at most once in `SAVED_S`: each attempt has a price."""
+    """The overview of one state folder. Savings are summed at most once in `SAVED_S`, because that reads every bill."""
 
     def __init__(self) -> None:
         self._saved_usd = 0.0

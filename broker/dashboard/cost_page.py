@@ -1,4 +1,4 @@
-"""The page of cost: spending by day, job or cloud, every day's clouds and jobs, and forecasts against actual cost."""
+"""Show the cost page: spending by day, job or cloud, each day's clouds and jobs, and forecasts against actual cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decisions of a job's spot policy with the numbers behind them, as recorded in its events."""
+"""Show the decisions of a job's spot policy with the numbers behind them, as recorded in its events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RIGHT = ["USD per hour of work", "On-demand", "Work left", "Time left", "Spare"]
 
 
 def show_decisions(page: JobPage) -> Markup:
-    """Show the decisions, newest first; nothing if the job follows no deadline."""
+    """Show the decisions, newest first; nothing if the job has none."""
     rows = [_list_cells(each.time_s, each.data) for each in page.decisions[:SHOWN]]
     if not rows:
         return Markup("")

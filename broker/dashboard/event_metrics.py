@@ -1,4 +1,4 @@
-"""The metrics that count events: launches and their refusals by place, and how long starts and recoveries took."""
+"""Count events for metrics: launches and their refusals by place, and the durations of starts and recoveries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACE_LABELS = ("cloud", "region", "instance_type")
 
 
 class EventTally:
-    """Sums over all recorded events. Each is read once: ids only grow, in the order of commits."""
+    """Sums over all recorded events. Each event is read once, because ids only grow, in the order of commits."""
 
     def __init__(self) -> None:
         self._newest = 0

@@ -1,8 +1,8 @@
-"""Access control: one link with a token, then a cookie; requests of other sites are refused.
+"""Control access: one link with a token, then a cookie; requests from other sites are refused.
 
-The token is in the URL once and is spent by its first use. The cookie is `HttpOnly` and `SameSite=Strict`. `Host` is
-compared with the address that is listened on, against DNS rebinding; actions also require a matching `Origin` and a
-ticket from a page, against cross-site requests. Prometheus presents a token of its own, which admits to `/metrics`.
+The token in the link is valid for one use. The cookie is `HttpOnly` and `SameSite=Strict`. `Host` is compared with the
+listening address, against DNS rebinding; actions also require a matching `Origin` and a ticket from a page, against
+cross-site requests. Prometheus presents a token of its own, which only grants access to `/metrics`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gatekeeper:
-    """Checks every request before its handler runs. The `scrape_token` admits to `/metrics`, and to nothing else."""
+    """Checks every request before its handler runs. The `scrape_token` only grants access to `/metrics`."""
 
     def __init__(self, scrape_token: str | None = None) -> None:
         self._scrape_token = scrape_token
@@ -41,7 +41,7 @@ class Gatekeeper:
         self.ticket = secrets.token_urlsafe(24)  # in every form
 
     def make_link(self, host: str, port: int) -> str:
-        """Make the link that logs a browser in, once."""
+        """Make a link that logs one browser in; an earlier link becomes invalid."""
         self._token = secrets.token_urlsafe(24)
         return f"http://{host}:{port}{LOGIN}?token={self._token}"
 
@@ -49,7 +49,7 @@ class Gatekeeper:
         """Exchange the token of the link for the cookie."""
         given = request.query.get("token", "")
         if self._token is None or not hmac.compare_digest(given.encode(), self._token.encode()):
-            return refuse(403, "this link was used before; run `broker dashboard` again for a new one")
+            return refuse(403, "this link is invalid or was used before; run `broker dashboard` again for a new one")
         self._token = None
         answer = redirect("/")
         answer.set_cookie(COOKIE, self._session, httponly=True, samesite="Strict", path="/")
@@ -77,7 +77,10 @@ class Gatekeeper:
 
 
 def read_scrape_token(path: Path) -> str:
-    """Return the token for scrapes of `/metrics`, kept in a file of mode 0600; make it at first. Raises StateError."""
+    """Return the token for scrapes of `/metrics` from a file of mode 0600, created by the first call.
+
+    Raises StateError if the file cannot be read or written.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         known = path.read_text(encoding="ascii").strip() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Build HTML. All text is escaped here: names, logs and errors of clouds are foreign text."""
+"""Build HTML. All text is escaped here, because names, logs and errors of clouds are untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of single jobs beyond their overview: steps at risk, repeated steps, and the chance of the deadline."""
+"""Collect further metrics of single jobs: unsaved steps, repeated steps, and the chance of meeting the deadline."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CHANCES_AT_ONCE = 2  # forecasts of one scrape: each takes tens of milliseconds
 
 @frozen
 class JobSteps:
-    """`unsaved`: steps since the newest checkpoint. `repeated`: steps that were run again after a loss."""
+    """Steps of a job. `unsaved`: since the newest checkpoint. `repeated`: run again after a loss."""
 
     unsaved: int
     repeated: int
 
 
 def count_steps(attempts: Sequence[StepRange]) -> JobSteps:
-    """Sum the steps that attempts have in common; the next attempt begins after its checkpoint. Pure.
+    """Count the steps that consecutive attempts have in common, and those after the newest checkpoint. Pure.
 
     Steps 1 to 45, then 31 to 60 with a checkpoint at 50: 15 repeated, 10 unsaved.
     """
@@ -35,13 +35,13 @@ def count_steps(attempts: Sequence[StepRange]) -> JobSteps:
 
 
 class JobChances:
-    """The chances of live jobs to meet their deadlines, the oldest of which are computed again at each update."""
+    """The chances of live jobs of meeting their deadlines. Each update computes the oldest ones again."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, float | None]] = {}  # when, and the chance; None: no forecast
 
     def update(self, context: Context, live: Sequence[int]) -> Mapping[int, float]:
-        """Return the known chances by job."""
+        """Compute up to `CHANCES_AT_ONCE` chances again; return all known ones by job."""
         store, now_s = context.store, context.clock.now_s()
         wanted = store.jobs.list_goals(live, field="deadline_hours")
         self._known = {job_id: known for job_id, known in self._known.items() if job_id in wanted}

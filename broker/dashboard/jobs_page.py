@@ -1,4 +1,4 @@
-"""All managed jobs, in pages of `ROWS`: by status and by a part of their name."""
+"""Show all managed jobs in pages of `ROWS`, filtered by status and by a part of their name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class JobFilter(StrEnum):
 
 @frozen
 class JobList:
-    """One page of the jobs that were asked for, newest first."""
+    """One page of the requested jobs, newest first."""
 
     now_s: float
     rows: tuple[JobRow, ...]
@@ -52,11 +52,11 @@ class JobList:
     choice: JobFilter
     name: str
     before: int | None  # the page shows jobs with smaller IDs
-    next_before: int | None  # None: this is the last page
+    next_before: int | None  # of the next page; None on the last page
 
 
 def read_jobs(context: Context, *, choice: JobFilter, name: str = "", before: int | None = None) -> JobList:
-    """Read a page of jobs whose name contains `name`, regardless of case; of those before job `before`."""
+    """Read a page of jobs whose name contains `name`, regardless of case, with IDs below `before` if it is given."""
     store, now_s = context.store, context.clock.now_s()
     part = name[:NAME_MAX].casefold()
     found = [

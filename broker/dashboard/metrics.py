@@ -1,4 +1,4 @@
-"""`/metrics`: the families about spending, jobs, clusters and places, those about events, nodes and services."""
+"""Render `/metrics`: the families about spending, jobs, clusters, places, events, nodes and services."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MetricsPage:
 
 
 def list_daemon_families(store: Store) -> Iterator[Family]:
-    """List the families about the process that drives the jobs, or the processes that share them."""
+    """List the families about the process that drives the jobs, or about the processes that share them."""
     if store.is_shared:
         load = store.claims.measure_load()
         yield Family("broker_controllers", "gauge", "Controllers with a lease.", [({}, float(load.controller_count))])

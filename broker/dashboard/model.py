@@ -1,4 +1,4 @@
-"""The read model of the pages, `broker top` and `/metrics`. It reads the store and never writes to it."""
+"""Define the read model of the pages, `broker top` and `/metrics`. It reads the store and never writes to it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 NEWEST = 50  # jobs and attention rows on a page
 LOOKED_AT = 1000  # jobs whose newest event is read for the attention list
-FAILED_HOURS = 24.0  # a failed job asks for attention for this long
-ATTENTION_KINDS = (  # a live job whose newest event is of one of these may require a person
+FAILED_HOURS = 24.0  # how long a failed job requires attention
+ATTENTION_KINDS = (  # a live job whose newest event is of one of these kinds may require attention
     EventKind.LATE, EventKind.WAITING, EventKind.UNSEEN, EventKind.UNFIT, EventKind.LAUNCH_RETRIED,
     EventKind.REPLACEMENT_FAILED, EventKind.ACCESS_NOT_RENEWED, EventKind.CALL_FAILED,
 )  # fmt: skip
@@ -41,7 +41,7 @@ class JobRow:
 
 @frozen
 class Attention:
-    """A job that may require a person, and the event or failure that says why."""
+    """A job that may require attention, and the event or failure that explains why."""
 
     job_id: int
     name: str
@@ -57,7 +57,7 @@ class Overview:
     spent_usd: float
     today_usd: float
     month_usd: float
-    month_ondemand_usd: float | None  # what this month's machines would have cost on-demand; None where not asked
+    month_ondemand_usd: float | None  # this month's machines at on-demand prices; None if not requested
     usd_hour: float  # of the nodes that are billed now
     counts: Mapping[str, int]  # jobs by status
     attention: tuple[Attention, ...]
@@ -68,7 +68,7 @@ class Overview:
 
     @property
     def month_saved_usd(self) -> float | None:
-        """USD saved this month against the same machines on-demand; repeated work is not subtracted."""
+        """USD saved this month compared with the same machines on-demand; repeated work is not subtracted."""
         return None if self.month_ondemand_usd is None else self.month_ondemand_usd - self.month_usd
 
     @property
@@ -87,7 +87,7 @@ def read_overview(
 ) -> Overview:
     """Read the overview; damaged rows are reported to `context.note` and left out.
 
-    `usage_max`: for how many of the newest live jobs the samples of their nodes are read.
+    `usage_max`: the number of newest jobs for which the samples of their nodes are read.
     """
     store, now_s = context.store, context.clock.now_s()
     midnight_s, month_s = find_starts(now_s)
@@ -120,7 +120,7 @@ def read_overview(
 
 
 def find_starts(now_s: float) -> tuple[float, float]:
-    """Return when today and this month began, local time."""
+    """Return when today and this month began in local time, in seconds since the epoch."""
     day = time.localtime(now_s)
     begin = (0, 0, 0, 0, 0, -1)
     midnight_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, *begin))
@@ -153,13 +153,13 @@ class AttemptRow:
 
 @frozen
 class JobPage:
-    """All that is known of one job."""
+    """All information about one job."""
 
     now_s: float
     explanation: Explanation
     attempts: tuple[AttemptRow, ...]
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, oldest first
-    nodes: tuple[NodeHistory, ...] = ()  # what its nodes report of themselves
+    nodes: tuple[NodeHistory, ...] = ()  # samples of its nodes
 
     @property
     def job(self) -> Job:

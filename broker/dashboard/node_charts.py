@@ -1,4 +1,4 @@
-"""Usage of a job's nodes: small charts of the last samples, and a table of the newest sample of each node."""
+"""Show the usage of a job's nodes: small charts of the last samples, and a table of the newest sample of each node."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from broker.types import GpuSample, NodeHistory, NodeSample
 
 WIDTH, HEIGHT = 280, 84
 LEFT, RIGHT, TOP, BOTTOM = 4, 4, 6, 18
-GAP_S = 45.0  # between two samples, for which the line is cut: four were lost
+GAP_S = 45.0  # between two samples, above which the line is cut: four samples were lost
 HEADS = ["Node", "CPU", "Memory", "Disk", "Disk read/written", "Network in/out", "Xid errors"]
 GPU_HEADS = ["Node", "GPU", "In use", "Memory", "Temperature", "Power"]
 Reader = Callable[[NodeSample], float | None]
 
 
 def read_gpu_ratio(sample: NodeSample) -> float | None:
-    """Return the mean over the GPUs of a node."""
+    """Return the mean utilization of a node's GPUs as a fraction of 1; None if it is unknown."""
     return _mean([gpu.ratio for gpu in sample.gpus])
 
 
@@ -58,7 +58,7 @@ def show_nodes(nodes: Sequence[NodeHistory]) -> Markup:
         if gpus := [cells for node in current for cells in _list_gpu_cells(node)]:
             parts.append(table(GPU_HEADS, gpus, caption="GPUs now", right=GPU_HEADS))
     about = "A line for each node. In a container, CPU and memory are shares of its limits."
-    parts.append(element("p", about if current else f"{about} No node reports now.", class_="faint"))
+    parts.append(element("p", about if current else f"{about} No node is reporting now.", class_="faint"))
     return join(parts)
 
 
@@ -116,7 +116,7 @@ def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_shar
     newest = [line[-1][1] for node, line in zip(nodes, lines, strict=True) if line and node.is_current]
     shown = _mean(newest)
     text = "-" if shown is None else format_share(shown) if is_share else f"{format_bytes(shown)}/s"
-    name = f"{title}: {text}" + (" in the mean of the nodes" if len(newest) > 1 else "")
+    name = f"{title}: {text}" + (", mean of the nodes" if len(newest) > 1 else "")
     picture = element(
         "svg", element("title", f"{name}; the last {format_duration(end_s - begin_s)}"),
         element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="grid"),
@@ -130,7 +130,7 @@ def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_shar
 
 
 def _cut(line: Sequence[tuple[float, float]]) -> Iterator[Sequence[tuple[float, float]]]:
-    """Cut a line where samples are missing: the node was lost, or nothing was heard of it."""
+    """Cut a line where samples are missing: the node was lost, or its samples were."""
     begin = 0
     for index in range(1, len(line)):
         if not 0.0 <= line[index][0] - line[index - 1][0] <= GAP_S:

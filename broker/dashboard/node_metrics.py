@@ -1,4 +1,4 @@
-"""The metrics of nodes: the newest sample of each node of a live job, of a bounded number of nodes and GPUs."""
+"""Collect the metrics of nodes: the newest sample of each node of a live job, up to a number of nodes and GPUs."""
 
 from __future__ import annotations
 

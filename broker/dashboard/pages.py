@@ -1,4 +1,4 @@
-"""The pages. Each is complete without JavaScript; `static/live.js` only replaces `<main>` when something changed."""
+"""Build the pages. Each is complete without JavaScript; `static/live.js` only replaces `<main>` after a change."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def lay_out(
 ) -> str:
     """Make a whole page: head, navigation to `targets`, notes of this request, content.
 
-    A page that is not live is not reloaded. `newest`: the id of the newest event when the page was read. `job_id`: of
-    the job whose events change the page; None for those of all.
+    A page that is not live is not reloaded. `newest`: the id of the newest event when the page was read. `job_id`: the
+    job whose events change the page; None for all jobs.
     """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
@@ -154,14 +154,14 @@ def _show_status(status: JobStatus) -> Markup:
 
 @frozen
 class JobContent:
-    """What everyone sees of a job: what is above the form for its actions, and what is below."""
+    """The parts of a job's page that are the same for everyone: `head` above the form for its actions, `body` below."""
 
     job: Job
     head: Markup
     body: Markup
 
     def show(self, ticket: str) -> Markup:
-        """Show the job with the actions of the visitor whose ticket this is; without any for an empty one."""
+        """Show the job, with a form for actions if the visitor has a ticket."""
         return join([self.head, _show_action(self.job, ticket), self.body])
 
 
@@ -202,7 +202,7 @@ def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
         [
             element("h2", "Attempts"),
             draw_timeline(page),
-            element("p", "Price: of the machines of each attempt; dashed: the same machines on-demand.", class_="faint")
+            element("p", "Price of each attempt's machines; dashed: the same machines on-demand.", class_="faint")
             if page.attempts
             else None,
             show_attempts(page),

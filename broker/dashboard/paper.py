@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: the style of the dashboard inside, no scripts, no links to other hosts."""
+"""Write a self-contained HTML file in the style of the dashboard: no scripts, no links to other hosts."""
 
 from __future__ import annotations
 

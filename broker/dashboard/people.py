@@ -1,4 +1,4 @@
-"""The read model of a server's users: their roles, resources, costs, and changes."""
+"""Define the read model of a server's users: their roles, resources, costs, and changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ORDER = (Role.VIEWER, Role.USER, Role.ADMIN)
 
 @frozen
 class PersonRow:
-    """One user, from all of its tokens. `user` is None for what was started on the server itself.
+    """One user, with all of its tokens. `user` is None for jobs and clusters that were started on the server itself.
 
-    `role` is the highest of the valid tokens, None without one; `changed_s` is when it last changed something: reading
-    is not recorded.
+    `role` is the highest of the valid tokens, None without any; `changed_s` is the time of the user's last change:
+    reading is not recorded.
     """
 
     user: str | None

@@ -1,4 +1,4 @@
-"""The pages of a server for its administrators: users, and the audit of their changes."""
+"""Show a server's pages for users and logins, and for administrators: users and the audit of their changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def show_login(action: str, issuer: str | None) -> Markup:
 
 
 def show_session(token: Token, action: str, ticket: str) -> Markup:
-    """Show whose session it is, with a form that ends it; a proxy's visitor has no ticket and logs out there."""
+    """Show whose session it is, with a form that ends it; visitors from a proxy have no ticket, and log out there."""
     project = f", project {token.project}" if token.project else ""
     about = element("p", f"Logged in as {token.user}, role {token.role.value}{project}.")
     if not ticket:

@@ -1,4 +1,4 @@
-"""The read model of the places where broker used spot: time there, preemptions, refusals, and today's prices."""
+"""Define the read model of the places where broker used spot: time there, preemptions, refusals and current prices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Span:
 class PlaceHistory:
     """One place: sums of all recorded stays, those of the last `SHOWN_DAYS`, and when spot was refused there.
 
-    Prices are USD an hour of one machine in the price book; None where it has none.
+    Prices are USD per hour of one machine in the price book; None if it has none.
     """
 
     row: PlaceRow

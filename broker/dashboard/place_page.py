@@ -1,4 +1,4 @@
-"""The page of locations: stays on spot over time, preemptions, refusals and prices."""
+"""Show the page of locations: stays on spot over time, preemptions, refusals and prices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def draw_days(places: Sequence[PlaceHistory], now_s: float) -> Markup:
     """Draw the last days of each location: a bar where a gang ran, a mark where it was preempted or refused."""
     shown = [each for each in places if each.spans or each.refused_s][:ROWS_MAX]
     if not shown:
-        return element("p", f"Nothing happened on spot in the last {SHOWN_DAYS:.0f} days.")
+        return element("p", f"There was no spot activity in the last {SHOWN_DAYS:.0f} days.")
     begin_s = now_s - SHOWN_DAYS * 86400
     height = TOP + ROW * len(shown) + 8
 

@@ -1,4 +1,4 @@
-"""The page of a plan: the ranking, cost against time, every term, and a form that plans a changed task."""
+"""Show the page of a plan: the ranking, cost against time, every term, and a form that plans a changed task."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def show_plan(page: PlanPage) -> Markup:
         element("p", element("a", f"Job {page.job_id}", href=f"/jobs/{page.job_id}"), f": {page.name}. {plan.reason}"),
         element(
             "p",
-            f"{len(plan.estimates):,} placements fit; prices of {plan.prices_as_of}. Planned for the whole task with "
-            "the catalog and the preemption history of now; a running job keeps its location.",
+            f"{len(plan.estimates):,} placements fit; prices as of {plan.prices_as_of}. Planned for the whole task with "
+            "the current catalog and preemption history; a running job keeps its location.",
             class_="faint",
         ),
         *_show_form(page),

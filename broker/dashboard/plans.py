@@ -23,7 +23,7 @@ CHANGE_MAX = 200  # characters of a change
 
 @frozen
 class PlanPage:
-    """The plan of a job's task. `changed` is the plan for the task with `change`; `problem` says why there is none."""
+    """The plan of a job's task. `changed` is the plan for the task with `change`; `problem` is why there is none."""
 
     job_id: int
     name: str
@@ -38,7 +38,7 @@ class PlanPage:
 
 
 def read_plan(context: Context, job: Job, change: str) -> PlanPage:
-    """Plan a job's task again by the catalog and history of now. Raises NoOfferError, NotImportedError."""
+    """Plan a job's task again with the current catalog and history. Raises NoOfferError, NotImportedError."""
     plan = context.plan(context.resolve(job.task))
     changed, problem = _read_change(context, plan, change[:CHANGE_MAX]) if change else (None, "")
     points = tuple(islice(list_timed(plan.estimates), POINTS_MAX))

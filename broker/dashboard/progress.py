@@ -127,7 +127,7 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
 
 
 def make_chart(title: str, parts: Sequence[Markup], *, hatch_id: str) -> Markup:
-    """Make the picture, with the pattern for lost work under an id that is unique on the page."""
+    """Make the picture, with the pattern for lost work under `hatch_id`, which must be unique on the page."""
     hatch = element(
         "defs",
         element(
@@ -174,7 +174,7 @@ def to_y(share: float) -> float:
 
 
 def show_progress(page: JobPage, lines: Sequence[str]) -> Markup:
-    """Show the charts of steps and loss that there is data for."""
+    """Show the charts of steps and loss for which there is data."""
     parts: list[Markup] = []
     for title, chart in (("Steps", draw_steps(page)), ("Loss", draw_losses(page, lines))):
         if chart is not None:

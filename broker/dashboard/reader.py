@@ -1,4 +1,4 @@
-"""A thread that reads the store for the pages, so that the event loop answers other requests meanwhile."""
+"""Read the store for the pages in a thread, so that the event loop answers other requests meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PageReader:
         self._context: Context | None = None
 
     async def read(self, work: Callable[[Context], T]) -> tuple[T, list[str]]:
-        """Return what `work` returns, and the notes and warnings that it gave, each once."""
+        """Return the result of `work`, and the notes and warnings that it gave, each once. Raises its errors."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
 
     def _run(self, work: Callable[[Context], T]) -> tuple[T, list[str]]:

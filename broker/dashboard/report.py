@@ -16,7 +16,7 @@ JOBS = ["Job", "Name", "Status", "USD", "On-demand USD", "Preemptions", "Steps l
 FORECASTS = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
 RIGHT = ["Job", "Node hours", "USD", "On-demand USD", "Preemptions", "Steps lost", "Forecast USD", "Paid USD",
          "Paid / forecast"]  # fmt: skip
-NO_FORECASTS = "No job that succeeded in this month has a recorded forecast; jobs with `goal: {work, deadline}` have."
+NO_FORECASTS = "No job that succeeded in this month has a recorded forecast; jobs with `goal: {work: ...}` have one."
 
 
 def list_figures(report: Report) -> Sequence[tuple[str, str]]:
@@ -52,8 +52,8 @@ def list_tables(report: Report) -> Sequence[tuple[str, Sequence[str], Sequence[S
 
 
 def write_markdown(report: Report) -> str:
-    """Write Markdown; foreign names are escaped, so that they make neither markup nor columns."""
-    lines = [f"# Report for {report.period.name}", "", f"Made {_show_time(report.made_s)}, local time.", ""]
+    """Write Markdown. Untrusted names are escaped, so that they create neither markup nor columns."""
+    lines = [f"# Report for {report.period.name}", "", f"Written {_show_time(report.made_s)}, local time.", ""]
     lines += [f"- {name}: {text}" for name, text in list_figures(report)]
     for title, heads, rows in list_tables(report):
         lines += ["", f"## {title}", ""]
@@ -68,13 +68,13 @@ def write_markdown(report: Report) -> str:
 
 def write_html(report: Report) -> str:
     """Write one HTML file with its style inside."""
-    made = element("p", f"Made {_show_time(report.made_s)}, local time.", class_="faint")
+    made = element("p", f"Written {_show_time(report.made_s)}, local time.", class_="faint")
     parts: list[Content] = [made, show_figures(list_figures(report))]
     for title, heads, rows in list_tables(report):
         parts.append(element("h2", title))
         empty = NO_FORECASTS if title == "Forecasts" else "None."
         parts.append(table(heads, rows, caption=title, right=RIGHT) if rows else element("p", empty))
-    return write_paper(f"Report of {report.period.name}", *parts)
+    return write_paper(f"Report for {report.period.name}", *parts)
 
 
 def _escape(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The web server of `broker dashboard`: the routes of the dashboard behind one link, and `/metrics`."""
+"""Serve `broker dashboard`: the routes of the dashboard behind one link, and `/metrics`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRAPE_FILE = "metrics-token"  # in the state folder
 
 
 class OpenPolicy:
-    """`broker dashboard`: whoever holds the cookie may do everything."""
+    """The policy of `broker dashboard`: every visitor with the cookie may do everything."""
 
     def __init__(self, home: Path, guard: Gatekeeper) -> None:
         self._home = home
@@ -39,7 +39,7 @@ class OpenPolicy:
         return True
 
     async def act(self, request: web.Request, verb: str, job_id: int) -> int:
-        """Act in a thread, with a store of its own: checking the access to buckets takes a while."""
+        """Act in a thread, with a store of its own, because checking the access to buckets takes a while."""
         return await asyncio.to_thread(self._act, verb, job_id)
 
     def _act(self, verb: str, job_id: int) -> int:

@@ -1,4 +1,4 @@
-"""The metrics of services: their replicas, cost, and the load of the last minute that their balancers report."""
+"""Collect the metrics of services: their replicas, cost, and the load of the last minute from their balancers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVICES_MAX = 100
 
 
 def list_service_families(lines: Sequence[ServiceLine]) -> Iterator[Family]:
-    """List the families about the first `SERVICES_MAX` services; those about load only where a balancer reports."""
+    """List the families about the first `SERVICES_MAX` services; those about load only if a balancer reports it."""
     shown = [({"service": each.service.name}, each) for each in lines[:SERVICES_MAX]]
     states = [
         ({**labels, "status": status}, float(count))

@@ -1,4 +1,4 @@
-"""The pages of services: their replicas and versions, the load that the balancer reported, and their events."""
+"""Show the pages of services: their replicas and versions, the load that the balancer reported, and their events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
         for each in line.replicas
     ]  # fmt: skip
     heads = ["Replica", "Version", "Status", "Location", "USD/h", "In flight", "Job", "Age", "Reason"]
-    told: list[Sequence[Content]] = [
+    rows: list[Sequence[Content]] = [
         [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), describe_service_event(each)]
         for each in reversed(events)
     ]
@@ -72,7 +72,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
             element("h2", "Replicas"),
             table(heads, replicas, caption="Replicas", right=right) if replicas else element("p", "No replicas yet."),
             element("h2", "Events"),
-            table(["Time", "Event"], told, caption="Events"),
+            table(["Time", "Event"], rows, caption="Events"),
         ]
     )
 

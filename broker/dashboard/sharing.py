@@ -1,7 +1,7 @@
-"""Share reads between requests: pages that show the same content at the same change are read and rendered once.
+"""Share reads between requests: pages that show the same content after the same event are read and rendered once.
 
-A read receives no request, so that it cannot contain what belongs to one visitor: name, rights and tickets are added
-to its result for each request.
+A read receives no request, so that it cannot contain data of one visitor: names, rights and tickets are added to its
+result for each request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from broker.frozen import frozen
 
 T = TypeVar("T")
 Key = tuple[str, ...]
-SHARED_S = 0.25  # what changes without an event, such as steps and ages, is at most this much older than the request
+SHARED_S = 0.25  # maximum age of content that changes without an event, such as steps, at the time of a request
 
 
 @frozen
@@ -29,7 +29,7 @@ class Shared(Generic[T]):
 
 @dataclass(slots=True)
 class _Read:
-    """A read that runs, or has ended at `ended_s`."""
+    """A read that is running, or ended at `ended_s`."""
 
     newest: int
     task: asyncio.Task[Any]
@@ -37,7 +37,7 @@ class _Read:
 
 
 class SharedReads:
-    """The reads of one event loop by key, one of each at a time. `find_newest` returns the id of the newest event."""
+    """The reads of one event loop by key, one per key at a time. `find_newest` returns the id of the newest event."""
 
     def __init__(self, clock: Clock, find_newest: Callable[[], int]) -> None:
         self._clock = clock
@@ -45,9 +45,9 @@ class SharedReads:
         self._reads: dict[Key, _Read] = {}
 
     async def get(self, key: Key, read: Callable[[], Awaitable[T]], *, after: int | None = None) -> Shared[T]:
-        """Return what a read of this key found that knows the event `after`, or the newest one by default.
+        """Return the result of a read of this key that includes the event `after`, by default the newest event.
 
-        Joins a read that runs or has just ended, else runs `read`. Raises what the read raises.
+        Join a read that is running or has just ended, else run `read`. Raises the errors of the read.
         """
         newest = self._find_newest()
         floor = newest if after is None else min(after, newest)
@@ -61,7 +61,7 @@ class SharedReads:
         return Shared(found=await asyncio.shield(begun.task), newest=begun.newest)
 
     def forget(self) -> None:
-        """Let no later request join the present reads: something has changed that may not be an event."""
+        """Prevent later requests from joining the current reads: something has changed that may not be an event."""
         self._reads.clear()
 
     def _begin(self, key: Key, read: Callable[[], Awaitable[T]]) -> _Read:

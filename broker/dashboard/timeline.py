@@ -1,4 +1,4 @@
-"""Draw a job's attempts as SVG: a bar for each at its location, and under them the price paid, on one axis of time."""
+"""Draw a job's attempts as SVG: a bar for each, and below them the price paid, on one time axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRICE = 64  # pixels of the price under the bars
 
 
 def draw_timeline(page: JobPage) -> Markup:
-    """Draw the newest attempts: waiting for machines pale, running solid, and a mark where nodes were lost."""
+    """Draw the newest attempts: pale while they wait for machines, solid while they run, with a mark at a loss."""
     rows = page.attempts[-ROWS_MAX:]
     if not rows:
         return element("p", "No attempt has started yet.")
@@ -74,7 +74,7 @@ def _place(time_s: float, *, begin_s: float, end_s: float) -> float:
 
 
 def _draw_price(rows: Sequence[AttemptRow], top: int, *, begin_s: float, end_s: float) -> Sequence[Markup]:
-    """Draw the hourly price of each attempt's machines, and above it what they would have cost on-demand."""
+    """Draw the hourly price of each attempt's machines, and as a line their on-demand price."""
     paid = [row.attempt.placement.usd_hour for row in rows]
     ondemand = [_find_ondemand_usd_hour(row.attempt.placement) for row in rows]
     highest, bottom = max(*paid, *(full for full in ondemand if full is not None), 1e-9), top + PRICE

@@ -1,4 +1,4 @@
-"""The verbs of the read model, which run here or on a server, beside those of `broker.app.verbs`."""
+"""Verbs of the read model, which run here or on a server like those of `broker.app.verbs`."""
 
 from __future__ import annotations
 

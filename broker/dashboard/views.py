@@ -1,4 +1,4 @@
-"""The routes of the dashboard: pages, actions, and changes as server-sent events.
+"""Handle the routes of the dashboard: pages, actions, and changes as server-sent events.
 
 `broker dashboard` and a server for several users host the same routes. Reads are short queries on connections of their
 own, so no controller waits for a page.
@@ -38,12 +38,12 @@ from broker.types import Job
 STATIC = Path(__file__).parent / "static"
 TYPES = {".css": "text/css", ".js": "text/javascript"}
 STREAMS_MAX = 100
-AFTER = "Broker-After"  # in a request of `live.js`: the id of the event that the page was told of
-NEWEST_EVENT = web.RequestKey("newest", int)  # when the page was read: it may show later ones, and lacks none
+AFTER = "Broker-After"  # in a request of `live.js`: the id of the event that the page must include
+NEWEST_EVENT = web.RequestKey("newest", int)  # when the page was read: it includes all events up to this one
 
 
 class PagePolicy(Protocol):
-    """What differs between `broker dashboard` and a server: the navigation, and who may act on a job."""
+    """The differences between `broker dashboard` and a server: the navigation, and who may act on a job."""
 
     def list_targets(self, request: web.Request) -> Mapping[str, str]:
         """Return the pages of the navigation, titles by path."""
@@ -78,7 +78,7 @@ class Dashboard:
         self._chances = ChanceCache()
 
     def close(self) -> None:
-        """Close the connection of the pages."""
+        """Close the store of the pages."""
         self._reader.close()
 
     async def show_metrics(self, request: web.Request) -> web.Response:
@@ -108,7 +108,7 @@ class Dashboard:
         app.router.add_post(r"/jobs/{job:\d+}/{verb:cancel|retry}", self._guard(self._act))
 
     def _guard(self, handler: Handler) -> Handler:
-        """Run a handler; an error of broker becomes a page that says what happened and what to do."""
+        """Wrap a handler: turn an error of broker into a page with its message and hints."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
@@ -138,7 +138,7 @@ class Dashboard:
         notes: Sequence[str] = (),
         job_id: int | None = None,
     ) -> web.Response:
-        """Make the answer to a request from the content of a page."""
+        """Make the response to a request from the content of a page."""
         text = pages.lay_out(
             title,
             *content,
@@ -154,7 +154,7 @@ class Dashboard:
     async def show_read(
         self, request: web.Request, title: str, read: Callable[[Context], Markup], *, path: str
     ) -> web.Response:
-        """Make a page for one visitor from what `read` returns in the thread of the pages; it is not reloaded."""
+        """Make a page for one visitor from the result of `read` in the pages' thread; it is not reloaded."""
         shown, notes = await self._reader.read(read)
         return self.show(request, title, shown, path=path, is_live=False, notes=notes)
 
@@ -177,7 +177,7 @@ class Dashboard:
         return await self.show_read(request, "Jobs", lambda context: show_list(wanted(context)), path="/jobs")
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
-        """Send the whole log of a job as plain text, as it is in the file: browsers do not interpret it."""
+        """Send the whole log of a job unchanged, as plain text, which browsers do not interpret."""
         job_id = int(request.match_info["job"])
         job, _ = await self._reader.read(lambda context: jobs.find_job(context, job_id))
         path = self._context.config.logs / "jobs" / f"{job.id}.log"
@@ -204,9 +204,9 @@ class Dashboard:
         return await self._reader.read(lambda context: content.make_job(context, job.id, chances))
 
     async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
-        """Return the chances of the deadline as they moved, planned in a thread where they are not known."""
+        """Return the chances of meeting the deadline over time; compute them in a thread if they are not cached."""
         if job.task.goal is None or job.task.goal.deadline_hours is None:
-            return ()  # without opening the state once more, in a thread
+            return ()  # do not open another store for nothing
         now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal
         found = self._chances.get(job.id, now_s=now_s, is_ended=is_ended)
         if found is None:
@@ -256,7 +256,7 @@ class Dashboard:
         return self.show(request, title, show_plan(page), path="/plan", is_live=False)
 
     def _read_plan(self, job: Job, change: str) -> PlanPage:
-        """Plan in a thread, with a store of its own: ranking 100,000 offers takes a while."""
+        """Plan with a separate store, for a thread: ranking 100,000 offers takes a while."""
         context = self._make_context()
         try:
             return read_plan(context, job, change)
@@ -276,7 +276,7 @@ class Dashboard:
         try:
             shown = await self._policy.act(request, request.match_info["verb"], int(request.match_info["job"]))
         finally:
-            self._shared.forget()  # a request to cancel is no event
+            self._shared.forget()  # a request to cancel is not recorded as an event
         return redirect(f"/jobs/{shown}")
 
     async def _changes(self, request: web.Request) -> web.StreamResponse:

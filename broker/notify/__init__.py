@@ -1,1 +1,1 @@
-"""Notifications about managed jobs, from the events that the store has recorded; delivered by the daemon."""
+"""Send notifications about managed jobs from the daemon, for events that the store has recorded."""

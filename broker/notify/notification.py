@@ -1,4 +1,4 @@
-"""From an event of a job to what is sent, and where to: pure."""
+"""Turn an event of a job into a notification, and choose its sinks. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
     EventKind.UNSEEN: NotificationKind.ATTENTION,
     EventKind.ACCESS_NOT_RENEWED: NotificationKind.ATTENTION,
 }
-# The status that a job has from this event on, for `event_callback`. That of `ended` is in the event.
+# The status of a job from this event on, for `event_callback`. For `ended`, the event has the status.
 STATUSES = {
     EventKind.ATTEMPT: JobStatus.STARTING,
     EventKind.STARTED: JobStatus.RUNNING,
@@ -68,7 +68,7 @@ class Sink:
 
 @frozen
 class Notification:
-    """A notification. `id` is the same each time that it is sent; `kind` is None for a mere change of status."""
+    """A notification. `id` stays the same if it is sent again; `kind` is None for a mere change of status."""
 
     id: str
     event_id: int
@@ -84,7 +84,7 @@ class Notification:
 
 
 def make_notification(row: EventRow, job: Job, *, lineage: str) -> Notification:
-    """Describe an event of a job. Its id depends on the content, so that no other event has it after a restore."""
+    """Describe an event of a job. The id depends on the content, so that no other event gets it after a restore."""
     status = STATUSES.get(row.kind)
     kind = KINDS.get(row.kind)
     if row.kind is EventKind.ENDED:
@@ -115,7 +115,7 @@ def _read_status(value: object) -> JobStatus | None:
 
 
 def choose_sinks(notification: Notification, job: Job, default: NotifySpec) -> Sequence[Sink]:
-    """Return where a notification goes: as the task says, and as `default` says where the task does not."""
+    """Return the sinks of a notification: those of the task, or of `default` for settings that the task omits."""
     own = job.task.notify or NotifySpec()
     wanted = own.on if own.on is not None else default.on if default.on is not None else DEFAULT_KINDS
     kind = notification.kind

@@ -1,10 +1,10 @@
-"""Deliver notifications at least once: read new events, and keep in the store up to where each sink has received them.
+"""Deliver notifications at least once: read new events, and record in the store how far each sink has received them.
 
 The event log is the queue. `notify:position` in the store's `meta` is the id of an event up to which every notification
-has been delivered. While a sink lags behind, a row of its own says how far it is, how often it failed in a row, and
-when it is tried again. Before each delivery that row is written under the fence of this daemon, so that a superseded
-one sends nothing; it is written again after the delivery. A daemon that is killed in between sends the notification
-again, with the same id.
+has been delivered. While a sink lags behind, its own row states the last event delivered, the number of failures since
+then, and the time of the next try. Before each delivery that row is written under the fence of this daemon, so that a
+superseded one sends nothing; it is written again after the delivery. If the daemon is killed in between, the
+notification is sent again, with the same id.
 
     events       3: job 1 lost   7: job 1 ended   9: job 2 ended
     webhook      delivered       delivered        delivered        its row: {"done": 9}
@@ -40,7 +40,7 @@ LOOK_S = 2.0
 PAGE = 200  # events read at once
 QUEUE_MAX = 5_000  # notifications that wait for one sink; with more, the oldest is dropped
 GIVE_UP_S = 3 * 86400.0  # after the event
-LINGER_S = 900.0  # after the event: for this long a daemon without jobs stays to deliver its notifications
+LINGER_S = 900.0  # after the event: how long a daemon without jobs stays to deliver its notifications
 BACKOFF_S_MAX = 300.0
 SENDING_MAX = 16  # sinks at once
 
@@ -66,10 +66,10 @@ class _SinkQueue:
 
 
 class Notifier:
-    """Deliver the notifications of one store. Only the daemon that does the housekeeping steps it."""
+    """Deliver the notifications of one store. Only the daemon that does the housekeeping calls `step`."""
 
     def __init__(self, store: Store, clock: Clock, *, read_settings: Callable[[], NotifySettings], send: Send) -> None:
-        """Create a notifier. `send` raises CloudError or UsageError for a delivery that is to be repeated."""
+        """Create a notifier. `send` raises CloudError or UsageError if the delivery must be repeated."""
         self._store = store
         self._clock = clock
         self._read_settings = read_settings
@@ -81,7 +81,7 @@ class Notifier:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether notifications of recent events are not delivered yet."""
+        """Return whether notifications of recent events are still undelivered."""
         newest_s = max((queue.waiting[-1].time_s for queue in self._queues.values() if queue.waiting), default=None)
         return newest_s is not None and 0.0 <= self._clock.now_s() - newest_s < LINGER_S
 
@@ -104,7 +104,7 @@ class Notifier:
         return LOOK_S
 
     async def rest(self) -> None:
-        """Stop: cancel the deliveries that are under way, and forget what only the store may know from now on."""
+        """Cancel the deliveries in progress, and forget the queues: the next `step` reads the store again."""
         tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
         self._queues, self._head, self._has_news = {}, None, False
         for task in tasks:
@@ -120,7 +120,9 @@ class Notifier:
             return
         while rows := self._store.events.list_notable(NOTABLE, after=self._head, limit=PAGE):
             default, replicas = self._read_settings().spec, frozenset[int]()
-            if default != NotifySpec():  # a service starts and ends its replicas by itself: only their own tasks count
+            if (
+                default != NotifySpec()
+            ):  # a service starts and ends its replicas by itself: only their own settings count
                 replicas = frozenset(self._store.jobs.list_request_ids(REPLICA_REQUEST))
             for row in rows:
                 self._enqueue(row, NotifySpec(on=()) if row.job_id in replicas else default)
@@ -130,7 +132,7 @@ class Notifier:
         self._head = max(self._head, newest)
 
     def _read_position(self, newest: int) -> int:
-        """Return the position; the first time, that is the present: older events are not reported."""
+        """Return the recorded position, or the newest event if there is none: older events are not reported."""
         found = self._store.meta.get(POSITION)
         if found is not None and found.isdigit():
             return int(found)
@@ -151,18 +153,18 @@ class Notifier:
             queue.waiting.append(notification)
             if len(queue.waiting) > QUEUE_MAX:
                 dropped = queue.waiting.popleft()
-                log.warning("%s: dropped notification %s, as too many wait", sink, dropped.id)
+                log.warning("%s: dropped notification %s because too many are waiting", sink, dropped.id)
 
     def _is_too_old(self, time_s: float) -> bool:
         return self._clock.now_s() - time_s > GIVE_UP_S
 
     async def _deliver(self, sink: Sink, queue: _SinkQueue) -> None:
-        """Send what waits for a sink, oldest first, until one delivery fails."""
+        """Send the notifications that wait for a sink, oldest first, until one delivery fails."""
         try:
             while queue.waiting:
                 notification = queue.waiting[0]
                 if self._is_too_old(notification.time_s):
-                    log.warning("%s: gave up notification %s after 3 days", sink, notification.id)
+                    log.warning("%s: gave up on notification %s after 3 days", sink, notification.id)
                 elif not await self._try_once(sink, queue, notification):
                     return
                 queue.waiting.popleft()
@@ -175,7 +177,7 @@ class Notifier:
         before = queue.delivery
         wait_s = draw_backoff_s(before.failures + 1, base_s=2.0, cap_s=BACKOFF_S_MAX)
         try:
-            # Counted as a failure until it has succeeded, so that a daemon that dies here waits before it repeats it.
+            # Recorded as a failure until it succeeds: if the daemon dies here, the next one waits before it repeats it.
             self._record(sink, queue, Delivery(done=before.done, failures=before.failures + 1,
                                               due_s=self._clock.now_s() + wait_s))  # fmt: skip
             await self._send(self._read_settings(), sink, notification)
@@ -187,7 +189,7 @@ class Notifier:
             return False
         except (CloudError, UsageError) as error:
             if before.failures == 0:
-                log.warning("%s: %s; notification %s is sent again later", sink, error.message, notification.id)
+                log.warning("%s: %s; notification %s will be sent again", sink, error.message, notification.id)
             return False
         return True
 
@@ -201,7 +203,7 @@ class Notifier:
         oldest = min((queue.waiting[0].event_id for queue in self._queues.values() if queue.waiting), default=None)
         position = self._head if oldest is None else oldest - 1
         if position == self._position or not (self._has_news or self._queues):
-            return  # other events only are read again after a restart
+            return  # other events are read again after a restart, which is harmless
         if oldest is not None or not self._queues:
             self._store.meta.put(POSITION, str(position))
         else:
@@ -213,7 +215,7 @@ class Notifier:
 
 
 def _decode(text: str | None) -> Delivery:
-    """Read a sink's record; a damaged one means that its notifications are sent again."""
+    """Read a sink's record; if it is damaged, its notifications are sent again."""
     try:
         return msgspec.json.decode(text, type=Delivery) if text else Delivery()
     except msgspec.MsgspecError:

@@ -33,19 +33,19 @@ from broker.notify.settings import NotifySettings, SmtpServer, resolve
 TIMEOUT_S = 10.0  # of each network operation
 COMMAND_S_MAX = 60.0
 SUBJECT_CHARS_MAX = 150
-OUTPUT_BYTES_MAX = 1 << 20  # of a job's callbacks; then the file begins again
+OUTPUT_BYTES_MAX = 1 << 20  # of a job's callbacks; above this size, the file is truncated
 
 
 async def send(config: Config, settings: NotifySettings, sink: Sink, notification: Notification) -> None:
     """Deliver a notification; return once the receiver has accepted it. Raises CloudError, UsageError.
 
-    May be called again with the same notification: the receiver then gets the same id again.
+    May be called again with the same notification; the receiver then gets the same id again.
     """
     if sink.kind is SinkKind.COMMAND:
         await _run_command(config, sink.target, notification)
     elif sink.kind is SinkKind.MAIL:
         if settings.smtp is None:
-            raise UsageError("no mail server is set: `[notify.smtp]` in `config.toml`")
+            raise UsageError("no mail server is configured: add `[notify.smtp]` to `config.toml`")
         await _run_in_thread(partial(_mail, settings.smtp, sink.target, notification))
     else:
         body = write_slack(notification) if sink.kind is SinkKind.SLACK else write_webhook(notification)
@@ -78,7 +78,7 @@ def write_slack(notification: Notification) -> Mapping[str, object]:
 
 
 def write_mail(sender: str, recipient: str, notification: Notification) -> EmailMessage:
-    """Return a mail; the id is its Message-ID, by which mail systems recognise one that they have already."""
+    """Return a mail whose Message-ID is the notification's id, by which mail systems recognise duplicates."""
     message = EmailMessage()
     message["From"], message["To"] = sender, recipient
     message["Subject"] = notification.text.partition("\n")[0][:SUBJECT_CHARS_MAX]
@@ -130,13 +130,13 @@ def _mail(server: SmtpServer, recipient: str, notification: Notification) -> Non
     except smtplib.SMTPResponseException as error:
         raise TransientError(f"the mail server answered with code {error.smtp_code}") from None
     except smtplib.SMTPException as error:
-        raise TransientError(f"the mail server refused it: {type(error).__name__}") from None
+        raise TransientError(f"the mail server refused the message: {type(error).__name__}") from None
     except (OSError, ValueError) as error:
         raise TransientError(f"no connection to the mail server: {_name_reason(error)}") from None
 
 
 def _name_reason(error: BaseException) -> str:
-    """Return the reason without the address, which some messages contain."""
+    """Return the reason of an error without the address, which some messages contain."""
     inner = getattr(error, "reason", error)
     if isinstance(inner, ssl.SSLCertVerificationError):
         return f"invalid certificate ({inner.verify_message})"
@@ -199,7 +199,7 @@ async def _run_command(config: Config, command: str, notification: Notification)
         pass
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the command, if it still runs, and what it left behind
+            os.killpg(process.pid, signal.SIGKILL)  # the command, if it still runs, and processes it left behind
 
 
 def _open_output(path: Path) -> IO[bytes]:

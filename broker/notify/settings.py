@@ -1,4 +1,4 @@
-"""The `[notify]` table of `config.toml`: which notifications go where, and the mail server."""
+"""Read the `[notify]` table of `config.toml`: kinds of notifications, their sinks, and the mail server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SmtpServer:
 
 @frozen
 class NotifySettings:
-    """The settings of one installation: `spec` applies to every job, as far as its task does not override it."""
+    """The settings of one installation: `spec` applies to every job, except for fields that its task sets."""
 
     spec: NotifySpec = NotifySpec()
     smtp: SmtpServer | None = None
@@ -55,7 +55,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_settings(config: Config) -> NotifySettings:
-    """Read the table; an empty one without it. Raises UsageError that never shows a value."""
+    """Read the table; return the defaults if there is none. Raises UsageError, whose text never shows a secret."""
     found = find_notify(config)
     if found is None:
         return NotifySettings()
@@ -86,7 +86,7 @@ def read_settings(config: Config) -> NotifySettings:
 
 
 def check_mail(spec: NotifySpec, settings: NotifySettings) -> None:
-    """Raise UsageError if mail is wanted and no server is set."""
+    """Raise UsageError if mail is requested and no server is configured."""
     if spec.mail and settings.smtp is None:
         raise UsageError(
             "notifications by mail require a mail server",
@@ -95,7 +95,7 @@ def check_mail(spec: NotifySpec, settings: NotifySettings) -> None:
 
 
 def resolve(text: str) -> str:
-    """Return the text, or the value of the variable that it names. Raises UsageError if that is not set."""
+    """Return the text, or the value of the variable that it names. Raises UsageError if the variable is not set."""
     if not re.fullmatch(VARIABLE, text):
         return text
     name = text.removeprefix("env:")

@@ -1,1 +1,1 @@
-"""Run a job on this machine against a simulated spot market."""
+"""Run a job or a service on this machine against a simulated spot market."""

@@ -51,7 +51,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptedNode:
-    """A node that a market took; nodes with the same `preemption` were taken together.
+    """A node that a market preempted; nodes with the same `preemption` were preempted together.
 
     `ended_s`: the simulated time when it ended; None while its notice runs.
     """
@@ -70,12 +70,12 @@ class _Machine:
     running_s: float
     ended_s: float | None = None
     notice_real_s: float | None = None  # when its notice expires, by the system's clock
-    preemption: int | None = None  # the number of the preemption that took it
+    preemption: int | None = None  # the number of its preemption
 
 
 @dataclass(kw_only=True)
 class RehearsedCloud:
-    """Cloud and CanPreempt. A rehearsal is one process, so the simulated state is kept in memory."""
+    """Implement `Cloud` and `CanPreempt`. A rehearsal is one process, so the simulated state is kept in memory."""
 
     name: ClassVar[str] = "rehearsed"
     settle_s: ClassVar[float] = 0.0
@@ -85,7 +85,7 @@ class RehearsedCloud:
     pace: Pace
     market: PlaceMarket
     start_s: float  # when the market begins
-    on_event: Callable[[str], None]  # gets a sentence about each market event
+    on_event: Callable[[str], None]  # receives a sentence about each market event
     _machines: dict[str, _Machine] = field(default_factory=dict)
     _full_until_s: dict[tuple[str, str | None, str], float] = field(default_factory=dict)
     refusals: int = 0
@@ -157,7 +157,7 @@ class RehearsedCloud:
         await self._local.preempt_nodes(live, notice_s=held_s + 3600)
 
     async def take_due(self) -> None:
-        """Terminate nodes whose notice has expired or was used, and preempt nodes whose open interval has ended."""
+        """Terminate nodes whose notice has expired or was heeded, and preempt nodes whose open interval has ended."""
         await self._end_noticed()
         now_s = self.clock.now_s()
         due: dict[tuple[str, str | None, str], list[str]] = {}
@@ -172,7 +172,7 @@ class RehearsedCloud:
             await self.preempt_nodes(ids, notice_s=0)
 
     def list_preempted(self) -> Sequence[PreemptedNode]:
-        """Return all preempted nodes, those whose notice still runs included."""
+        """Return all preempted nodes, including those whose notice still runs."""
         return [
             PreemptedNode(node_id=node_id, preemption=each.preemption, ended_s=each.ended_s)
             for node_id, each in self._machines.items()
@@ -206,7 +206,7 @@ class RehearsedCloud:
         return newest is None or newest.with_name("outcome.json").exists()
 
     async def end_all(self, owner: str) -> None:
-        """Terminate all nodes, whatever happened before."""
+        """Terminate all nodes of the owner, even if this call is cancelled."""
         listed = await self._local.list_nodes(owner)
         await asyncio.shield(self._local.terminate_nodes(listed.nodes))
 
@@ -231,7 +231,7 @@ class RehearsedCloud:
             return replace(node, cloud=self.name)
         state = node.state
         if state is NodeState.TERMINATED:
-            self._note_end([node.id], self.clock.now_s())  # it ended by itself and is observed now
+            self._note_end([node.id], self.clock.now_s())  # it ended by itself, which is observed now
         elif state is NodeState.RUNNING and self.clock.now_s() < machine.running_s:
             state = NodeState.PENDING
         ended_s = machine.ended_s if state is NodeState.TERMINATED else None

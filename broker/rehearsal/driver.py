@@ -28,7 +28,7 @@ Rehearsed = TypeVar("Rehearsed", bound=RehearsalContext)
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """A forced preemption of all nodes; `step` is the newest known one, `notice_s` the cloud's warning."""
+    """A forced preemption of all nodes. `step` is the newest known step, `notice_s` the length of the warning."""
 
     attempt: int
     step: int | None
@@ -108,7 +108,7 @@ class Driver(ABC, Generic[Rehearsed]):
         """Request the end of the job or service; repeated calls change nothing."""
 
     async def check_end(self) -> None:
-        """Look at the clouds after the controllers have ended, before anything that is left is terminated."""
+        """Inspect the clouds after the controllers have ended, before any orphans are terminated."""
 
     @abstractmethod
     def report_events(self) -> None:
@@ -140,7 +140,7 @@ class Driver(ABC, Generic[Rehearsed]):
         self.write(f"{self.stamp(time_s)} * {message}")
 
     def is_line_due(self) -> bool:
-        """Return whether to show progress now: on a terminal always, otherwise now and then."""
+        """Return whether to show progress now: always with a bar, otherwise once every LINE_EVERY_S."""
         real_s = SystemClock().now_s()
         if self.bar is None and real_s - self._line_s < LINE_EVERY_S:
             return False

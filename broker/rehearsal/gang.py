@@ -98,7 +98,7 @@ class RehearsedGang(BareGang):
     def __init__(
         self, gang: Gang, pace: Pace, *, folder: Path, speed: float, work_s_of: Callable[[Cluster], float | None]
     ) -> None:
-        """`work_s_of` gives the seconds of work that a run on a cluster represents; None: `speed` decides."""
+        """`work_s_of` returns the seconds of work that a run on a cluster represents; if None, `speed` applies."""
         super().__init__(gang, pace)
         self._folder = folder
         self._speed = speed
@@ -126,7 +126,7 @@ class RehearsedGang(BareGang):
         await super().start(cluster, task, run_id=run_id, envs=envs, lease_s=lease_s, head=head)
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """Advance time by the steps of the last poll, then poll, so that a step is reported at the time it was done."""
+        """Advance time by the steps of the last poll, then poll: steps are reported at the time of their end."""
         self.pass_steps()
         report = await super().poll(cluster, run_id)
         number = cluster.attempt + run_id - 1

@@ -1,4 +1,4 @@
-"""Simulate the spot availability of places. Pure: a seed or recorded availability in, intervals out."""
+"""Simulate the spot availability of places: intervals from a seed or from recorded availability. Pure."""
 
 from __future__ import annotations
 

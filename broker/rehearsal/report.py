@@ -58,7 +58,7 @@ class ReportedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """The resume of one attempt after another."""
+    """The resume of an attempt after an earlier one."""
 
     number: int  # of the later attempt
     last_step: int
@@ -83,7 +83,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Losses of steps that ran twice, or in two runs; `first` is (step, one loss, the other)."""
+    """Losses of steps that ran twice, or in two runs; `first` is the first difference: (step, one loss, the other)."""
 
     steps: int = 0
     equal: int = 0
@@ -97,7 +97,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Real seconds and steps measured here; None if the program does not report them."""
+    """Real seconds and steps, measured on this machine; None if the program does not report them."""
 
     total: int | None
     last_step: int | None
@@ -160,7 +160,7 @@ def _number(value: object) -> float | None:
 
 
 def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
-    """Measure until the first line with a loss, or else the first beyond the initial step."""
+    """Return the seconds until the first line with a loss or beyond the initial step; None if there is none."""
     if not lines:
         return None
     for line in lines:
@@ -183,7 +183,7 @@ def find_resumes(trials: Sequence[ReportedAttempt]) -> tuple[Resume, ...]:
 
 
 def compare_repeats(trials: Sequence[ReportedAttempt]) -> Comparison:
-    """Compare every step that two attempts ran, the later with the earlier one."""
+    """Compare the losses of every step that two attempts ran, each with the previous one."""
     pairs = list[tuple[int, float, float]]()
     earlier = dict[int, float]()
     for trial in trials:
@@ -194,13 +194,13 @@ def compare_repeats(trials: Sequence[ReportedAttempt]) -> Comparison:
 
 
 def compare_runs(first: Sequence[ReportedAttempt], second: Sequence[ReportedAttempt]) -> Comparison:
-    """Compare every step of two runs, with the last loss of each."""
+    """Compare the last losses of every step that both runs reported."""
     left, right = read_losses(first), read_losses(second)
     return _compare([(step, left[step], right[step]) for step in sorted(left.keys() & right.keys())])
 
 
 def read_losses(trials: Iterable[ReportedAttempt]) -> dict[int, float]:
-    """Return the loss of every step; of a repeated step, the last one."""
+    """Return the loss of every step; for a repeated step, the last one."""
     return {line.step: line.loss for trial in trials for line in trial.lines if line.loss is not None}
 
 

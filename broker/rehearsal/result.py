@@ -48,7 +48,7 @@ WORDS_MAX = 160
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """`summary` is in simulated time and money, `measures` in real seconds. `work_hours`: simulated work of the run."""
+    """The result. `summary` is in simulated time and money, `measures` in real seconds, `work_hours` simulated work."""
 
     status: JobStatus
     failure: str
@@ -166,7 +166,7 @@ def draw_up(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) 
 
 
 def find_gang_hazard(placement: Placement, node_count: int) -> float:
-    """Return preemptions per hour of a gang of `node_count` nodes there, as a job without history expects them.
+    """Return the preemptions per hour that a job without history expects of a gang of `node_count` nodes there.
 
     The rehearsed placement may have fewer nodes. Its simulated preemptions are not observations of the market.
     """
@@ -174,13 +174,13 @@ def find_gang_hazard(placement: Placement, node_count: int) -> float:
 
 
 def read_last_words(log: Path) -> str:
-    """Return the last line that is not blank; empty if there is no log."""
+    """Return the last line of a log that is not blank; empty if there is none."""
     lines = _read_tail(log).splitlines()
     return next((strip_control(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
 
 
 def find_missing_module(log: Path) -> str:
-    """Return the module of the last `ModuleNotFoundError`; empty if there is none."""
+    """Return the module of the last `ModuleNotFoundError` in a log; empty if there is none."""
     modules = MISSING_MODULE.findall(_read_tail(log))
     return str(modules[-1]) if modules else ""
 
@@ -222,7 +222,7 @@ def _is_same(one: Placement, other: Placement) -> bool:
 
 
 def name_place(placement: Placement) -> str:
-    """Name cloud and zone, or region without one."""
+    """Return the cloud and the zone, or the region if there is no zone."""
     return f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}"
 
 

@@ -1,4 +1,4 @@
-"""Run one rehearsal of a job to its end: its steps are the progress, and preemptions come between two checkpoints."""
+"""Run one rehearsal of a job to its end: steps measure its progress, and preemptions come between checkpoints."""
 
 from __future__ import annotations
 

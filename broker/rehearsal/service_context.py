@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from broker.jobs.daemon_parts import Controller
 
 BOOT_SPEED = 30.0  # of the clock while machines boot: the real work of a recovery then adds little to its time
-PROBE_S_MAX = 1.0  # of a probe that succeeds; a slower one delays the readiness of this report, not of the next
+PROBE_S_MAX = 1.0  # duration of a successful probe; after a slower one, the replica is ready from the next report on
 
 
 @dataclass
 class ServicePace(Pace):
-    """The speed of simulated time for several replicas: real time as long as the program of any of them starts."""
+    """The speed of simulated time for several replicas: real time as long as the program of any of them is starting."""
 
     starting: set[str] = field(default_factory=set)  # clusters whose program is not ready yet
 
     def wait(self) -> None:
-        """Run the clock fast, unless a program starts."""
+        """Run the clock fast, unless a program is starting."""
         if not self.starting:
             super().wait()
 
@@ -49,10 +49,10 @@ class ServicePace(Pace):
 
 @dataclass
 class RehearsedLoads:
-    """The reports of the balancer, a process of its own whose times are real, for a simulated clock.
+    """The reports of the balancer, a separate process that uses real time, translated to the simulated clock.
 
-    A replica is ready, or not, since the simulated time at which the first report said so. A recovered replica has the
-    address of the lost one, and takes less real time to recover than a balancer needs to notice some losses: it is not
+    A replica is ready, or not, from the simulated time of the first report that says so. A recovered replica has the
+    address of the lost one, and may recover in less real time than the balancer takes to notice the loss: it is not
     ready before a probe that began after its start.
     """
 
@@ -61,7 +61,7 @@ class RehearsedLoads:
     _since: dict[int, tuple[tuple[bool, float], float]] = field(default_factory=dict)
 
     def read(self, folder: ServiceFolder, now_s: float) -> Load | None:
-        """Return the newest report, None without a recent one."""
+        """Return the newest report; None if there is no recent one."""
         load = read_load(folder, SystemClock().now_s())
         if load is None:
             return None
@@ -81,7 +81,7 @@ class RehearsedLoads:
 
 @dataclass
 class PacedController:
-    """A controller whose rests are in simulated time, like those of jobs."""
+    """A controller that waits in simulated time between its steps, like those of jobs."""
 
     inner: Controller
     clock: Clock
@@ -137,5 +137,5 @@ class ServiceRehearsalContext(RehearsalContext):
 
 
 def draw_ports_here(task: Task, spec: ServiceSpec) -> ReplicaPorts:
-    """Return free ports for a new replica: all share this machine, whatever port they have on their own ones."""
+    """Return free ports for a new replica: on one machine, the replicas cannot all use the same port."""
     return draw_free_ports()

@@ -31,7 +31,7 @@ from broker.types import JobStatus
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRehearsal:
-    """Times and money are simulated, except `start_s` and `real_s`, and the times of requests."""
+    """The result. Times and money are simulated, except `start_s`, `real_s`, `grace_s` and the times of requests."""
 
     service: str
     failure: str
@@ -48,7 +48,7 @@ class ServiceRehearsal:
     hazard: float  # preemptions per hour of one replica where the first one ran, by the market model
     total_s: float
     paid_usd: float
-    ondemand_usd: float | None  # of the wanted replicas all the time; None: no such offer
+    ondemand_usd: float | None  # of the wanted replicas over the whole time; None if there is no such offer
     start_s: float | None  # median, from the start of a program to its readiness
     left: Orphans
     real_s: float
@@ -120,7 +120,7 @@ def draw_up_service(driver: ServiceDriver) -> ServiceRehearsal:
 
 
 def price_ondemand(counts: Sequence[ReadyCount], usd_hour: float) -> float | None:
-    """Return the price of the wanted replicas over the whole time, on-demand; None without a price."""
+    """Return the on-demand price of the wanted replicas over the whole time, in USD; None without a price."""
     if math.isinf(usd_hour):
         return None
     return sum((after.time_s - each.time_s) / 3600 * each.wanted * usd_hour for each, after in pairwise(counts))

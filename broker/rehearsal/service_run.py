@@ -24,7 +24,7 @@ from broker.serve.wording import describe_service_event
 from broker.types import Cluster, NodeState, Service, ServiceProtocol
 
 LONG_WAIT_S = 600.0  # after this, the wait is for capacity, and its length matters less than its end
-JUMP_REAL_S_MAX = 1.0  # of undisturbed service that one look stands for; a busy machine may look less often
+JUMP_REAL_S_MAX = 1.0  # of undisturbed service that one poll represents; a busy machine may poll less often
 
 
 @dataclass
@@ -35,8 +35,8 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
     failure: str = ""  # the newest reason why the service or a replica is not ready
     left: Orphans = field(default_factory=Orphans)
     _lock: Path | None = None  # of the balancer
-    _full_s: float | None = None  # when all wanted replicas were ready first
-    _outage_s: float = 0.0  # without a ready replica, up to the newest look
+    _full_s: float | None = None  # when all wanted replicas were first ready
+    _outage_s: float = 0.0  # without a ready replica, up to the newest poll
     _looked_s: float = 0.0  # real
     _wait_since_s: float | None = None  # since when a replica has waited for machines
     _events: int = 0
@@ -49,7 +49,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         self.requests = RequestSender("", spec.probe, self._read_outage_s)
 
     async def run(self) -> None:
-        """Run to the end, with requests from the first readiness on."""
+        """Run to the end, and send requests once a replica has been ready."""
         sending = asyncio.ensure_future(self.requests.send_forever())
         try:
             await super().run()
@@ -77,7 +77,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
             self.context.store.services.request_down(self.context.service)
 
     def report_events(self) -> None:
-        """Print the events of the service and of its replicas' jobs, in the order of time."""
+        """Print the events of the service and of its replicas' jobs, oldest first."""
         store, jobs = self.context.store, self.watch.jobs
         found = [
             (each.time_s, f"replica {jobs[each.job_id or 0]}: {each.message}") for each in self.list_new_events(jobs)
@@ -120,7 +120,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
             self._set_pace(replicas, is_steady=is_steady)
 
     def _read_outage_s(self) -> float:
-        """Return for how long no replica has been ready, in simulated seconds: what requests waited for."""
+        """Return the total simulated seconds without a ready replica, during which requests had to wait."""
         newest = self.watch.counts[-1] if self.watch.counts else None
         is_out = newest is not None and not newest.ready
         return self._outage_s + (self.context.clock.now_s() - newest.time_s if newest and is_out else 0.0)
@@ -152,7 +152,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         return any(each.is_spot for each in self.watch.placements)
 
     def _choose_victims(self, replicas: Sequence[WatchedReplica]) -> Sequence[Cluster]:
-        """Return the spot clusters of one market, the one with the most replicas: it takes them together."""
+        """Return the spot clusters of the market with the most replicas: a market preempts its nodes together."""
         markets: dict[tuple[str, str, str, str], list[Cluster]] = defaultdict(list)
         for each in replicas:
             if each.cluster is not None and each.cluster.placement.is_spot:
@@ -161,7 +161,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         return max(markets.values(), key=len, default=[])
 
     def _set_pace(self, replicas: Sequence[WatchedReplica], *, is_steady: bool) -> None:
-        """Run the clock at real time while a program starts, fast while machines do, and skip undisturbed hours."""
+        """Run the clock at real time while programs start, fast while machines boot, and skip undisturbed hours."""
         context, real_s = self.context, SystemClock().now_s()
         passed_s, self._looked_s = min(real_s - self._looked_s, JUMP_REAL_S_MAX), real_s
         context.pace.keep(
@@ -196,7 +196,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         self.write(f"{self.stamp()}   {ready} of {service.wanted} ready  {requests}  {spent} USD so far")
 
     async def check_end(self) -> None:
-        """Count what is left: machines that still run, processes of any machine, and the balancer."""
+        """Count the orphans: machines that still run, processes of any machine, and the balancer."""
         machines = processes = 0
         for cloud in self.context.rehearsed.values():
             for node in await cloud.list_nodes(self.context.config.owner):

@@ -1,4 +1,4 @@
-"""Set up the rehearsal of a service: what of it runs on this machine; judge its end."""
+"""Set up the rehearsal of a service on this machine, and raise an error if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ PORT_VARIABLE = "BROKER_REPLICA_PORT"
 
 
 def choose_service(task: Task, *, note: Callable[[str], None]) -> Task:
-    """Return the service as it runs here: one balancer on the loopback, without TLS. Raises UsageError."""
+    """Return the service as it runs on this machine: one balancer on the loopback interface, without TLS.
+
+    Raises UsageError if the task is not a service that can be rehearsed.
+    """
     spec = check_service(task)
     check_library(spec)
     if task.run is None:

@@ -36,7 +36,7 @@ def judge_start(
 ) -> list[Finding]:
     """Judge whether all wanted replicas were ready at least once.
 
-    `failure`: why not, as the service or its newest replica has it. `has_exited`: the program of that replica ended.
+    `failure`: why not, according to the service or its newest replica. `has_exited`: the program of that replica ended.
     `last_words`: the last line of its log. `missing_module`: the module that Python could not import, from the log.
     """
     if uptime.start_s is not None:
@@ -46,7 +46,7 @@ def judge_start(
     text = "not all replicas became ready" + (f": {failure}" if failure else "")
     findings = [Finding(level="bad", about="start", text=text, hint=EXIT_HINT if has_exited else PORT_HINT)]
     if last_words:
-        findings.append(Finding(level="note", about="log", text=f"the last line of a replica is `{last_words}`"))
+        findings.append(Finding(level="note", about="log", text=f"the last line of a replica's log is `{last_words}`"))
     return findings
 
 
@@ -84,7 +84,7 @@ def judge_recoveries(uptime: Uptime, *, has_spot: bool) -> list[Finding]:
 
 
 def judge_availability(uptime: Uptime, *, availability: float | None, hazard: float) -> list[Finding]:
-    """Compare the share of time with enough ready replicas with the wanted one.
+    """Compare the share of time in which enough replicas were ready with the `availability` of the task.
 
     `hazard`: preemptions per hour of one replica that the market model expects where the first one ran.
     """
@@ -98,12 +98,12 @@ def judge_availability(uptime: Uptime, *, availability: float | None, hazard: fl
         return [Finding(level="good" if share == 1 else "note", about="availability", text=text, hint=hint)]
     target = format_percent(availability)
     if share >= availability:
-        return [Finding(level="good", about="availability", text=f"{text}; the task wants {target}")]
-    text += f", less than the {target} that the task wants"
+        return [Finding(level="good", about="availability", text=f"{text}; the task requires {target}")]
+    text += f", less than the {target} that the task requires"
     if uptime.recoveries and hazard > 0:
         here_s = uptime.served_s / len(uptime.recoveries)
-        text += f"; here, preemptions were {format_duration(here_s)} apart, and the market model expects one of a "
-        text += f"replica in {format_duration(3600 / hazard)}"
+        text += f"; here, preemptions were {format_duration(here_s)} apart, and the market model expects one per "
+        text += f"replica every {format_duration(3600 / hazard)}"
     return [Finding(level="note", about="availability", text=text)]
 
 
@@ -130,7 +130,7 @@ def judge_requests(tally: RequestTally, uptime: Uptime, *, availability: float |
 
 
 def judge_warned(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
-    """Judge what the programs did when warned: for a service, ignoring it costs only the requests in flight."""
+    """Judge how the programs reacted to warnings: for a service, ignoring one costs only the requests in flight."""
     return [
         replace(each, level="note", hint="on SIGTERM, finish the requests in flight and exit")
         if each.level == "bad"
@@ -146,7 +146,7 @@ def judge_teardown(left: Orphans) -> list[Finding]:
     parts = [format_count(left.machines, "machine")] if left.machines else []
     parts += [f"{left.processes} process{'' if left.processes == 1 else 'es'}"] if left.processes else []
     parts += ["the balancer"] if left.has_balancer else []
-    return [Finding(level="bad", about="teardown", text=f"after the end, this was left: {', '.join(parts)}")]
+    return [Finding(level="bad", about="teardown", text=f"still running after the end: {', '.join(parts)}")]
 
 
 def format_percent(share: float) -> str:

@@ -14,7 +14,7 @@ from broker.types import Cluster, JobStatus, Placement, Service
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedReplica:
-    """A replica at one look. `is_ready`: its balancer and its machines say so. `is_taken`: preempted or warned."""
+    """A replica at one look. `is_ready`: to the balancer, on running machines. `is_taken`: preempted or warned."""
 
     seen: ObservedReplica
     cluster: Cluster | None
@@ -23,7 +23,7 @@ class WatchedReplica:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing happens to it: its controller knows that it is ready, and it is not preempted or drained."""
+        """Whether its controller knows that it is ready, and it is neither preempted nor drained."""
         replica = self.seen.replica
         return self.is_ready and not self.is_taken and replica.ready_s is not None and replica.drained_s is None
 
@@ -49,11 +49,11 @@ class ReplicaWatch:
 
     @property
     def losses(self) -> Sequence[ReplicaLoss]:
-        """The losses so far, in the order of time."""
+        """The losses so far, oldest first."""
         return sorted(self._losses.values(), key=lambda each: each.time_s)
 
     def look(self, service: Service) -> Sequence[WatchedReplica]:
-        """Observe all replicas, and record the number of ready ones, and new losses."""
+        """Observe all replicas, and record the number of ready ones and new losses."""
         context, store = self.context, self.context.store
         load = context.loads.read(find_folder(context.config, service), context.clock.now_s())
         unfinished = frozenset(store.jobs.list_unfinished_ids())

@@ -1,4 +1,4 @@
-"""Set up a rehearsal: the task as a spot job, its market, and the nodes that this machine can run; judge its end."""
+"""Set up a rehearsal: the task as a spot job, its market, and the nodes that this machine can run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
 
 
 def choose_resources(task: Task, *, note: Callable[[str], None]) -> Task:
-    """Choose spot, and clouds other than `local` where the task names any: this machine only simulates them."""
+    """Choose spot, and clouds other than `local` if the task names any: they are only simulated."""
     away = tuple(each for each in task.resources if each.cloud != "local") or task.resources
     if any(each.use_spot is False for each in away):
         note("note: the task requests on-demand; rehearsing it as a spot job")
@@ -28,7 +28,10 @@ def choose_resources(task: Task, *, note: Callable[[str], None]) -> Task:
 
 
 def open_market(traces: Path | None, seed: int) -> PlaceMarket:
-    """Open the traces, or a seeded market. Raises UsageError without traces, SourceError for an invalid file."""
+    """Open the traces, or a seeded market if `traces` is None.
+
+    Raises UsageError if there are no files, SourceError for an invalid one.
+    """
     if traces is None:
         return SeededMarket(seed=seed)
     files = sorted(traces.rglob("*.json")) if traces.is_dir() else [traces]
@@ -53,7 +56,7 @@ def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_g
 
 
 def lift_stall_limit(task: Task) -> Task:
-    """Remove `stall_timeout`, which is in real time, while simulated steps are fast."""
+    """Remove `stall_timeout`, which would count simulated time, in which a step takes hours."""
     return replace(task, recovery=replace(task.recovery, stall_timeout_s=None))
 
 

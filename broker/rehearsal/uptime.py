@@ -24,7 +24,7 @@ class ReadyCount:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoss:
-    """The loss of replicas whose machines one market took at the same time."""
+    """The loss of replicas whose machines one market preempted at the same time."""
 
     time_s: float
     replicas: tuple[int, ...]
@@ -33,9 +33,9 @@ class ReplicaLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """A loss, and the time until as many replicas were ready as before it; None: they were not until the end.
+    """A loss, and the time until as many replicas were ready as before it; None if that did not happen.
 
-    It is 0 if spare replicas covered the loss: the service did not have fewer ready ones than it wanted.
+    It is 0 if spare replicas covered the loss, so that the service had as many ready replicas as it wanted.
     """
 
     loss: ReplicaLoss
@@ -44,10 +44,10 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Uptime:
-    """Times in simulated seconds. Nothing counts before all wanted replicas were ready once, as in an error budget."""
+    """Times in simulated seconds. Shares count from the first time that all wanted replicas were ready."""
 
     wanted: int = 0  # the largest number
-    start_s: float | None = None  # until all wanted replicas were ready; None: they never were
+    start_s: float | None = None  # until all wanted replicas were ready; None if they never were
     served_s: float = 0.0  # from then to the end
     kept_share: float | None = None  # of `served_s`, with at least the wanted number ready
     shares: Mapping[int, float] = field(default_factory=dict)  # of `served_s`, with at least this number ready
@@ -55,7 +55,7 @@ class Uptime:
 
 
 def measure_uptime(counts: Sequence[ReadyCount], losses: Sequence[ReplicaLoss]) -> Uptime:
-    """Measure from the observations, in the order of time; each holds until the next, and the last one is the end."""
+    """Measure from observations, oldest first. Each holds until the next one; the last one is the end."""
     wanted = max((each.wanted for each in counts), default=0)
     first = next((index for index, each in enumerate(counts) if each.wanted and each.ready >= each.wanted), None)
     recoveries = tuple(Recovery(loss=each, recovery_s=_measure_recovery_s(counts, each)) for each in losses)

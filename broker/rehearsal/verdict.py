@@ -17,7 +17,7 @@ REPORT_HINT = (
     'append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to $BROKER_PROGRESS_FILE'
 )
 TRAINER_PACKAGES = ("torch", "numpy")  # the extra `train`
-OWN_HINT = "hint: "  # `trainers.setup` and other programs of ours say what to do on their last line
+OWN_HINT = "hint: "  # `trainers.setup` and other bundled programs write it at the start of their last line
 GOOD_SHARE = 0.02  # of expected time that an interval may cost above the best one
 
 
@@ -44,7 +44,7 @@ class CheckpointInterval:
 
     @property
     def waste_share(self) -> float:
-        """Additional time compared with the best interval, as a share."""
+        """Additional time compared with the best interval, as a fraction."""
         return self.hours / self.best_hours - 1 if self.best_hours > 0 else 0.0
 
 
@@ -82,7 +82,7 @@ def judge_resume(
     last_words: str = "",
     missing_module: str = "",
 ) -> list[Finding]:
-    """Judge whether the program resumed where it was, with one finding for each way in which it did not.
+    """Judge whether the program resumed from where it was, and explain if it did not.
 
     `has_saved`: the checkpoint folder is not empty. `failure`: why the job failed. `last_words`: the last line of its
     log. `missing_module`: the module that Python could not import, from the log.
@@ -93,7 +93,7 @@ def judge_resume(
         return [_bad(f"the program could not start: {failure}", last_words.removeprefix(OWN_HINT))]
     findings = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
     if failure and last_words:
-        findings.append(Finding(level="note", about="log", text=f"the last line is `{last_words}`"))
+        findings.append(Finding(level="note", about="log", text=f"the last line of the log is `{last_words}`"))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""Your own machines: SSH pools, Slurm and Kubernetes clusters, described by files in the state folder.
+"""Use your own machines: SSH pools, Slurm and Kubernetes clusters, described by files in the state folder.
 
 Such a cloud is native if its file exists (`ssh_pools.yaml`, `slurm.yaml`, `kubernetes.yaml`); without the file,
 `infra: ssh/...`, `slurm/...` and `kubernetes/...` go through SkyPilot. Only `find_file` decides this.

@@ -1,4 +1,4 @@
-"""Sizes of your own machines: stated in the file, or detected by `broker check` and kept in the state folder."""
+"""Keep the sizes of your own machines: stated in the file, or detected by `broker check`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Machine:
         ondemand_usd_hour: float | None,
         spot_usd_hour: float | None = None,
     ) -> Offer:
-        """Return one machine as an offer. Prices in USD per hour; None: not offered with that pricing."""
+        """Return one machine as an offer. Prices are in USD per hour; None means not offered with that pricing."""
         return Offer(
             cloud=cloud,
             region=region,
@@ -61,7 +61,7 @@ def find_facts(cloud: str, home: Path) -> Path:
 
 
 def read_facts(path: Path) -> Mapping[str, Machine]:
-    """Return the detected sizes; empty without a readable file, which `broker check` writes again."""
+    """Return the detected sizes; empty if the file is not readable, because `broker check` writes it again."""
     try:
         return {key: Machine(**value) for key, value in json.loads(path.read_bytes()).items()}
     except (OSError, ValueError, TypeError, AttributeError):

@@ -25,8 +25,7 @@ def find_kubectl() -> str:
 
 
 def make_argv(context: KubernetesContext, words: Sequence[str], *, has_limit: bool = True) -> list[str]:
-    """Return the command that runs kubectl with this entry's kubeconfig and context; an empty one
-    is the current context."""
+    """Return the kubectl command with this entry's kubeconfig and context, by default the current context."""
     argv = [find_kubectl(), *([f"--context={context.context}"] if context.context else [])]
     argv += [f"--kubeconfig={context.kubeconfig}"] if context.kubeconfig else []
     argv += [f"--request-timeout={REQUEST_S}s"] if has_limit else []
@@ -34,6 +33,6 @@ def make_argv(context: KubernetesContext, words: Sequence[str], *, has_limit: bo
 
 
 async def run_kubectl(context: KubernetesContext, words: Sequence[str], stdin: bytes = b"") -> Completed:
-    """Run kubectl to its end. Raises StateError if it is missing, TransientError if it does not end."""
+    """Run kubectl to its end. Raises StateError if it is missing, TransientError if it does not end within CALL_S."""
     what = f"the cluster of context `{context.name}`"
     return await call(make_argv(context, words), stdin=stdin, timeout_s=CALL_S, what=what)

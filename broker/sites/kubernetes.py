@@ -22,7 +22,7 @@ from broker.task.shapes import Either, Flag, MapOf, Number, Text
 from broker.task.tables import Field, Section, Table
 from broker.types import Offer
 
-# Folder of a node in its pod; the name is unique on a machine too, where pods share a file system (hostPath, tests).
+# Folder of a node in its pod; its name is also unique on a machine, because pods may share a file system (hostPath).
 NODE_ROOT = "/tmp/broker-pod-{user}"
 # EKS names contexts by ARN (`arn:aws:eks:...:cluster/train`), kops and kind with `@` and `.`.
 CONTEXT_NAME = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]{0,252}")
@@ -35,7 +35,7 @@ CONTEXT = Table(
     name="kubernetes_context",
     fields={
         "kubeconfig": Field(shape=PATH, about="Default: as kubectl finds it."),
-        "context": Field(shape=Text(), about="Name in the kubeconfig, where the entry has another one."),
+        "context": Field(shape=Text(), about="Name in the kubeconfig, if it differs from the entry's."),
         "namespace": Field(shape=DNS_NAME, about="Namespace of the pods; default: the context's."),
         "service_account": Field(shape=DNS_NAME, about="Service account of the pods; no token is mounted."),
         "image": Field(shape=Text(), about=f"Image for tasks without `image_id`; default `{IMAGE}`."),
@@ -53,7 +53,7 @@ CONTEXT = Table(
         ),
         "queue": Field(shape=DNS_NAME, about="Kueue's LocalQueue; its admission then decides when a gang starts."),
         "priority_class": Field(shape=DNS_NAME, about="Priority class of the pods."),
-        "hours_max": Field(shape=Number(), about="Longest life of a pod; default: unlimited, its lease ends it."),
+        "hours_max": Field(shape=Number(), about="Maximum lifetime of a pod; default: until its lease ends."),
     },
     about="One context.",
 )
@@ -103,7 +103,7 @@ class Pool:
 
 
 def read_contexts(path: Path, facts: Path) -> Mapping[str, KubernetesContext]:
-    """Return the contexts of the file; those of the last check for a file without entries. Raises TaskError."""
+    """Return the contexts of the file, or those of the last check if it has no entries. Raises TaskError."""
     namespaces, _ = _read_facts(facts)
     found = read_entries(
         path,

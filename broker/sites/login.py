@@ -29,7 +29,7 @@ MARGIN_S = 10.0
 
 @frozen
 class SshLogin:
-    """How to log in to one machine. None leaves the choice to the user's OpenSSH configuration."""
+    """The login to one machine. None leaves a field to the user's OpenSSH configuration."""
 
     host: str
     user: str | None = None
@@ -39,7 +39,7 @@ class SshLogin:
     ssh_config: Path | None = None
 
     def make_argv(self, *options: str) -> list[str]:
-        """Return the command up to the host; the remote command follows as one word."""
+        """Return the ssh command up to the host; the remote command follows as one word."""
         pairs = {
             "BatchMode": "yes",
             "ConnectTimeout": str(CONNECT_S),
@@ -63,7 +63,7 @@ class SshLogin:
         return [*words, *options, "--", self.host]
 
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Completed:
-        """Run a shell command. Raises AuthError for a refused login, TransientError if the machine does not answer."""
+        """Run a shell command. Raises AuthError if the login is refused, TransientError if the host does not answer."""
         argv = [*self.make_argv("-T"), command]
         done = await call(argv, stdin=stdin, timeout_s=timeout_s + MARGIN_S, what=f"host `{self.host}`")
         if done.returncode == SSH_FAILED:

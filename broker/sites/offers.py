@@ -1,4 +1,4 @@
-"""Offers of your own machines, read from files alone: the user's entries and the results of `broker check`."""
+"""List offers of your own machines from files alone: the user's entries and the results of `broker check`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ def find_program(name: str) -> str:
 async def call(
     argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: float, what: str, env: Mapping[str, str] | None = None
 ) -> Completed:
-    """Run one program to completion; stderr goes to a file because a persistent connection may hold it open forever."""
+    """Run one program to completion. Raises TransientError after `timeout_s`; `what` names the other end.
+
+    stderr goes to a file, because a persistent connection may hold it open forever.
+    """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -71,7 +74,7 @@ def explain(stderr: bytes) -> str:
     """Return the last line of ssh's stderr, as the end of an error message."""
     text = stderr.decode(errors="replace")
     if "HOST IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
-        return ": its host key is not the one that broker made for it"
+        return ": its host key is unknown or has changed"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     return f": {last[:200]}" if last else ""
 
@@ -83,8 +86,10 @@ def escape(path: Path) -> str:
 
 
 def make_control_folder() -> Path:
-    """Return a private folder for sockets: access to a socket allows a login. Raises StateError if it is not
-    private."""
+    """Return a private folder for sockets, because access to a socket allows a login.
+
+    Raises StateError if the folder is not private.
+    """
     base = tempfile.gettempdir()
     folder = Path(base if len(base) < 40 else "/tmp") / f"broker-ssh-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

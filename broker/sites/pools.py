@@ -1,4 +1,4 @@
-"""The hosts of SSH pools: `ssh_pools.yaml` in the state folder, in the form of SkyPilot's `ssh_node_pools.yaml`.
+"""Read the hosts of SSH pools: `ssh_pools.yaml` in the state folder, in the form of SkyPilot's `ssh_node_pools.yaml`.
 
 lab:
   user: ubuntu
@@ -62,7 +62,7 @@ POOL = Table(
 
 @frozen
 class Host:
-    """One host. `machine`: its size as stated in the file, or as detected; None if it is not known yet."""
+    """One host. `machine`: its size as stated in the file or detected; None if it is not known yet."""
 
     pool: str
     login: SshLogin
@@ -132,7 +132,7 @@ def _read_host(reader: Reader, pool_name: str, pool: Section, given: str | Secti
 
 
 def _read_machine(section: Section) -> Machine | None:
-    """Return the stated size; None if CPUs or memory are left to detection."""
+    """Return the stated size; None if CPUs or memory are to be detected."""
     if section.get("cpus") is None or section.get("memory") is None:
         return None
     accelerator, _, count = (section.get("accelerators") or "").partition(":")

@@ -1,4 +1,4 @@
-"""Read a file of machines: a mapping from names to tables, every error with its line and column."""
+"""Read a file of machines: a mapping from names to tables. Every error has its line and column."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USD_HOUR = Field(shape=Number(above=None), about="Price of one machine per hour;
 def read_entries(
     path: Path, table: Table, read: Callable[[Reader, str, Section], Entry], *, name: re.Pattern[str] = NAME
 ) -> dict[str, Entry]:
-    """Read every table of the file, whose names match `name`. Raises TaskError with all issues."""
+    """Read every table of the file. Raises TaskError with all issues, among them names that do not match `name`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,7 +71,7 @@ class OneOrList(Shape):
     expected = "text or a list"
 
     def read(self, reader: Reader, marked: Marked, name: str) -> tuple[str, ...] | None:
-        """Return the valid texts as a tuple, even for a single text; report the issues of the others."""
+        """Return the valid texts as a tuple, even a single one; report the issues of the others."""
         items = marked.value if isinstance(marked.value, list) else [marked]
         texts = [Text(also_scalar=True).read(reader, each, name) for each in items]
         return tuple(text for text in texts if text is not None)

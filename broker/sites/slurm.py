@@ -33,7 +33,7 @@ CLUSTER = Table(
     name="slurm_cluster",
     fields={
         **LOGIN_FIELDS,
-        "login": Field(shape=ADDRESS, about="SshLogin node; default: sbatch runs on this machine."),
+        "login": Field(shape=ADDRESS, about="Login node; default: sbatch runs on this machine."),
         "usd_hour": Field(
             shape=Either(shapes=[PRICE, MapOf(value=PRICE)]), about="Price of a whole node per hour, by partition."
         ),
@@ -52,7 +52,7 @@ CLUSTER = Table(
 
 @frozen
 class SlurmCluster:
-    """One entry of the file. `login` is None where Slurm's commands run on this machine."""
+    """One entry of the file. `login` is None if Slurm's commands run on this machine."""
 
     name: str
     login: SshLogin | None = None
@@ -104,7 +104,7 @@ def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
 
 
 def read_partitions(path: Path) -> Mapping[str, Sequence[Partition]]:
-    """Return the partitions that `broker check slurm` found, by cluster."""
+    """Return the partitions that `broker check slurm` found, by cluster; empty if the file is not readable."""
     try:
         found = json.loads(path.read_bytes())
         return {
@@ -121,7 +121,7 @@ def write_partitions(path: Path, found: Mapping[str, Sequence[Partition]]) -> No
 
 
 def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[Offer]:
-    """Return offers of whole nodes, and of their halves, quarters and so on down to one card, or to one vCPU."""
+    """Return offers of whole nodes, and of their halves, quarters and so on, as far as their units can be halved."""
     known = read_partitions(facts)
     offers = {
         (offer.region, offer.zone, offer.instance_type): offer

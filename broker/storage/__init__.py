@@ -1,4 +1,4 @@
-"""Object storage: folders and buckets behind one Protocol, and their mounts on nodes."""
+"""Store objects in folders and buckets behind one Protocol, and mount them on nodes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ BUCKETS: dict[str, str] = {
 
 
 def open_bucket(url: str) -> Bucket:
-    """Return the bucket, or folder in a bucket, that a URL names. Raises InvalidRequestError for an unsupported
-    scheme."""
+    """Return the bucket, or the folder in a bucket, of a URL.
+
+    Raises InvalidRequestError for an unsupported scheme, or the errors of the scheme's `MakeBucket`.
+    """
     scheme = urlsplit(url).scheme
     target = BUCKETS.get(scheme)
     if target is None:

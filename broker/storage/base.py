@@ -1,4 +1,4 @@
-"""The interface to storage: seven verbs on keys below one prefix."""
+"""Define the interface to storage: seven verbs on keys below one prefix."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class StoredKey:
 
 
 class Bucket(Protocol):
-    """A bucket. Every verb blocks, is idempotent and thread-safe.
+    """A bucket. Every verb blocks, and is idempotent and thread-safe.
 
     Raises AuthError for a missing or insufficient login, InvalidRequestError for a bucket that does not exist, and
-    TransientError if the network keeps failing. A write is seen by every later read and listing, or not at all.
+    TransientError if the network keeps failing. Every later read and listing sees a write completely, or not at all.
     """
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
-        """Return all keys that begin with whole parts of `prefix`, sorted; an empty result is not an error."""
+        """Return all keys whose first parts are `prefix`, sorted; an empty result is not an error."""
         ...
 
     def read(self, key: str) -> bytes | None:
@@ -38,9 +38,9 @@ class Bucket(Protocol):
         ...
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
-        """Write an object atomically unless it exists; return False, changing nothing, if it exists.
+        """Write an object atomically unless it exists; if it does, change nothing and return False.
 
-        Of several concurrent calls exactly one returns True. After an error the write may have happened: read before
+        Of several concurrent calls, exactly one returns True. The write may have happened despite an error: read before
         retrying.
         """
         ...
@@ -59,7 +59,7 @@ class Bucket(Protocol):
 
 
 class MakeBucket(Protocol):
-    """The type of the makers in `BUCKETS`. Makes no network call that can wait for the first verb."""
+    """The type of the makers in `BUCKETS`, which leave network calls to the first verb if they can."""
 
     def __call__(self, url: str) -> Bucket:
         """Return the bucket of a URL. Raises CloudError if its library or login is missing."""

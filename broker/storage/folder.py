@@ -1,4 +1,4 @@
-"""A folder as a bucket, for rehearsals and shared disks."""
+"""Use a folder as a bucket, for rehearsals and shared disks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FolderBucket:
         return True
 
     def delete(self, key: str) -> None:
-        """Delete the file; one that is gone counts as success."""
+        """Delete the file; already gone is success."""
         self._find(key).unlink(missing_ok=True)
 
     def _find(self, key: str) -> Path:
@@ -74,7 +74,10 @@ class FolderBucket:
         return path
 
     def _put(self, key: str, fill: Callable[[Path], object], *, is_new: bool) -> bool:
-        """Write a temporary file and link it: the link makes the file appear in one step."""
+        """Write a temporary file, and rename or link it, so that the target appears in one step.
+
+        `is_new` keeps an existing target; return whether the target was written.
+        """
         target = self._find(key)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
-"""The steps that make a task's buckets visible on a node, and the cost of copying them. Pure, except
-`measure_mounts`."""
+"""Plan the steps that make a task's buckets visible on a node, and the cost of copying them.
+
+Pure, except `measure_mounts`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class MountStep:
     target: str
     url: str
     mode: str
-    uploads: tuple[str, ...] | None = None  # local paths to upload first; empty: only the bucket must exist
+    uploads: tuple[str, ...] | None = None  # local paths to upload first; if empty, only the bucket must exist
 
 
 @frozen
@@ -56,7 +58,8 @@ def add_mounts(task: Task) -> Task:
     """Return the task with its mounts at the start of `setup`.
 
     The agent runs them there: they survive a lost connection, their output is in the run's log, and their failure fails
-    the setup. The task still lists its mounts, as granting bucket access requires them; so call this once per start.
+    the setup. The task still lists its mounts, because granting bucket access requires them; so call this once per
+    start.
     """
     steps = plan_mounts(task)
     if not steps:
@@ -65,8 +68,7 @@ def add_mounts(task: Task) -> Task:
 
 
 def make_script(steps: Sequence[MountStep]) -> str:
-    """Make a bash script that contains the node's program and runs it once per step; exits with the first failure's
-    code."""
+    """Make a bash script that contains `node_mount.py` and runs it once per step, up to the first failure."""
     lines = [f"mkdir -p {PROGRAM.rpartition('/')[0]}", f"cat > {PROGRAM} <<'END_OF_NODE_MOUNT'", read_program()]
     lines.append("END_OF_NODE_MOUNT")
     for step in steps:
@@ -95,8 +97,8 @@ def price_mounts(
 ) -> tuple[MountPrice, ...]:
     """Price the copies on `node_count` nodes of `cloud`, most expensive first.
 
-    Like the planner (`data_cost.py`): free within one cloud, because a URL does not name the bucket's region; across
-    clouds at the price to the internet.
+    As in the planner (`data_cost.py`), copies are free within one cloud, because a URL does not name the bucket's
+    region; across clouds they have the price of egress to the internet.
     """
     prices = []
     for url, gib in sizes_gib.items():
@@ -116,14 +118,14 @@ def _list(url: str) -> Sequence[StoredKey]:
 
 
 def find_uploads(mount: StorageMount) -> tuple[str, ...] | None:
-    """Return local paths to upload into the mount's bucket; None for a bucket that is used as it is."""
+    """Return the local paths to upload to the mount's bucket; None if the bucket is used as it is."""
     return None if mount.source and "://" in mount.source[0] else mount.source
 
 
 def _find_url(mount: StorageMount) -> str:
     if mount.source and "://" in mount.source[0]:
         if len(mount.source) > 1:
-            raise _refuse(mount, "several buckets", "write one mount for each")
+            raise _refuse(mount, "a list of buckets", "write one mount for each")
         scheme, _, rest = mount.source[0].partition("://")
         scheme = {"gcs": "gs"}.get(scheme, scheme)
         if scheme not in SCHEMES:
@@ -140,7 +142,7 @@ def _find_url(mount: StorageMount) -> str:
 def _find_mode(mount: StorageMount) -> str:
     mode = mount.mode.upper()
     if mode not in MODES:
-        raise _refuse(mount, f"mode `{mount.mode}`", f"one of {', '.join(MODES)}")
+        raise _refuse(mount, f"mode `{mount.mode}`", f"use one of {', '.join(MODES)}")
     return mode
 
 

@@ -1,8 +1,7 @@
-"""A standalone program on a node: copies a bucket to a folder, or mounts it there. Standard library only; uses obstore
-if available.
+"""Copy a bucket to a folder of a node, or mount it there: a standalone program that uses obstore if available.
 
 `python3 node_mount.py COPY|MOUNT|MOUNT_CACHED URL TARGET`. Idempotent: completed work stays, interrupted work
-continues. Exit code 69 if the node lacks a tool.
+continues. Exit code 69 for a reported problem, such as a missing tool, and 1 for any other.
 """
 
 import concurrent.futures
@@ -44,11 +43,11 @@ CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
 
 
 class MountError(Exception):
-    """Reported as one line."""
+    """A problem to report without a traceback."""
 
 
 def main(mode: str, url: str, target: str) -> None:
-    """Bring a bucket or folder to `target` by `mode`: COPY, MOUNT or MOUNT_CACHED. Raises MountError."""
+    """Copy or mount a bucket or folder to `target`; `mode` is COPY, MOUNT or MOUNT_CACHED. Raises MountError."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
     if scheme == "file":
@@ -61,7 +60,7 @@ def main(mode: str, url: str, target: str) -> None:
 
 
 def make_room(target: str) -> pathlib.Path:
-    """Return the target as a path whose parent exists; outside the home folder that may require root."""
+    """Return the target as a path whose parent exists; outside the home folder, creating it may require root."""
     place = pathlib.Path(target).expanduser()
     place = place if place.is_absolute() else pathlib.Path.home() / place
     if "BROKER_NODE_DIR" in os.environ and pathlib.Path.home() not in (place, *place.parents):
@@ -134,7 +133,7 @@ def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
     """Return the file of a key below `place`. Raises MountError for keys with `..`."""
     path = place / name
     if ".." in path.parts:
-        raise MountError(f"the key `{name}` is outside `{place}`")
+        raise MountError(f"the key `{name}` leads outside `{place}`")
     return path
 
 
@@ -154,7 +153,7 @@ def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
         try:
             fetch_whole(file, fill)
             return
-        except obstore.exceptions.GenericError:  # the connection broke within the response
+        except obstore.exceptions.GenericError:  # the connection broke during the response
             if attempt == ATTEMPTS_MAX:
                 raise
 
@@ -172,7 +171,7 @@ def fetch_whole(file: pathlib.Path, fill: Callable[[pathlib.Path], object]) -> N
 
 
 def import_obstore() -> bool:
-    """Return whether obstore can be used; install it with pip into our own folder if no other tool can copy."""
+    """Return whether obstore can be used; if no other tool can copy, install it with pip into `LIBRARY`."""
     sys.path.insert(0, str(LIBRARY))
     for is_fetched in (False, True):
         try:
@@ -222,7 +221,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def read_granted(path: pathlib.Path) -> dict[str, Any]:
-    """Reread the granted login every ten minutes: broker replaces the file before its session ends."""
+    """Read the granted login, to be read again in ten minutes: broker replaces the file before its session ends."""
     granted = json.loads(path.read_text(encoding="utf-8"))
     now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.9
     again = now + datetime.timedelta(minutes=10)
@@ -231,7 +230,7 @@ def read_granted(path: pathlib.Path) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> "str | None":
-    """Read the bucket's region, which S3 sends to any client in a header of every response; None without a network."""
+    """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_S) as answer:
@@ -245,7 +244,7 @@ def find_region(bucket: str) -> "str | None":
 
 
 def find_r2_login() -> dict[str, str]:
-    """Read the login from variables, or from SkyPilot's files for Cloudflare in the home folder."""
+    """Read the login from variables, or from SkyPilot's files for Cloudflare. Raises MountError if there is none."""
     folder = pathlib.Path.home() / ".cloudflare"
     account = os.environ.get("R2_ACCOUNT_ID") or read_text(folder / "accountid")
     endpoint = os.environ.get("R2_ENDPOINT_URL") or (f"https://{account}.r2.cloudflarestorage.com" if account else "")
@@ -262,7 +261,7 @@ def find_r2_login() -> dict[str, str]:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Return the stripped content of a file, "" if it cannot be read."""
+    """Return the stripped content of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -277,7 +276,7 @@ def use_r2_login() -> None:
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:
-    """Copy with a tool of the image."""
+    """Copy with a tool that the node's image has. Raises MountError if it has none."""
     scheme, _, rest = url.partition("://")
     place.mkdir(parents=True, exist_ok=True)
     if scheme == "r2":
@@ -323,8 +322,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
 
 
 def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
-    """Mount with rclone. Written files stay in a cache of this mount until they are uploaded; the agent waits
-    for that."""
+    """Mount with rclone. Written files stay in a cache of this mount until the upload, for which the agent waits."""
     mode, flags = ("MOUNT_CACHED", CACHE_FLAGS) if is_cached else ("MOUNT", ("--vfs-cache-mode", "writes"))
     name = hashlib.sha256(f"{scheme}://{rest} {place}".encode()).hexdigest()[:16]
     MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -335,7 +333,7 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme == "s3" and endpoint:
         os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
-    # Register before mounting, so that all writes to the mount are waited for.
+    # Register before mounting, so that the agent waits for all writes to the mount.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
     about["socket"] = str(control) if remote_control else ""
     write_whole(MOUNTS / f"{name}.json", json.dumps(about))
@@ -358,7 +356,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 
 
 def drop_dead_mount(place: pathlib.Path) -> None:
-    """Unmount a mount whose program was killed because every access to it would fail."""
+    """Unmount a mount whose program was killed: every access to it would fail."""
     try:
         place.stat()
     except OSError as error:
@@ -370,8 +368,8 @@ def drop_dead_mount(place: pathlib.Path) -> None:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    """Run a command without the mark of the run. Raises MountError if it fails."""
-    # The mount's process outlives the run: it must not carry the mark by which a run's processes are ended.
+    """Run a command without the run's mark. Raises MountError if it fails."""
+    # The mount's process outlives the run, so it must not carry the mark by which a run's processes are terminated.
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:
@@ -386,5 +384,5 @@ if __name__ == "__main__":
         sys.exit(EX_UNAVAILABLE)
     except Exception as error:
         first = str(error).partition("\n")[0].partition("<?xml")[0]
-        print(f"error: cannot bring `{sys.argv[2]}` to `{sys.argv[3]}`: {first}", file=sys.stderr)
+        print(f"error: cannot copy or mount `{sys.argv[2]}` to `{sys.argv[3]}`: {first}", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""A bucket of any provider through obstore, with that library's errors translated to ours."""
+"""Use a bucket of any provider through obstore, and translate that library's errors to ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from broker.errors import AuthError, BrokerError, InvalidRequestError, MissingPa
 from broker.storage.base import StoredKey
 
 Answer = TypeVar("Answer")
-PART_BYTES = 32 << 20  # S3 allows 10,000 parts, so a file of 312 GiB
+PART_BYTES = 32 << 20  # S3 allows 10,000 parts, which limits a file to 312 GiB
 READ_BYTES = 8 << 20
 
 # obstore.exceptions -> ours. FileNotFoundError is obstore's NotFoundError, of an object or of the bucket.
@@ -30,7 +30,7 @@ ERRORS: dict[str, type[BrokerError]] = {
     "UnauthenticatedError": AuthError,
     "UnknownConfigurationKeyError": InvalidRequestError,
 }
-# The services' error codes, for cases in which the library raises only GenericError.
+# The services' error codes, for cases in which the library only raises GenericError.
 CODES: dict[str, type[BrokerError]] = {
     "NoSuchBucket": InvalidRequestError,
     "ContainerNotFound": InvalidRequestError,
@@ -63,7 +63,7 @@ class ObjectBucket:
             ]
 
         keys = self._ask("list", look)
-        if not keys and prefix and (size := self._ask("look into", lambda: self._measure(prefix))) is not None:
+        if not keys and prefix and (size := self._ask("list", lambda: self._measure(prefix))) is not None:
             keys = [StoredKey(key=prefix, size_bytes=size)]  # a listing excludes the object of that exact name
         return sorted(keys, key=lambda each: each.key)
 
@@ -76,14 +76,14 @@ class ObjectBucket:
             except FileNotFoundError as error:
                 return self._pass_over(error)
 
-        return self._ask("read", get)
+        return self._ask("read from", get)
 
     def write(self, key: str, content: bytes) -> None:
         """Put the object. Raises CloudError."""
-        self._ask("write", lambda: self._library.put(self._store, key, content))
+        self._ask("write to", lambda: self._library.put(self._store, key, content))
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
-        """Put the object on condition that it does not exist; return whether it was created."""
+        """Put the object if it does not exist; return whether it was created."""
 
         def put() -> bool:
             try:
@@ -92,14 +92,14 @@ class ObjectBucket:
                 return False
             return True
 
-        return self._ask("write", put)
+        return self._ask("write to", put)
 
     def upload(self, source: Path, key: str) -> None:
         """Upload a file in parts. Raises CloudError."""
-        self._ask("write", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
+        self._ask("write to", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
 
     def download(self, key: str, target: Path) -> bool:
-        """Stream the object to a file, replaced atomically; return False if there is none."""
+        """Stream the object to a file, which is replaced atomically; return False if there is no object."""
 
         def fetch() -> bool:
             try:
@@ -117,10 +117,10 @@ class ObjectBucket:
                 aside.unlink(missing_ok=True)
             return True
 
-        return self._ask("read", fetch)
+        return self._ask("read from", fetch)
 
     def delete(self, key: str) -> None:
-        """Delete the object; one that is gone counts as success."""
+        """Delete the object; already gone is success."""
 
         def remove() -> None:
             try:
@@ -128,7 +128,7 @@ class ObjectBucket:
             except FileNotFoundError as error:
                 self._pass_over(error)
 
-        self._ask("delete", remove)
+        self._ask("delete from", remove)
 
     def _measure(self, key: str) -> int | None:
         try:
@@ -139,7 +139,7 @@ class ObjectBucket:
 
     @staticmethod
     def _pass_over(error: FileNotFoundError) -> None:
-        """Accept a missing object; raise for a missing bucket."""
+        """Accept a missing object; raise the error if the bucket is missing."""
         if find_code(error) in ("NoSuchBucket", "ContainerNotFound"):
             raise error
 
@@ -156,7 +156,7 @@ class ObjectBucket:
         code = find_code(error)
         kind = CODES.get(code or "") or ERRORS[name]
         first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
-        message = f"cannot {verb} in `{self._url}`: {code or first or name}"
+        message = f"cannot {verb} `{self._url}`: {code or first or name}"
         return kind(message, hints=(self._login,) if kind is AuthError else ())
 
 
@@ -167,7 +167,7 @@ def find_code(error: Exception) -> str | None:
 
 
 def open_store(url: str, **options: Any) -> Any:
-    """Open obstore's store for a URL. Raises MissingPackageError, and InvalidRequestError without a bucket name."""
+    """Open obstore's store for a URL. Raises MissingPackageError, and InvalidRequestError for an invalid URL."""
     try:
         from obstore.store import from_url
     except ImportError as error:

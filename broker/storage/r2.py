@@ -1,4 +1,4 @@
-"""Cloudflare's R2: the S3 API at an account's address, with a separate login (SkyPilot's files for it are read)."""
+"""Cloudflare's R2: the S3 API at an account's address, with a login of its own, also from SkyPilot's files."""
 
 from __future__ import annotations
 

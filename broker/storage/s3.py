@@ -23,7 +23,7 @@ def make_bucket(url: str) -> ObjectBucket:
 
 
 def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return options that obstore does not find itself: the endpoint, the bucket's region, and logins in `~/.aws`."""
+    """Return the options that obstore does not find by itself: endpoint, bucket's region, and logins in `~/.aws`."""
     options: dict[str, Any] = {}
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -43,7 +43,7 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> str | None:
-    """Read the bucket's region, which S3 sends to any client in a header of every response; None without a network."""
+    """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
@@ -57,7 +57,7 @@ def find_region(bucket: str) -> str | None:
 
 
 def create_bucket(name: str) -> None:
-    """Create an empty bucket, private by S3's default, in the login's region. An existing one of ours is success.
+    """Create an empty bucket, private by S3's default, in the login's region. One that the login owns is success.
 
     Raises AuthError, InvalidRequestError.
     """
@@ -66,7 +66,7 @@ def create_bucket(name: str) -> None:
 
 
 def create_with(name: str, *, region: str | None, **login: str) -> None:
-    """Create the bucket with boto3, and the given login if any."""
+    """Create a bucket with boto3, and with the given login if any. Raises AuthError, InvalidRequestError."""
     try:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError

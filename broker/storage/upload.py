@@ -27,7 +27,7 @@ BY_HAND = {
 
 @frozen
 class UploadResult:
-    """The number of files, and the part of them that was uploaded."""
+    """The number of files, and how many files and bytes of them were uploaded."""
 
     files: int
     sent_files: int
@@ -36,7 +36,10 @@ class UploadResult:
 
 
 def ensure_bucket(url: str) -> bool:
-    """Return whether the URL's bucket had to be created. Raises InvalidRequestError, AuthError."""
+    """Create the URL's bucket if it does not exist; return whether it was created.
+
+    Raises AuthError, and InvalidRequestError if it cannot be created or is not readable.
+    """
     scheme, _, rest = url.partition("://")
     name = rest.partition("/")[0]
     try:
@@ -58,11 +61,10 @@ def ensure_bucket(url: str) -> bool:
 def send_files(
     url: str, files: Mapping[str, Path], *, on_sent: Callable[[int, int], None] = lambda sent, total: None
 ) -> UploadResult:
-    """Upload files, given as key below the URL -> file. Files of the same size that are not newer are skipped; nothing
-    is deleted.
+    """Upload files, by their keys below the URL, if they are newer or of another size. Nothing is deleted.
 
     `on_sent` is called after each file with the bytes sent and the total. Idempotent: a file appears complete or not at
-    all, and is not sent twice.
+    all, and a repeated call does not send it again.
     """
     is_new = ensure_bucket(url)
     bucket = open_bucket(url)

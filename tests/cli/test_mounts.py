@@ -38,7 +38,7 @@ def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell)
         assert f"copying `s3://{BUCKET}/set` to 2 nodes: 0.01 GiB each, 0.0021 USD per start" in done.stderr
         wrong = shell.write("wrong.yaml", TASK.replace(f"s3://{BUCKET}", "s3://no-such-bucket"))
         refused = shell.run("launch", wrong, "-c", "other", *flags, code=5)
-        assert "cannot list in `s3://no-such-bucket`: NoSuchBucket" in refused.stderr
+        assert "cannot list `s3://no-such-bucket`: NoSuchBucket" in refused.stderr
         assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]
 
 

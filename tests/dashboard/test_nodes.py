@@ -94,7 +94,7 @@ def test_lines_are_cut_where_nothing_was_heard_of_a_node() -> None:
 
 def test_node_that_is_gone_has_its_last_samples_and_no_present_values() -> None:
     shown = show_nodes([make_history(0, 10, is_current=False)])
-    assert "No node reports now" in shown and "<table" not in shown and "<polyline" in shown
+    assert "No node is reporting now" in shown and "<table" not in shown and "<polyline" in shown
     assert show_nodes([]) == ""
 
 

@@ -57,4 +57,4 @@ def test_what_is_older_than_the_shown_days_counts_in_the_sums_only(
     monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: later_s)
     (place,) = read_places(story.context)
     assert place.row.stays == 2 and place.spans == () and place.refused_s == ()
-    assert "Nothing happened on spot in the last 14 days" in show_places([place], [], later_s)
+    assert "There was no spot activity in the last 14 days" in show_places([place], [], later_s)

@@ -70,10 +70,10 @@ def test_availability_is_compared_with_the_wanted_one() -> None:
         (found,) = judge_availability(uptime, availability=availability, hazard=0.1)
         return found.level, found.text
 
-    assert judge(0.995, 0.99) == ("good", "2 or more replicas were ready 99.5% of 2h 00m; the task wants 99%")
+    assert judge(0.995, 0.99) == ("good", "2 or more replicas were ready 99.5% of 2h 00m; the task requires 99%")
     level, text = judge(0.98, 0.99, make_recovery(144))
-    assert level == "note" and "98% of 2h 00m, less than the 99% that the task wants" in text
-    assert "here, preemptions were 2h 00m apart, and the market model expects one of a replica in 10h 00m" in text
+    assert level == "note" and "98% of 2h 00m, less than the 99% that the task requires" in text
+    assert "here, preemptions were 2h 00m apart, and the market model expects one per replica every 10h 00m" in text
     assert judge(1.0, None)[0] == "good" and judge(0.98, None)[0] == "note"
     assert not judge_availability(Uptime(wanted=2), availability=0.99, hazard=0.1)
 

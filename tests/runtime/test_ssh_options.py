@@ -124,7 +124,7 @@ def test_message_ends_with_the_last_line_of_ssh() -> None:
     assert explain(b"first\nlast \n\n") == ": last"
     assert explain(b"x" * 300) == ": " + "x" * 200
     for words in (b"REMOTE HOST IDENTIFICATION HAS CHANGED!\nmore", b"Host key verification failed.\nmore"):
-        assert explain(words) == ": its host key is not the one that broker made for it"
+        assert explain(words) == ": its host key is unknown or has changed"
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

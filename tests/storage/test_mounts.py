@@ -94,7 +94,7 @@ def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url:
     assert done.returncode == 69 and "done" not in done.stdout and not (node.home / "more").exists()
     assert done.stderr == f"error: `{url}/dat` does not exist or is empty\n"
     done = node.run(copy_to("~/in", "s3://no-such-bucket/x"))
-    assert done.returncode == 1 and "cannot bring `s3://no-such-bucket/x` to `~/in`" in done.stderr
+    assert done.returncode == 1 and "cannot copy or mount `s3://no-such-bucket/x` to `~/in`" in done.stderr
 
 
 def test_r2_bucket_is_copied_with_its_own_login(node: Node, url: str, server: S3Server) -> None:
@@ -195,7 +195,7 @@ def test_task_is_given_the_script_before_its_own_setup() -> None:
         (mount("./local", name="b"), "a bucket without `name` and `store`"),
         (mount(name="b"), "a bucket without `name` and `store`"),
         (mount("s3://b", mode="LINK"), "mode `LINK`"),
-        (Task(storage_mounts=(StorageMount(target="/d", source=("s3://a", "s3://b")),)), "several buckets"),
+        (Task(storage_mounts=(StorageMount(target="/d", source=("s3://a", "s3://b")),)), "a list of buckets"),
     ],
 )
 def test_mount_that_no_node_can_have_is_refused_with_its_place(task: Task, words: str) -> None:

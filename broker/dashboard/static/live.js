@@ -24,7 +24,7 @@
         if (log && scrolled !== undefined) log.scrollTop = scrolled;
       }
     } catch {
-      isStale = true; // the server is away; the stream reports its return
+      isStale = true; // the server cannot be reached; the stream reports its return
     } finally {
       isLoading = false;
       if (hasMissed) load();
