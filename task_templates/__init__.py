@@ -1,1 +1,1 @@
-"""Ready tasks: each can be launched with `broker launch task_templates/NAME.yaml`."""
+"""Ready tasks. The first lines of each file show how to launch it."""

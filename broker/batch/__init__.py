@@ -1,1 +1,1 @@
-"""Batch inference: a file of items split into shards, which any number of managed jobs work on."""
+"""Batch inference: split files of items into shards, on which any number of managed jobs work."""

@@ -1,4 +1,4 @@
-"""The plan of a map: a file in its output folder, written once, which every worker and every command reads."""
+"""Keep the plan of a map: a file in its output folder, written once, which every worker and every command reads."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class MapPlan:
 
     @property
     def group(self) -> str:
-        """The name under which its jobs are listed and cancelled together."""
+        """The name under which the jobs of the map are listed and cancelled together."""
         return f"map-{self.uid}"
 
 
 def digest_program(task: Task) -> str:
-    """Return a digest of the commands and variables; results may differ if it does."""
+    """Return a digest of the task's commands and variables: if it changes, results may change."""
     return sha256(json.dumps([task.setup, task.run, sorted(task.envs.items())]).encode()).hexdigest()[:16]
 
 
 def begin(
     bucket: Bucket, wanted: Split, *, input_url: str, program: str, draw_uid: Callable[[], str], lease_s: float
 ) -> tuple[MapPlan, bool]:
-    """Write the plan, or read the one that is there; return it, and whether it is a new one.
+    """Write the plan, or read the existing one; return it, and whether it is new.
 
-    Of concurrent commands, one writes it. Raises UsageError if the output belongs to another input or
-    program.
+    Of concurrent commands, one writes it. Raises UsageError if the output folder has other files, or results of another
+    input or program, and StateError if the existing plan is damaged or of another version.
     """
     new = MapPlan(uid=draw_uid(), input=input_url, program=program, lease_s=lease_s, split=wanted)
     content = bucket.read(PLAN)
@@ -79,7 +79,7 @@ def encode(plan: MapPlan) -> bytes:
 
 
 def decode(content: bytes) -> MapPlan:
-    """Read a plan. Raises StateError if it is damaged or of a newer version."""
+    """Read a plan. Raises StateError if it is damaged or of another version."""
     from broker.batch.splitting import Shard
 
     try:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from broker.errors import UsageError
+from broker.formatting import join_choices
 from broker.frozen import frozen
 from broker.storage.base import StoredKey
 
 SUFFIXES = (".jsonl", ".ndjson", ".txt")
 MIB = 1 << 20
 SHARD_BYTES_MAX = 16 * MIB
-SHARDS_WANTED = 1000  # as long as they are not larger: a lost machine repeats half a shard
-SHARD_BYTES_MIN = 64 << 10  # below this, the requests to the bucket cost more than what is lost with a machine
+SHARDS_WANTED = 1000  # if that keeps shards within the bounds: a lost machine repeats half a shard on average
+SHARD_BYTES_MIN = 64 << 10  # below this, the requests to the bucket cost more than the work lost with a machine
 SHARDS_MAX = 99_999  # part names have five digits
 
 
@@ -37,12 +38,13 @@ class Split:
 def split(keys: Sequence[StoredKey], *, shard_bytes: int | None = None) -> Split:
     """Split files of lines at multiples of `shard_bytes`, by default a thousandth of the input within 64 KiB to 16 MiB.
 
-    Only sizes are needed, no content. Raises UsageError for no input, files of another kind, or too many shards.
+    This needs only the sizes, not the content. Files of other kinds and empty ones are skipped. Raises UsageError if
+    none is left, or for too many shards.
     """
     lines = [each for each in keys if each.key.endswith(SUFFIXES) and each.size_bytes]
     if not lines:
         raise UsageError(
-            f"the input has no lines: {len(keys)} files, none of which is a {', '.join(SUFFIXES)} with content",
+            f"the input has no lines: none of its {len(keys)} files is a {join_choices(SUFFIXES)} with content",
             hints=['write one JSON value per line; for other files, lines such as {"path": "s3://BUCKET/image.png"}'],
         )
     total = sum(each.size_bytes for each in lines)

@@ -15,12 +15,12 @@ MANIFEST = "_map/manifest.json"
 PART = re.compile(r"part-(\d+)\.jsonl")
 ITEMS = re.compile(r"_map/items/(\d+)\.(\d+)")
 FAILED = re.compile(r"(_map/failed/(\d+)/.+)")
-TRIES = 3  # as trainers/map_leases.py: failures of the program after which a shard is skipped
+TRIES = 3  # failures of the program after which a shard is skipped, as in trainers/map_leases.py
 
 
 @frozen
 class Tally:
-    """The state of a map. `items` has the results of each shard whose number is known."""
+    """The state of a map. `items` has the number of results of each shard for which it is recorded."""
 
     shards: int
     parts: Mapping[int, StoredKey]
@@ -34,12 +34,12 @@ class Tally:
 
     @property
     def left(self) -> int:
-        """The shards that remain to be done."""
+        """The number of shards that are neither finished nor skipped."""
         return self.shards - len(self.parts) - len(self.failed)
 
 
 def take(bucket: Bucket, plan: MapPlan) -> Tally:
-    """List the output folder once, and count."""
+    """List the output folder once, and count its keys."""
     return read(bucket.list_keys(), shards=len(plan.split.shards))
 
 
@@ -58,7 +58,7 @@ def read(keys: Sequence[StoredKey], *, shards: int) -> Tally:
 
 
 def count_items(bucket: Bucket, tally: Tally) -> Mapping[int, int]:
-    """Return the results of each finished shard; a part without a recorded number is counted."""
+    """Return the number of results of each finished shard; without a recorded number, count the lines of its part."""
     return {
         number: tally.items[number] if number in tally.items else (bucket.read(part.key) or b"").count(b"\n")
         for number, part in sorted(tally.parts.items())
@@ -79,7 +79,7 @@ def write_manifest(bucket: Bucket, plan: MapPlan, tally: Tally, items: Mapping[i
 
 
 def explain_failures(bucket: Bucket, tally: Tally) -> Sequence[str]:
-    """Return the reasons for which shards were skipped, the most frequent first."""
+    """Return the reasons for which the first 20 of the failed shards were skipped, the most frequent first."""
     reasons = Counter[str]()
     for number in sorted(tally.failed)[:20]:
         report = json.loads(bucket.read(tally.failed[number][0]) or b"{}")

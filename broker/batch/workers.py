@@ -75,7 +75,7 @@ def _is_due(job: Job | None, *, live: int, retries_from: int) -> bool:
 
 
 def list_problems(jobs: Sequence[Job]) -> Sequence[str]:
-    """Describe the workers that failed."""
+    """Describe the workers that ended without success."""
     return [
         f"job {job.id} ended with status {job.status.value}" + (f": {job.failure}" if job.failure else "")
         for job in jobs

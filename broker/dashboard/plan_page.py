@@ -24,8 +24,8 @@ def show_plan(page: PlanPage) -> Markup:
         element("p", element("a", f"Job {page.job_id}", href=f"/jobs/{page.job_id}"), f": {page.name}. {plan.reason}"),
         element(
             "p",
-            f"{len(plan.estimates):,} placements fit; prices as of {plan.prices_as_of}. Planned for the whole task with "
-            "the current catalog and preemption history; a running job keeps its location.",
+            f"{len(plan.estimates):,} placements fit; prices as of {plan.prices_as_of}. Planned for the whole task "
+            "with the current catalog and preemption history; a running job keeps its location.",
             class_="faint",
         ),
         *_show_form(page),

@@ -1,5 +1,6 @@
-"""Asynchronous successive halving, the variant that stops runs (Li et al., 2020, "A System for Massively Parallel
-Hyperparameter Tuning"). Pure.
+"""Decide by asynchronous successive halving which runs to stop. Pure.
+
+This is the stopping variant of Li et al., 2020, "A System for Massively Parallel Hyperparameter Tuning".
 
 With `eta` 3 and 810 steps the rungs are at 30, 90 and 270 steps. A run that reaches a rung continues only if its loss
 is in the best third of those that have reached it so far. No run waits for another, and the first at a rung continues.

@@ -41,7 +41,7 @@ def decide(board: Board, jobs: Mapping[int, Job], *, runs: int, parallel: int, e
             board = _observe(board, run, job)
     live = {run for run, job in jobs.items() if not job.status.is_terminal}
     stops = tuple(sorted(run for run in live if run in board.stopped and not jobs[run].cancel_requested))
-    busy = len(live - set(board.stopped))  # a stopped run's machines are being terminated
+    busy = len(live - set(board.stopped))  # the machines of a stopped run are being terminated
     waiting = [run for run in range(runs) if run not in jobs]
     starts = tuple(waiting[: max(0, parallel - busy)])
     return SweepStep(board=board, starts=starts, stops=stops, is_over=not live and not waiting)
@@ -60,7 +60,7 @@ def _observe(board: Board, run: int, job: Job) -> Board:
 
 
 def rank(jobs: Mapping[int, Job], stopped: Mapping[int, int]) -> Sequence[int]:
-    """Order runs by loss: finished runs, then running ones, then stopped ones by the step they reached."""
+    """Order runs: finished ones by loss, then running and stopped ones by the step they reached, then failed ones."""
 
     def key(run: int) -> tuple[int, float, float, int]:
         job = jobs[run]
@@ -79,7 +79,7 @@ def rank(jobs: Mapping[int, Job], stopped: Mapping[int, int]) -> Sequence[int]:
 
 
 def find_best(jobs: Mapping[int, Job]) -> int | None:
-    """Return the finished run with the lowest loss; None while none has finished with a loss."""
+    """Return the finished run with the lowest loss; None if none has finished with a loss."""
     found = [
         (job.progress.loss, run)
         for run, job in jobs.items()

@@ -5,8 +5,8 @@
     layers=2..12:int     an integer, both ends included
     seed=0,1,2           one of these values
 
-Ranges are stratified: of 64 values of `lr`, one is in each 64th of its range, in random order. Values of a list are
-used equally often. Without `runs`, lists are combined in full, which ranges do not allow.
+Ranges are stratified: of 64 values of `lr`, one is in each 64th of its range, in random order. The values of a list are
+used about equally often. Without `runs`, all combinations of the lists are used; ranges require `runs`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """Return a function of texts to token ids and masks, and the model: packaged, of the Hub, or tiny and random."""
+    """Return a tokenizer of texts to ids and masks, and the model: packaged, from the Hub, or tiny and random."""
     if name != "random":
         place, length_max = find(name)
         tokenizer = AutoTokenizer.from_pretrained(place)
@@ -30,7 +30,7 @@ def load(name: str) -> tuple[Any, Any]:
 
 
 def find(name: str) -> tuple[str, int | None]:
-    """Return what transformers loads the model from, and its maximum number of tokens if it is not in the files."""
+    """Return the folder or the Hub name of the model, and its maximum number of tokens if its files do not state it."""
     if name not in PACKAGED:
         return name, None
     package, length_max = PACKAGED[name]
@@ -41,7 +41,7 @@ def find(name: str) -> tuple[str, int | None]:
 
 
 def hash_words(texts: list[str]) -> dict[str, torch.Tensor]:
-    """Return a token per word, by its checksum; the token 0 pads."""
+    """Return a token per word, from its checksum; token 0 is padding."""
     rows = [
         [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.split()[:LENGTH_MAX]] or [1] for text in texts
     ]

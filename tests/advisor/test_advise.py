@@ -213,8 +213,9 @@ def test_a_budget_that_is_too_small_reports_the_cheapest_cost() -> None:
 
 
 def test_no_matching_offer_is_reported() -> None:
-    with pytest.raises(NoOfferError, match="no available GPU"):
-        make_advice(Wish(training=train(7e9, 1e9)), [], CARDS, prices_as_of="")
+    for gpus, words in (((), "supports this precision"), (("H100",), "is among the requested ones")):
+        with pytest.raises(NoOfferError, match=f"no offered GPU of known speed {words}"):
+            make_advice(Wish(training=train(7e9, 1e9), gpus=gpus), [], CARDS, prices_as_of="")
 
 
 @pytest.mark.parametrize("parameters", [125e6, 7e9, 70e9])
