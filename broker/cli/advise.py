@@ -181,7 +181,7 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
         print_line("\nWithout `--deadline`, options over 30 days are not listed")
     if any(each.layout.recompute == "full" for each in (*advice.options[:top], *advice.faster[:5])):
         print_line("* recomputes activations in the backward pass")
-    print_line(f"Prices of {advice.prices_as_of}; times and costs are estimates that include spot risk")
+    print_line(f"Prices as of {advice.prices_as_of}; times and costs are estimates that include spot risk")
     _tell_limits(wish, advice.options[0], (*advice.options[:top], *advice.faster[:5]))
 
 

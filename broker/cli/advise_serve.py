@@ -75,7 +75,7 @@ def show_serving(advice: ServingAdvice, top: int) -> None:
     )
     print_line("\nREQ/S, TTFT (p95) and TPOT are of one replica with all its GPUs")
     print_line(f"Rates are {HEADROOM:.0%} of saturation; replicas include spare ones for spot preemptions")
-    print_line(f"Prices of {advice.prices_as_of}; all figures are estimates")
+    print_line(f"Prices as of {advice.prices_as_of}; all figures are estimates")
 
 
 def _list_cells(number: int, each: ServingOption) -> list[str]:

@@ -62,7 +62,7 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
         print_line(f"Not proven optimal: {_say_gap(plan)}")
     as_of = min(step.estimate.placement.as_of for step in plan.steps)
     if as_of:
-        print_line(f"Prices of {as_of}")
+        print_line(f"Prices as of {as_of}")
     if any(step.is_assumed for step in plan.steps):
         print_line("~ marks a task without `goal: work`, counted as one hour")
     if any(edge.transfer.is_assumed for edge in plan.edges):

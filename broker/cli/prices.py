@@ -75,7 +75,7 @@ def history(
         return
     if not points:
         days = " and ".join(sorted({date for offer in offers for date in (offer.as_of, offer.spot_as_of)}))
-        print_line(f"No price changes are recorded for {instance_type}; the catalog has prices of {days}")
+        print_line(f"No price changes are recorded for {instance_type}; the catalog has prices from {days}")
         print_note("each `broker catalog update` adds to the history; see current prices with `broker prices`")
         return
     places: dict[tuple[str, str, str], list[PricePoint]] = {}

@@ -191,7 +191,7 @@ def test_prices_of_a_misspelt_machine_and_history_of_nothing(market: Market) -> 
     refused = market.shell.run("prices", "p4d.24xlage", code=3)
     assert "did you mean `p4d.24xlarge`" in refused.stderr
     done = market.shell.run("history", "p4d.24xlarge")
-    assert "the catalog has prices of 2025-04-04 and 2025-06-28 and 2026-07-20" in done.stdout
+    assert "the catalog has prices from 2025-04-04 and 2025-06-28 and 2026-07-20" in done.stdout
 
 
 def test_every_table_fits_a_terminal_and_names_ignore_case(market: Market) -> None:
