@@ -304,9 +304,7 @@ class Gang:
             )  # fmt: skip
             return Exchanged(files=dict(answer["files"]), digests=dict(answer["digests"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise TransientError(
-                f"the agent on node `{head.id}` gave no valid answer to an exchange: {error}"
-            ) from error
+            raise TransientError(f"node `{head.id}` gave no valid answer to an exchange: {error}") from error
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
         """Make the nodes stop themselves after the idle time, without broker's help; None disables this."""
