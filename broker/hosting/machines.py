@@ -58,7 +58,12 @@ class ThisMachine:
 
     async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
         """Run a command here."""
-        done = await asyncio.to_thread(subprocess.run, argv, input=stdin, capture_output=True, timeout=CALL_S)
+        try:
+            done = await asyncio.to_thread(subprocess.run, argv, input=stdin, capture_output=True, timeout=CALL_S)
+        except subprocess.TimeoutExpired:
+            raise TransientError(f"`{argv[0]}` did not end on this machine within {CALL_S:g} s") from None
+        except OSError as error:
+            raise StateError(f"cannot run `{argv[0]}` on this machine: {error.strerror}") from error
         return Completed(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 

@@ -27,7 +27,7 @@ class Exchanged:
 class GangReport:
     """The state of a run at one poll.
 
-    `returncode` is None if no program failed by itself (lost node, preemption); `reason` then says why it ended.
+    `returncode` is None if no program failed by itself (lost node, preemption); `reason` then states why it ended.
     `advised`: ranks with an elevated preemption risk according to the cloud; most survive. `noticed`: ranks whose
     preemption the cloud has announced. `failed_rank`: the rank whose program failed first. `flush`: a node's report
     while the program has ended but its files are still being uploaded. `unflushed`: for a run that FAILED although its

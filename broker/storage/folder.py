@@ -58,9 +58,11 @@ class FolderBucket:
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
         try:
             shutil.copyfile(self._find(key), aside)
-        except FileNotFoundError:
+            aside.replace(target)
+        except (FileNotFoundError, IsADirectoryError):  # a folder is not an object
             return False
-        aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
         return True
 
     def delete(self, key: str) -> None:
