@@ -153,7 +153,7 @@ def _find_least_usd(request: ServingRequest, sold: list[Offer]) -> float:
 def _place(request: ServingRequest, goal: ServingGoal, layout: ServingLayout, sold: Sequence[Offer]) -> ServingOption:
     """Place the replicas of a layout as `broker serve` does."""
     from broker.serve.placement import place_replicas
-    from broker.serve.slots import COLD_START_S
+    from broker.serve.placement_history import COLD_START_S
 
     count = layout.count_replicas(goal.rps)
     ondemand = [each.ondemand_usd_hour for each in sold if each.ondemand_usd_hour is not None]

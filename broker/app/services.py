@@ -219,7 +219,7 @@ def make_service_controller(
 
 def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
     """Return a slot for each replica, and for spare ones if `availability` requires them."""
-    from broker.serve.placement import observe_places, place_replicas
+    from broker.serve.placement import count_ondemand, observe_places, place_replicas
     from broker.serve.reconciling import Slot
     from broker.serve.slots import is_placed_by_availability
 
@@ -232,14 +232,17 @@ def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
         return [*[Slot(is_spot=False)] * ondemand, *[Slot(is_spot=True)] * (count - ondemand)]
     assert spec.availability is not None
     in_use = frozenset(each.slot for each in request.replicas)
+    ondemand_usd_hour = find_ondemand_usd_hour(context, task)
+    lost = request.lost if ondemand_usd_hour < math.inf else ()  # without on-demand, spot may have no other place
     found = place_replicas(
         count - policy.spare_count,
-        observe_places(list_spot_places(context, task, in_use), request.replicas),
-        ondemand_usd_hour=find_ondemand_usd_hour(context, task),
+        observe_places(list_spot_places(context, task, in_use), request.replicas, lost, request.starts_s),
+        ondemand_usd_hour=ondemand_usd_hour,
         cold_start_hours=request.cold_start_s / 3600,
         availability=spec.availability,
         ondemand_min=policy.ondemand_min,
         spare_min=policy.spare_count,
+        ondemand_present=count_ondemand(request.replicas),
         budget=request.budget,
     )
     return found.slots

@@ -24,16 +24,16 @@ from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import Gateways
 from broker.serve.observing import DemandMeter, ObservedReplica, find_capacity, observe, read_load
-from broker.serve.reconciling import Slot, decide
+from broker.serve.placement_history import HistoryKeeper
+from broker.serve.reconciling import DRAIN_S_MAX, Slot, decide
 from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
-from broker.serve.slots import Place, PlacementRequest, SlotChooser, measure_cold_start_s
+from broker.serve.slots import Place, PlacementRequest, SlotChooser
 from broker.state.jobs import REPLICA_REQUEST
 from broker.state.store import Store
 from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
 
 STEP_S = 0.5
-DRAIN_S_MAX = 120.0  # SkyServe's
 NEAR_IN_FLIGHT = 8.0  # without a target: requests in flight up to which a replica in a gateway's region is preferred
 FAILURES_MAX = 3  # failed replicas of a version that was never ready
 BACKOFF_S_MAX = 60.0
@@ -64,7 +64,9 @@ class ServiceController:
     ) -> None:
         self._name = name
         self._store, self._clock, self._config = store, clock, config
-        self._chooser, self._launch_balancer, self._draw_ports = SlotChooser(place), launch_balancer, draw_ports
+        self._place, self._launch_balancer, self._draw_ports = place, launch_balancer, draw_ports
+        self._history = HistoryKeeper(store)
+        self._chooser: SlotChooser | None = None  # until the first step has read its history
         self._read_load = read_load
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
@@ -260,9 +262,10 @@ class ServiceController:
         views = tuple(each.describe(now_s) for each in seen)
         request = PlacementRequest(
             task=task, spec=spec, count=wanted + spec.policy.spare_count if wanted else 0, replicas=views,
-            cold_start_s=measure_cold_start_s([each.replica for each in seen]),
         )  # fmt: skip
+        self._chooser = self._chooser or SlotChooser(self._place, self._history.read(service))
         chosen = self._chooser.choose(request, version=service.version, now_s=now_s)
+        self._history.save(service, self._chooser.history)
         self._reconcile_canary(service, chosen.slots, on_trial)
         step = decide(
             chosen.slots, views, version=service.version, mode=service.mode,

@@ -52,6 +52,7 @@ class ObservedReplica:
             is_lost=self.job is not None and self.job.status is JobStatus.RECOVERING,
             is_draining=replica.drained_s is not None or self.is_over or self.job is None,
             in_flight=self.in_flight or 0,
+            start_s=None if replica.ready_s is None else replica.ready_s - replica.created_s,
         )
 
     def _find_slot(self) -> Slot:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from broker.frozen import frozen
 from broker.types import UpdateMode
 
+DRAIN_S_MAX = 120.0  # for which a drained replica may end its requests; SkyServe's
+
 
 @frozen
 class Slot:
@@ -38,6 +40,7 @@ class ReplicaView:
     is_draining: bool = False
     in_flight: int = 0
     open_hours: float = 0.0  # for how long its present machines have run
+    start_s: float | None = None  # from its request to its first readiness
 
 
 @frozen
@@ -60,7 +63,8 @@ def decide(
     """Decide for one replica per slot of this version; `has_fallback`: on-demand ones stand in for lost spot ones.
 
     With `needed`, the slots were chosen for an availability and for the observed replicas: replicas that no slot
-    requests are replaced by those of the missing slots, while at least `needed` stay ready.
+    requests are replaced by those of the missing slots. At least `needed` stay ready, and a ready replica is not
+    drained before its replacement is ready: the slots include the spare ones that the availability requires meanwhile.
     """
     live = [each for each in replicas if not each.is_draining]
     new = [each for each in live if each.version == version]
@@ -89,14 +93,14 @@ def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView], *, is_exac
 
 
 def _choose_unasked(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: int) -> list[int]:
-    """Return the replicas that no slot requests, lost ones first; ready ones only while `needed` others are ready."""
+    """Return the replicas that no slot requests, lost ones first; ready ones only while enough others are ready."""
     rest = Counter(slots)
     unasked = list[ReplicaView]()
     for each in sorted(new, key=lambda each: (each.is_lost, not each.is_ready, each.number)):
         rest[each.slot] -= 1
         if rest[each.slot] < 0:
             unasked.append(each)
-    spare = max(0, sum(each.is_ready for each in new) - needed)
+    spare = max(0, sum(each.is_ready for each in new) - max(needed, len(slots)))
     ready = sorted((each for each in unasked if each.is_ready), key=lambda each: (each.in_flight, -each.number))
     return [*(each.number for each in unasked if not each.is_ready), *(each.number for each in ready[:spare])]
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
 
 from broker.frozen import frozen
 from broker.serve.error_budget import ErrorBudget
+from broker.serve.placement_history import COLD_START_S, PlacementHistory
 from broker.serve.reconciling import ReplicaView, Slot
-from broker.types import Replica, ServiceSpec, Task
+from broker.types import ServiceSpec, Task
 
-COLD_START_S = 600.0  # from request to readiness: machine, image, weights; assumed until a replica has been ready
-COLD_START_S_MIN, COLD_START_S_MAX = 60.0, 3600.0  # longer waits are for capacity
 PLACE_EVERY_S = 600.0  # and whenever replicas start, run elsewhere, are lost or become ready
 PLACE_S_MIN = 5.0  # time between two placements because of readiness, which may flap
+LOST_S = 600.0  # for which the place of lost replicas is avoided, as after a refusal (`CAPACITY_REFUSAL_S`)
 BUDGET_S_MIN = 1.0  # time between two observations
 
 
 @frozen
 class PlacementRequest:
-    """The inputs of a placement: `count` includes the spare replicas of the policy."""
+    """The inputs of a placement: `count` includes the spare replicas of the policy.
+
+    `SlotChooser` sets the fields after `replicas`: `starts_s` are the starts in known places, `lost` the places of
+    recently lost replicas.
+    """
 
     task: Task
     spec: ServiceSpec
@@ -29,6 +32,8 @@ class PlacementRequest:
     replicas: tuple[ReplicaView, ...] = ()
     budget: ErrorBudget = ErrorBudget()
     cold_start_s: float = COLD_START_S
+    starts_s: Mapping[Slot, float] = field(default_factory=dict)
+    lost: frozenset[Slot] = frozenset()
 
 
 @frozen
@@ -47,41 +52,39 @@ def is_placed_by_availability(task: Task, spec: ServiceSpec) -> bool:
     return spec.availability is not None and any(each.use_spot for each in task.resources)
 
 
-def measure_cold_start_s(replicas: Sequence[Replica]) -> float:
-    """Return the median time to the first readiness; ten minutes without one, and within a minute and an hour."""
-    durations = [each.ready_s - each.created_s for each in replicas if each.ready_s is not None]
-    found = statistics.median(durations) if durations else COLD_START_S
-    return min(max(found, COLD_START_S_MIN), COLD_START_S_MAX)
-
-
 class SlotChooser:
     """Keeps the slots of one service, so that changes of prices do not move its replicas.
 
-    The error budget is in memory: a restarted controller begins with an unused one.
+    `history` has to be kept for the next chooser of the service: it has the error budget and the cold starts.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, history: PlacementHistory = PlacementHistory()) -> None:
         self._place = place
-        self._budget = ErrorBudget()
+        self.history = history
         self._chosen = ChosenSlots(slots=())
         self._key: tuple[int, int] | None = None  # version and number
         self._seen = self._ready = frozenset[object]()
-        self._placed_s = self._observed_s = -math.inf
-        self._was_ready = False  # with this key; replicas that were just requested do not count as a shortage
+        self._placed_s = -math.inf
+        self._lost_s = dict[Slot, float]()  # when replicas were last seen as lost, by place
 
     def choose(self, request: PlacementRequest, *, version: int, now_s: float) -> ChosenSlots:
-        """Return the slots for this number of replicas and version. `request.budget` is ignored: it is kept here."""
+        """Return the slots for this number of replicas and version."""
         key = version, request.count
         is_new = key != self._key
-        if is_new:
-            self._key, self._was_ready = key, False
+        self._key = key
         by_availability = request.count > 0 and is_placed_by_availability(request.task, request.spec)
         if by_availability:
-            self._observe(request, now_s)
+            self._observe(request, key, now_s)
         if is_new or (by_availability and self._is_due(request, now_s)):
             self._placed_s, self._seen = now_s, _list_places(request.replicas)
             self._ready = _list_ready(request.replicas)
-            slots = self._place(replace(request, budget=self._budget))
+            history = self.history
+            slots = self._place(
+                replace(
+                    request, budget=history.budget, cold_start_s=history.measure_cold_start_s(version),
+                    starts_s=history.measure_starts_s(version), lost=frozenset(self._lost_s),
+                )
+            )  # fmt: skip
             needed = request.count - request.spec.policy.spare_count if by_availability else None
             self._chosen = ChosenSlots(slots=tuple(slots), needed=needed)
         return self._chosen
@@ -92,17 +95,19 @@ class SlotChooser:
         age_s = now_s - self._placed_s
         return age_s >= PLACE_EVERY_S or (age_s >= PLACE_S_MIN and self._ready != _list_ready(request.replicas))
 
-    def _observe(self, request: PlacementRequest, now_s: float) -> None:
-        """Add the time since the last observation to the budget."""
+    def _observe(self, request: PlacementRequest, key: tuple[int, int], now_s: float) -> None:
+        """Add starts, and the time since the last observation. Replicas that were just requested are not a shortage."""
+        history = self.history.add_starts(request.replicas)
         needed = request.count - request.spec.policy.spare_count
         is_ready = sum(each.is_ready for each in request.replicas) >= needed
-        self._was_ready |= is_ready
-        if now_s - self._observed_s < BUDGET_S_MIN:
-            return
-        hours = min(now_s - self._observed_s, PLACE_EVERY_S) / 3600  # a clock may jump
-        self._observed_s = now_s
-        if self._was_ready:
-            self._budget = self._budget.observe(hours, is_short=not is_ready)
+        if is_ready and history.counted != key:
+            history = replace(history, counted=key)
+        if history.observed_s is None or abs(now_s - history.observed_s) >= BUDGET_S_MIN:
+            history = history.observe(now_s, is_counted=history.counted == key, is_short=not is_ready)
+        self.history = history
+        seen = {each.slot: now_s for each in request.replicas if each.is_lost and each.slot.is_spot}
+        lost_s = {**self._lost_s, **seen}
+        self._lost_s = {slot: since_s for slot, since_s in lost_s.items() if now_s - since_s < LOST_S}
 
 
 def _list_places(replicas: Sequence[ReplicaView]) -> frozenset[object]:

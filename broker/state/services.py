@@ -15,6 +15,7 @@ from broker.types import Replica, Service, ServiceEventKind, Task, UpdateMode
 
 COLUMNS = "name, uid, version, host, port, mode, wanted, created_s, down_requested, failure"
 KEYED = "service_keys:"  # with a service's uid, in `meta`: API keys were created
+HISTORY = "service_history:"  # with a service's uid, in `meta`: observations of its replicas
 EVENTS_MAX = 1000  # of one service; older ones are deleted
 
 
@@ -198,7 +199,8 @@ class ServiceRows:
             for table in ("service_versions", "service_replicas", "service_events"):
                 self._database.execute(f"DELETE FROM {table} WHERE service = ?", (name,))
             self._database.execute("DELETE FROM services WHERE name = ?", (name,))
-            self._database.execute("DELETE FROM meta WHERE key = ?", (f"{KEYED}{service.uid}",))
+            for prefix in (KEYED, HISTORY):
+                self._database.execute("DELETE FROM meta WHERE key = ?", (f"{prefix}{service.uid}",))
         for row in versions:
             self._secrets.forget(int(row["version"]), service.uid)
 
@@ -222,6 +224,19 @@ class ServiceRows:
     def has_keys(self, service: Service) -> bool:
         """Return whether API keys were created for the service; revoked ones count."""
         return self._database.row("SELECT 1 FROM meta WHERE key = ?", (f"{KEYED}{service.uid}",)) is not None
+
+    def put_placement_history(self, service: Service, history: str) -> None:
+        """Store what its controller has observed. After a power cut, the last minutes are observed again."""
+        self._database.write(
+            "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (f"{HISTORY}{service.uid}", history),
+            is_durable=False,
+        )
+
+    def get_placement_history(self, service: Service) -> str:
+        """Return what `put_placement_history` stored last; "" before that."""
+        row = self._database.row("SELECT value FROM meta WHERE key = ?", (f"{HISTORY}{service.uid}",))
+        return read_text(row["value"]) if row else ""
 
     def _must_get(self, name: str) -> Service:
         service = self.get(name)

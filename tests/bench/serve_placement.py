@@ -19,8 +19,9 @@ from pathlib import Path
 from broker.lab.traces import Trace, make_default_traces, parse_trace
 from broker.provision.refusals import CAPACITY_REFUSAL_S, REFUSAL_S_MAX
 from broker.serve.error_budget import ErrorBudget
-from broker.serve.placement import SpotPlace, observe_places, place_replicas
+from broker.serve.placement import SpotPlace, count_ondemand, observe_places, place_replicas
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot, decide
+from broker.serve.slots import LOST_S
 from broker.spot.market_model import MarketEvidence, find_hazard
 from broker.state.events import FORGIVEN_AFTER_S
 
@@ -53,6 +54,7 @@ class _Zone:
     losses: float = 0.0
     hours: float = 0.0
     refused_until: float = -1.0  # hours
+    lost_until: float = -1.0
     refusals: int = 0
 
     def is_open(self, tick: int) -> bool:
@@ -129,6 +131,7 @@ class _Service:
         if zone.is_open(tick):
             return replace(each, open_hours=age, is_ready=age >= self.cold_start_hours - 1e-9)
         zone.losses += 1
+        zone.lost_until = tick * gap + LOST_S / 3600
         return replace(each, is_lost=True, is_ready=False)
 
     def _observe_budget(self, gap: float) -> None:
@@ -148,10 +151,11 @@ class _Service:
             for each in self.zones.values()
             if hour >= each.refused_until
         ]
+        lost = [each.slot for each in self.zones.values() if hour < each.lost_until]
         self.slots = place_replicas(
-            self.needed, observe_places(places, self.replicas), ondemand_usd_hour=1.0,
+            self.needed, observe_places(places, self.replicas, lost), ondemand_usd_hour=1.0,
             cold_start_hours=self.cold_start_hours, availability=self.availability,
-            budget=self.budget,
+            ondemand_present=count_ondemand(self.replicas), budget=self.budget,
         ).slots  # fmt: skip
 
     def _reconcile(self, tick: int, hour: float) -> bool:

@@ -19,7 +19,7 @@ from broker.serve.files import Load, LoadWindow, ReplicaLoad, Routing, ServiceFo
 from broker.serve.gateways import Gateways
 from broker.serve.keys import create_key
 from broker.serve.observing import find_host, observe
-from broker.serve.placement import SpotPlace, observe_places, place_replicas
+from broker.serve.placement import SpotPlace, count_ondemand, observe_places, place_replicas
 from broker.serve.reconciling import Slot
 from broker.serve.replicas import ReplicaPorts, find_folder, make_replica_task
 from broker.serve.slots import Place, PlacementRequest
@@ -323,7 +323,7 @@ def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_
         generation=routing.generation, time_s=world.clock.now, pid=1,
         replicas={1: ReplicaLoad(is_ready=True, in_flight=1, since_s=0.0)},
     )  # fmt: skip
-    reads = list[Load]()
+    reads = list[Any]()
 
     def read(path: Path, kind: type[Any]) -> Any:
         found = read_file(path, kind)
@@ -386,11 +386,15 @@ def test_lost_replica_is_replaced_at_once_where_the_availability_asks(tmp_path: 
     world = SpotWorld(tmp_path, task)
     slots = {zone: Slot(is_spot=True, region=zone[:-1], zone=zone) for zone in ("east1a", "west1a")}
 
+    requests = list[PlacementRequest]()
+
     def place(request: PlacementRequest) -> Sequence[Slot]:
+        requests.append(request)
         places = [SpotPlace(slot=each, usd_hour=0.3, losses_per_hour=0.2) for each in slots.values()]
         return place_replicas(
             request.count, observe_places(places, request.replicas), ondemand_usd_hour=1.0,
             cold_start_hours=0.1, availability=0.99, budget=request.budget,
+            ondemand_present=count_ondemand(request.replicas),
         ).slots  # fmt: skip
 
     world.controller = world.make_controller(place)
@@ -406,6 +410,9 @@ def test_lost_replica_is_replaced_at_once_where_the_availability_asks(tmp_path: 
     assert {row.number for row in lost}.isdisjoint(row.number for row in rows if row.drained_s is None)
     assert len(world.list_live()) >= 4  # others were started, on-demand or elsewhere
     world.check()
+    world.controller = world.make_controller(place)
+    world.settle(1)
+    assert requests[-1].budget.hours > 0 and requests[-1].cold_start_s == 60, "the next controller knows both"
 
 
 def test_replica_is_reached_where_ssh_reaches_its_node_not_at_its_private_address() -> None:

@@ -160,6 +160,14 @@ def test_stand_in_that_is_no_longer_asked_for_is_drained_once_enough_others_are_
     assert decide([A, A], ready, version=1, needed=2) == ReplicaStep(drain=(2,))
 
 
+def test_moved_replica_serves_until_the_one_that_replaces_it_is_ready() -> None:
+    replicas = [view(1, slot=A), view(2, slot=A), view(3, slot=B)]
+    assert decide([A, A, ON_DEMAND], replicas, version=1, needed=2) == ReplicaStep(start=(ON_DEMAND,))
+    for is_ready in (False, True):
+        moved = [*replicas, view(4, ready=is_ready)]
+        assert decide([A, A, ON_DEMAND], moved, version=1, needed=2) == ReplicaStep(drain=(3,) if is_ready else ())
+
+
 def test_lost_replica_is_replaced_where_the_slots_say() -> None:
     replicas = [view(1, slot=A, ready=False, lost=True), view(2, slot=B)]
     assert decide([B, B, ON_DEMAND], replicas, version=1, needed=2) == ReplicaStep(start=(B, ON_DEMAND), drain=(1,))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.serve.error_budget import SPENT_SHARE, ErrorBudget
-from broker.serve.placement import SpotPlace, observe_places, place_replicas
-from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
+from broker.serve.placement import GAIN_HOURS, SpotPlace, count_ondemand, observe_places, place_replicas
+from broker.serve.reconciling import DRAIN_S_MAX, ON_DEMAND, ReplicaView, Slot
 from broker.spot.market_model import TOGETHER_SHARE
 
 COLD_START_HOURS = 0.2
@@ -33,11 +34,13 @@ def measure(slots: list[Slot], places: list[SpotPlace], count: int) -> float:
         hazards = [each.hazard for each in places if each.slot.region == region]
         shocks.append(TOGETHER_SHARE * min(hazards) if len(hazards) > 1 else 0.0)
     own = [each.hazard - shocks[regions.index(each.slot.region)] for each in places]
+    groups = [[each for each in places if each.slot.region == region] for region in regions]
+    restarts = [find_restart(places, group) for group in (*groups, *([each] for each in places))]
     chance = 0.0
     for lost in itertools.product((False, True), repeat=len(regions) + len(places)):
         weight = 1.0
-        for is_lost, hazard in zip(lost, [*shocks, *own], strict=True):
-            survival = math.exp(-hazard * COLD_START_HOURS)
+        for is_lost, hazard, hours in zip(lost, [*shocks, *own], restarts, strict=True):
+            survival = math.exp(-hazard * hours)
             weight *= 1 - survival if is_lost else survival
         gone = {place.slot for place, is_lost in zip(places, lost[len(regions) :], strict=True) if is_lost}
         gone |= {each.slot for each in places if lost[regions.index(each.slot.region)]}
@@ -45,10 +48,62 @@ def measure(slots: list[Slot], places: list[SpotPlace], count: int) -> float:
     return chance
 
 
+def find_restart(places: list[SpotPlace], lost: list[SpotPlace]) -> float:
+    """Return the hours of a start in the cheapest place that is not lost."""
+    others = sorted((each.usd_hour, find_start(each)) for each in places if each not in lost)
+    return others[0][1] if others else COLD_START_HOURS
+
+
+def find_start(place: SpotPlace) -> float:
+    return COLD_START_HOURS if place.start_hours is None else place.start_hours
+
+
 def test_the_example_of_the_module() -> None:
     found = place_replicas(2, [A, B], ondemand_usd_hour=1.0, cold_start_hours=0.1, availability=0.99)
     assert found.usd_hour == pytest.approx(1.2) and len(found.slots) == 4
     assert found.availability == pytest.approx(0.9997, abs=1e-4)
+
+
+def test_a_move_has_to_pay_off_within_an_hour_and_a_replacement_does_not() -> None:
+    def choose(usd_hour: float, *, present: int) -> Slot:
+        places = [make_place("a", usd_hour, 0.2), replace(make_place("b", 0.3, 0.2), present=present)]
+        (slot,) = place_replicas(
+            1, places, ondemand_usd_hour=1.0, cold_start_hours=0.1, availability=0.5
+        ).slots  # fmt: skip
+        return slot
+
+    assert choose(0.28, present=1) == B.slot and choose(0.25, present=1) == A.slot
+    assert choose(0.28, present=0) == A.slot
+
+
+def test_present_replicas_are_those_that_run_or_start() -> None:
+    replicas = [
+        ReplicaView(number=1, version=1, slot=A.slot, open_hours=1.0), ReplicaView(number=2, version=1, slot=A.slot),
+        ReplicaView(number=3, version=1, slot=A.slot, is_draining=True),
+        ReplicaView(number=4, version=1, slot=A.slot, is_lost=True), ReplicaView(number=5, version=1, slot=ON_DEMAND),
+        ReplicaView(number=6, version=1, slot=ON_DEMAND, is_draining=True),
+    ]  # fmt: skip
+    assert [each.present for each in observe_places([A, B], replicas, {A.slot, C.slot})] == [2, 0]
+    assert count_ondemand(replicas) == 1
+    assert observe_places([A, B], [], {A.slot}) == [B], "lost a while ago, and its replica is gone"
+
+
+def test_spare_replicas_depend_on_the_time_of_a_start_where_lost_ones_are_replaced() -> None:
+    def place(start_hours: float | None) -> list[str | None]:
+        places = [A, replace(B, usd_hour=0.31, start_hours=start_hours)]
+        found = place_replicas(2, places, ondemand_usd_hour=1.0, cold_start_hours=0.05, availability=0.99)
+        return [each.zone for each in found.slots]
+
+    assert place(None) == ["a", "a", "b", "b"], "as long as elsewhere: each place insures the other"
+    assert place(0.01) == ["a", "a"], "a lost one is soon replaced in b"
+
+
+def test_move_to_a_place_with_slow_starts_costs_more() -> None:
+    def choose(start_hours: float | None) -> Slot:
+        places = [replace(A, usd_hour=0.25, start_hours=start_hours), replace(B, present=1)]
+        return place_replicas(1, places, ondemand_usd_hour=1.0, cold_start_hours=0.1, availability=0.5).slots[0]
+
+    assert choose(None) == A.slot and choose(0.5) == B.slot
 
 
 def test_low_availability_takes_the_cheapest_spot_and_a_high_one_ends_at_on_demand() -> None:
@@ -103,7 +158,7 @@ def test_place_of_lost_replicas_is_left_out_until_one_runs_there() -> None:
 
 def test_many_replicas_are_placed_in_blocks_and_none_is_short() -> None:
     places = [make_place(zone, 0.3 + 0.01 * index, 0.5) for index, zone in enumerate("abcdefgh")]
-    for count in (8, 9, 20, 100):
+    for count in (8, 9, 100):
         found = place_replicas(count, places, ondemand_usd_hour=1.0, cold_start_hours=0.2, availability=0.99)
         assert len(found.slots) >= count and found.availability >= 0.99
 
@@ -122,23 +177,46 @@ def make_places(drawn: list[tuple[float, float, float, str]]) -> list[SpotPlace]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), drawn_places, st.sampled_from([0.8, 0.95, 0.999]))
-def test_chance_is_true_and_no_other_set_costs_less_with_its_penalty(
-    count: int, drawn: list[tuple[float, float, float, str]], availability: float
+@given(
+    st.integers(1, 3), drawn_places, st.sampled_from([0.8, 0.95, 0.999]),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    st.lists(st.sampled_from([None, 0.05, 1.0]), min_size=3, max_size=3),
+)  # fmt: skip
+def test_chance_is_true_and_no_other_set_costs_less_with_its_penalty_and_moves(
+    count: int,
+    drawn: list[tuple[float, float, float, str]],
+    availability: float,
+    present: list[int],
+    starts: list[float | None],
 ) -> None:
-    places = make_places(drawn)
+    places = [
+        replace(each, present=seen, start_hours=start)
+        for each, seen, start in zip(make_places(drawn), present[1:], starts, strict=False)
+    ]
     found = place_replicas(
-        count, places, ondemand_usd_hour=1.0, cold_start_hours=COLD_START_HOURS, availability=availability
-    )
+        count, places, ondemand_usd_hour=1.0, cold_start_hours=COLD_START_HOURS, availability=availability,
+        ondemand_present=present[0],
+    )  # fmt: skip
     assert measure(list(found.slots), places, count) == pytest.approx(found.availability)
     penalty = count * min((each.usd_hour for each in places), default=0.0) / (SPENT_SHARE * (1 - availability))
-    best = found.usd_hour + penalty * (1 - found.availability)
+
+    def price_moves(slots: list[Slot]) -> float:
+        offered = [make_place("", 1.0, 0.0), *places]
+        offered[0] = replace(offered[0], slot=ON_DEMAND, present=present[0])
+        starts = [max(0, slots.count(each.slot) - each.present) for each in offered]
+        surplus = sum(max(0, each.present - slots.count(each.slot)) for each in offered)
+        hours = [(find_start(each) + DRAIN_S_MAX / 3600) / GAIN_HOURS for each in offered]
+        usd_hour = sum(n * each.usd_hour * share for n, each, share in zip(starts, offered, hours, strict=True))
+        return usd_hour * min(sum(starts), surplus) / max(sum(starts), 1)
+
+    best = found.usd_hour + penalty * (1 - found.availability) + price_moves(list(found.slots))
     for counts in itertools.product(range(count + 1), repeat=len(places)):
         for ondemand in range(max(0, count - sum(counts)), count + 1):
             slots = [each.slot for each, number in zip(places, counts, strict=True) for _ in range(number)]
             usd_hour = ondemand + sum(each.usd_hour * n for each, n in zip(places, counts, strict=True))
-            miss = 1 - measure([*slots, *[ON_DEMAND] * ondemand], places, count)
-            assert usd_hour + penalty * miss >= best - 1e-9
+            slots += [ON_DEMAND] * ondemand
+            miss = 1 - measure(slots, places, count)
+            assert usd_hour + penalty * miss + price_moves(slots) >= best - 1e-9
 
 
 @settings(max_examples=60, deadline=None)
