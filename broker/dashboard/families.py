@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-Labels = dict[str, str] | str  # a str is rendered already, by `render_labels`
+Labels = dict[str, str] | str  # a str is rendered already, by `render_labels` or `render_job_label`
 Samples = Sequence[tuple[Labels, float]]
 
 
@@ -61,17 +61,24 @@ def render_families(families: Iterable[Family]) -> str:
             lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
             for labels, histogram in family.histograms:
                 lines += histogram.render(family.name, labels)
-            lines += [f"{family.name}{render_labels(labels)} {value:.10g}" for labels, value in family.samples]
+            name = family.name
+            lines += [
+                f"{name}{labels if isinstance(labels, str) else render_labels(labels)} {value:.10g}"
+                for labels, value in family.samples
+            ]
     return "\n".join(lines) + "\n"
 
 
-def render_labels(labels: Labels) -> str:
-    """Return the labels as text. Labels of thousands of series are rendered once and used in several families."""
-    if isinstance(labels, str):
-        return labels
+def render_labels(labels: dict[str, str]) -> str:
+    """Return the labels as text."""
     if not labels:
         return ""
-    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
+    return "{" + ",".join([f'{name}="{_escape(value)}"' for name, value in labels.items()]) + "}"
+
+
+def render_job_label(job_id: int) -> str:
+    """Return the label of a job's series: it is part of thousands of lines, and a number needs no escapes."""
+    return f'{{job="{job_id}"}}'
 
 
 def _escape(value: str) -> str:
