@@ -34,11 +34,12 @@ class EventTally:
 
     def update(self, events: EventRows) -> None:
         """Count the events since the last update. Raises StateError."""
-        kinds = (*OUTCOMES, EventKind.RECOVERED, EventKind.NOTICED)
+        kinds, newest = (*OUTCOMES, EventKind.RECOVERED, EventKind.NOTICED), events.get_newest_id()
         while rows := events.list_after(kinds, after=self._newest, limit=READ_MAX):
             for row in rows:
                 self._count(row)
             self._newest = rows[-1].id
+        self._newest = max(self._newest, newest)  # so that events of other kinds are not searched again
 
     def _count(self, row: EventRow) -> None:
         took_s = row.data.get("took_s")

@@ -1,4 +1,4 @@
-"""Render metrics in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
+"""Metrics in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-Labels = dict[str, str] | str  # a str was already rendered by `render_labels`
+Labels = dict[str, str] | str  # a str is rendered already, by `render_labels` or `render_job_label`
 Samples = Sequence[tuple[Labels, float]]
 
 
 class Histogram:
-    """Counts values by ascending upper bounds."""
+    """Counts values up to each of some ascending bounds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -43,7 +43,7 @@ class Histogram:
 class Family(NamedTuple):
     """A metric with its help text and samples of (labels, value).
 
-    For the kind `histogram`, `histograms` has pairs of (labels, histogram) instead.
+    `histograms`: (labels, histogram) instead of samples, for the kind `histogram`.
     """
 
     name: str
@@ -54,24 +54,31 @@ class Family(NamedTuple):
 
 
 def render_families(families: Iterable[Family]) -> str:
-    """Render families, except those without samples."""
+    """Render families; one without samples is left out."""
     lines = []
     for family in families:
         if family.samples or family.histograms:
             lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
             for labels, histogram in family.histograms:
                 lines += histogram.render(family.name, labels)
-            lines += [f"{family.name}{render_labels(labels)} {value:.10g}" for labels, value in family.samples]
+            name = family.name
+            lines += [
+                f"{name}{labels if isinstance(labels, str) else render_labels(labels)} {value:.10g}"
+                for labels, value in family.samples
+            ]
     return "\n".join(lines) + "\n"
 
 
-def render_labels(labels: Labels) -> str:
-    """Return the labels as text. Labels of thousands of series are rendered once and used in several families."""
-    if isinstance(labels, str):
-        return labels
+def render_labels(labels: dict[str, str]) -> str:
+    """Return the labels as text."""
     if not labels:
         return ""
-    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
+    return "{" + ",".join([f'{name}="{_escape(value)}"' for name, value in labels.items()]) + "}"
+
+
+def render_job_label(job_id: int) -> str:
+    """Return the label of a job's series: it is part of thousands of lines, and a number needs no escapes."""
+    return f'{{job="{job_id}"}}'
 
 
 def _escape(value: str) -> str:

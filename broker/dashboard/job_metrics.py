@@ -1,4 +1,4 @@
-"""Collect further metrics of single jobs: unsaved steps, repeated steps, and the chance of meeting the deadline."""
+"""The metrics of single jobs beyond their overview: steps at risk, repeated steps, and the chance of the deadline."""
 
 from __future__ import annotations
 
@@ -7,41 +7,38 @@ from itertools import pairwise
 
 from broker.app.container import Context
 from broker.app.forecasts import forecast_jobs
-from broker.dashboard.families import Family, render_labels
-from broker.frozen import frozen
+from broker.dashboard.families import Family, render_job_label
 from broker.state.jobs import StepRange
 
 CHANCE_S = 60.0  # a chance is computed again when it is older
 CHANCES_AT_ONCE = 2  # forecasts of one scrape: each takes tens of milliseconds
 
 
-@frozen
-class JobSteps:
-    """Steps of a job. `unsaved`: since the newest checkpoint. `repeated`: run again after a loss."""
+def count_unsaved(newest: StepRange) -> int:
+    """Count the steps of the newest attempt since its checkpoint, or since its start without one. Pure.
 
-    unsaved: int
-    repeated: int
-
-
-def count_steps(attempts: Sequence[StepRange]) -> JobSteps:
-    """Count the steps that consecutive attempts have in common, and those after the newest checkpoint. Pure.
-
-    Steps 1 to 45, then 31 to 60 with a checkpoint at 50: 15 repeated, 10 unsaved.
+    Steps 31 to 60 with a checkpoint at 50: 10.
     """
-    repeated = sum(max(0, before.last_step - after.first_step + 1) for before, after in pairwise(attempts))
-    newest = attempts[-1]
     saved = newest.first_step - 1 if newest.checkpoint_step is None else newest.checkpoint_step
-    return JobSteps(unsaved=max(0, newest.last_step - saved), repeated=repeated)
+    return max(0, newest.last_step - saved)
+
+
+def count_repeated(attempts: Sequence[StepRange]) -> int:
+    """Count the steps that were run again after a loss: those that an attempt and the next one have in common. Pure.
+
+    Steps 1 to 45, then 31 to 60: 15.
+    """
+    return sum(max(0, before.last_step - after.first_step + 1) for before, after in pairwise(attempts))
 
 
 class JobChances:
-    """The chances of live jobs of meeting their deadlines. Each update computes the oldest ones again."""
+    """The chances of live jobs to meet their deadlines, the oldest of which are computed again at each update."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, float | None]] = {}  # when, and the chance; None: no forecast
 
     def update(self, context: Context, live: Sequence[int]) -> Mapping[int, float]:
-        """Compute up to `CHANCES_AT_ONCE` chances again; return all known ones by job."""
+        """Return the known chances by job."""
         store, now_s = context.store, context.clock.now_s()
         wanted = store.jobs.list_goals(live, field="deadline_hours")
         self._known = {job_id: known for job_id, known in self._known.items() if job_id in wanted}
@@ -59,12 +56,13 @@ def list_job_families(
     steps: Mapping[int, Sequence[StepRange]], chances: Mapping[int, float], live: Sequence[int]
 ) -> Iterator[Family]:
     """List the families about steps of jobs and chances of live ones."""
-    counted = {job_id: count_steps(attempts) for job_id, attempts in steps.items()}
-    unsaved = [(render_labels({"job": str(each)}), float(counted[each].unsaved)) for each in live if each in counted]
+    unsaved = [(render_job_label(each), float(count_unsaved(steps[each][-1]))) for each in live if each in steps]
     yield Family("broker_job_unsaved_steps", "gauge", "Steps of a live job since its newest checkpoint.", unsaved)
     repeated = [
-        ({"job": str(job_id)}, float(each.repeated)) for job_id, each in counted.items() if len(steps[job_id]) > 1
-    ]  # fmt: skip
+        (render_job_label(job_id), float(count_repeated(attempts)))
+        for job_id, attempts in steps.items()
+        if len(attempts) > 1
+    ]
     yield Family("broker_job_repeated_steps_total", "counter", "Steps that were run again after a loss.", repeated)
-    shares = [({"job": str(job_id)}, chance) for job_id, chance in sorted(chances.items())]
+    shares = [(render_job_label(job_id), chance) for job_id, chance in sorted(chances.items())]
     yield Family("broker_job_deadline_chance_ratio", "gauge", "Chance of a live job to meet its deadline.", shares)

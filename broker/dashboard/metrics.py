@@ -9,7 +9,7 @@ from dataclasses import replace
 from broker.app.container import Context
 from broker.app.services import describe_services
 from broker.dashboard.event_metrics import EventTally
-from broker.dashboard.families import Family, Histogram, render_families, render_labels
+from broker.dashboard.families import Family, Histogram, render_families, render_job_label
 from broker.dashboard.job_metrics import JobChances, list_job_families
 from broker.dashboard.model import JobRow, Overview, PlaceRow, find_starts, list_places, read_overview
 from broker.dashboard.node_metrics import list_node_families, list_nodes
@@ -138,7 +138,7 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
 
 def _list_job_families(jobs: Sequence[JobRow]) -> Iterator[Family]:
     """List the families with one sample per job."""
-    rows = [(render_labels({"job": str(row.line.id)}), row, row.line) for row in jobs]
+    rows = [(render_job_label(row.line.id), row, row.line) for row in jobs]
     steps = [(label, float(line.step)) for label, _, line in rows if line.step is not None]
     yield Family("broker_job_step", "gauge", "Newest step of a job.", steps)
     shares = [(label, (line.step or 0) / line.total) for label, _, line in rows if line.total]

@@ -100,7 +100,7 @@ def read_overview(
     sums = store.bills.sum_spend(midnight_s=midnight_s, month_s=month_s, now_s=now_s)
     return Overview(
         now_s=now_s,
-        spent_usd=store.bills.spend_usd(now_s=now_s),
+        spent_usd=sums.total_usd,
         today_usd=sums.today_usd,
         month_usd=sums.month_usd,
         month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s) if has_ondemand else None,

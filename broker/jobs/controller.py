@@ -40,6 +40,7 @@ from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.progress import record_progress, record_silence
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.jobs.setup_cache import SetupCache
+from broker.jobs.signs import record_signs
 from broker.jobs.slots import JobQueue
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
@@ -47,7 +48,7 @@ from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, Event, EventKind, Job, JobStatus, Outcome, OutcomeKind, make_event
-from broker.wording import describe_lost_start, explain_dependency, explain_group_failure, make_place
+from broker.wording import describe_lost_start, explain_dependency, explain_group_failure
 
 POLL_S = 0.5
 NEWS_S = 5.0  # for gangs that push updates: interval of checks that depend only on time, such as budget and lists
@@ -245,7 +246,7 @@ class JobController:
         self._teardown.report_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
             attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
-        self._record_signs(monitor, report, cluster)
+        record_signs(self._store, self.job_id, monitor, report, cluster)
         refreshed = await self._refresh(monitor, report, cluster)
         if refreshed is None:  # a missing response proves nothing, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
@@ -280,13 +281,6 @@ class JobController:
             )  # fmt: skip
         run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
         return self._recorder.record_exit(job, attempt, verdict, run)
-
-    def _record_signs(self, monitor: AttemptMonitor, report: GangReport, cluster: Cluster) -> None:
-        """Record what the cloud newly announced about the nodes."""
-        for rank in monitor.list_new_advisories(report, cluster):
-            self._add_event(make_event(EventKind.ADVISED, rank=rank))
-        for rank in monitor.list_new_notices(report, cluster):
-            self._add_event(make_event(EventKind.NOTICED, rank=rank, place=make_place(cluster.placement)))
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(

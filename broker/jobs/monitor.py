@@ -11,7 +11,7 @@ from dataclasses import replace
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.health import MISSES_MIN, UNREACHABLE_S_MIN, HealthSignals
-from broker.types import Attempt, Cluster, NodeEnd, NodeState, Progress, RunStatus
+from broker.types import Attempt, Cluster, Node, NodeEnd, NodeState, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # without suspicious signals; at once otherwise
 LEASE_EVERY_S = 60.0
@@ -82,11 +82,11 @@ class AttemptMonitor:
         self._advised.update(node.id for node in new)
         return sorted(node.rank for node in new)
 
-    def list_new_notices(self, report: GangReport, cluster: Cluster) -> list[int]:
-        """Return ranks whose preemption the cloud newly announced, each node once."""
+    def list_new_notices(self, report: GangReport, cluster: Cluster) -> list[Node]:
+        """Return the nodes whose preemption the cloud newly announced, by rank; each node is returned once."""
         new = [node for node in cluster.nodes if node.rank in report.noticed and node.id not in self._noticed]
         self._noticed.update(node.id for node in new)
-        return sorted(node.rank for node in new)
+        return sorted(new, key=lambda node: node.rank)
 
     def record_list(self, now_s: float) -> None:
         """Record the time of a complete list, which restarts the period."""

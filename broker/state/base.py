@@ -6,7 +6,7 @@ Each repository uses a `Database` and its own SQL, with `?` for parameters, or `
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
@@ -26,6 +26,7 @@ class Row(Protocol):
     """A result row; values are read by column name or index."""
 
     def __getitem__(self, key: Any, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
     def keys(self) -> Any:
         """Return the names of the columns."""
 

@@ -195,10 +195,11 @@ _BILLED_USD = (
 
 @frozen
 class SpendSums:
-    """USD spent today and this month, and the current USD/h of all billed nodes."""
+    """USD spent today, this month and in total, and the current USD/h of all billed nodes."""
 
     today_usd: float
     month_usd: float
+    total_usd: float
     usd_hour: float
 
 
@@ -274,8 +275,7 @@ class BillRows:
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         where = f" WHERE {' AND '.join(chosen)}" if chosen else ""
         rows = self._database.rows(f"SELECT {_BILLED_USD} FROM nodes{where}", (now_s, now_s, *chosen.values()))
-        pruned_usd = 0.0 if chosen else float(self._database.rows("SELECT coalesce(sum(usd), 0.0) FROM totals")[0][0])
-        return float(rows[0][0]) + pruned_usd
+        return float(rows[0][0]) + (0.0 if chosen else self._sum_pruned_usd())
 
     def list_spend_usd(self, job_ids: Sequence[int] | None = None, *, now_s: float) -> Mapping[int, float]:
         """Return the cost so far, in USD, by job ID: of each managed job that has had nodes, or only of `job_ids`."""
@@ -299,17 +299,24 @@ class BillRows:
         return {row[0]: float(row[1]) for row in rows}
 
     def sum_spend(self, *, midnight_s: float, month_s: float, now_s: float) -> SpendSums:
-        """Sum up all bills in one read of them. Pruned bills are older than any displayed month."""
-        begin = "CASE WHEN created_s > {0} THEN created_s ELSE {0} END"
-        spent = f"coalesce(sum(CASE WHEN end_s > {{0}} THEN usd_hour * (end_s - {begin}) END), 0.0) / 3600"
-        hourly = "coalesce(sum(CASE WHEN ended_s IS NULL THEN usd_hour END), 0.0)"
-        end = "CASE WHEN coalesce(ended_s, ?1) > created_s THEN coalesce(ended_s, ?1) ELSE created_s END"
+        """Sum up all bills in one read of them. Pruned bills count in the total only: they are older than any month."""
+        usd = "CASE WHEN end_s > created_s THEN usd_hour * (end_s - created_s) END"
+        since = f"CASE WHEN created_s > {{0}} THEN {usd} WHEN end_s > {{0}} THEN usd_hour * (end_s - {{0}}) END"
+        hourly = "CASE WHEN ended_s IS NULL THEN usd_hour END"
+        sums = ", ".join(
+            f"coalesce(sum({each}), 0.0)" for each in (since.format("?2"), since.format("?3"), usd, hourly)
+        )
         (row,) = self._database.rows(
-            f"SELECT {spent.format('?2')}, {spent.format('?3')}, {hourly} "
-            f"FROM (SELECT usd_hour, created_s, ended_s, {end} AS end_s FROM nodes) AS billed",
+            f"SELECT {sums} FROM (SELECT usd_hour, created_s, ended_s, coalesce(ended_s, ?1) AS end_s FROM nodes) "
+            "AS billed",
             (now_s, midnight_s, month_s),
         )
-        return SpendSums(today_usd=float(row[0]), month_usd=float(row[1]), usd_hour=float(row[2]))
+        today_usd, month_usd, total_usd = (float(row[index]) / 3600 for index in range(3))
+        total_usd += self._sum_pruned_usd()
+        return SpendSums(today_usd=today_usd, month_usd=month_usd, total_usd=total_usd, usd_hour=float(row[3]))
+
+    def _sum_pruned_usd(self) -> float:
+        return float(self._database.rows("SELECT coalesce(sum(usd), 0.0) FROM totals")[0][0])
 
     def ondemand_since_usd(self, since_s: float, *, now_s: float) -> float:
         """Return the on-demand cost, in USD, of the machines that were billed from `since_s` to now.

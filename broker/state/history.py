@@ -123,8 +123,8 @@ class HistoryRows:
             f"WHERE job_id IN ({', '.join('?' * len(job_ids))}) ORDER BY job_id, number",
             tuple(job_ids),
         )
-        for row in rows if job_ids else ():
-            found.setdefault(row[0], []).append(StepRange(first_step=row[1], last_step=row[2], checkpoint_step=row[3]))
+        for job_id, *steps in rows if job_ids else ():
+            found.setdefault(job_id, []).append(StepRange(*steps))
         return found
 
     def read(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:

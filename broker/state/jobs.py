@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,8 +20,7 @@ from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress
 OnDamage = Callable[[DamagedRowError], None] | None
 
 
-@frozen
-class StepRange:
+class StepRange(NamedTuple):
     """The steps that one attempt reported: the first, the newest, and the newest that was saved."""
 
     first_step: int
@@ -262,12 +262,7 @@ class JobRows:
             "SELECT number, first_step, last_step, checkpoint_step FROM attempt_steps WHERE job_id = ? ORDER BY number",
             (job_id,),
         )
-        return {
-            row["number"]: StepRange(
-                first_step=row["first_step"], last_step=row["last_step"], checkpoint_step=row["checkpoint_step"]
-            )
-            for row in rows
-        }
+        return {number: StepRange(*steps) for number, *steps in rows}
 
     def put_attempt(self, attempt: Attempt) -> None:
         """Insert or replace the record of an attempt."""
@@ -376,21 +371,22 @@ def _read_count(value: object) -> int | None:
 
 
 def _read_line(row: Row) -> JobLine:
-    return read_row(
-        "jobs",
-        row["id"],
-        lambda: JobLine(
-            id=row["id"],
-            name=read_text(row["name"]),
-            status=JobStatus(row["status"]),
-            step=None if row["step"] is None else int(row["step"]),
-            total=None if row["total"] is None else int(row["total"]),
-            starts=int(row["starts"]),
-            submitted_s=read_s(row["submitted_s"]),
-            ended_s=None if row["ended_s"] is None else read_s(row["ended_s"]),
-            pipeline=read_text(row["pipeline"]),
-            loss=None if row["loss"] is None else float(row["loss"]),
-        ),
+    return read_row("jobs", row["id"], partial(_decode_line, row))
+
+
+def _decode_line(row: Row) -> JobLine:
+    job_id, name, status, pipeline, step, total, submitted_s, ended_s, loss, starts = row
+    return JobLine(
+        id=job_id,
+        name=read_text(name),
+        status=JobStatus(status),
+        step=None if step is None else int(step),
+        total=None if total is None else int(total),
+        starts=int(starts),
+        submitted_s=read_s(submitted_s),
+        ended_s=None if ended_s is None else read_s(ended_s),
+        pipeline=read_text(pipeline),
+        loss=None if loss is None else float(loss),
     )
 
 

@@ -229,8 +229,10 @@ def render_advised(*, rank: int) -> str:
     return f"the cloud reports an elevated preemption risk for node {rank}"
 
 
-def render_noticed(*, rank: int, place: Place) -> str:
-    return f"the cloud announced the preemption of node {rank}: {describe_place(place)}"
+def render_noticed(*, rank: int, place: Place, node: str = "") -> str:
+    """Render a notice of a preemption. `node` is missing in older events."""
+    name = f"node {rank} ({node})" if node else f"node {rank}"
+    return f"the cloud announced the preemption of {name}: {describe_place(place)}"
 
 
 def render_unseen(*, error: str) -> str:

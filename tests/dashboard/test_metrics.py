@@ -12,7 +12,7 @@ import pytest
 from broker.app.services import ServiceLine
 from broker.dashboard import node_metrics
 from broker.dashboard.families import render_families
-from broker.dashboard.job_metrics import CHANCES_AT_ONCE, JobSteps, count_steps
+from broker.dashboard.job_metrics import CHANCES_AT_ONCE, count_repeated, count_unsaved
 from broker.dashboard.metrics import PLACES_S, MetricsPage, list_families
 from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_nodes
@@ -134,8 +134,9 @@ def test_steps_at_risk_and_repeated_steps(story: Story) -> None:
     assert samples["broker_job_repeated_steps_total", 'job="1"'] == 10  # 31 to 40
     first = StepRange(first_step=1, last_step=45, checkpoint_step=30)
     second = StepRange(first_step=31, last_step=60, checkpoint_step=None)
-    assert count_steps([first, second]) == JobSteps(unsaved=30, repeated=15)
-    assert count_steps([StepRange(first_step=1, last_step=9, checkpoint_step=9)]) == JobSteps(unsaved=0, repeated=0)
+    assert (count_unsaved(second), count_repeated([first, second])) == (30, 15)
+    saved = StepRange(first_step=1, last_step=9, checkpoint_step=9)
+    assert (count_unsaved(saved), count_repeated([saved])) == (0, 0)
 
 
 def test_spending_by_cloud_adds_up_and_the_daemon_is_seen(story: Story) -> None:

@@ -64,3 +64,4 @@ def test_sums_of_today_and_of_the_month_come_from_one_read(open_store: OpenStore
         store.bills.record(replace(make_node(name), usd_hour=2.0, created_s=begin_s, ended_s=end_s))
     sums = store.bills.sum_spend(midnight_s=midnight_s, month_s=month_s, now_s=now_s)
     assert (sums.today_usd, sums.month_usd, sums.usd_hour) == pytest.approx((4.0, 8.0, 2.0))
+    assert sums.total_usd == store.bills.spend_usd(now_s=now_s) > sums.month_usd
