@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # No command that a target runs updates prices in the background.
 export BROKER_OFFLINE := 1
 
-.PHONY: run test test-slow coverage test-sky testbed test-frameworks mutation torture lint audit fuzz format docs bench bench-peer clean help
+.PHONY: run test test-slow test-exhaustive coverage test-sky testbed test-frameworks mutation torture lint audit fuzz format docs bench bench-peer clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,8 +26,12 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 test: $(INSTALLED) ## all tests except the longest
 	$(PYTEST)
 
-test-slow: $(INSTALLED) ## the longest tests: all histories and kills of the simulation, combined strategies, all templates
-	$(PYTEST) -m long
+test-slow: $(INSTALLED) ## longer tests: more histories and kills of the simulation, combined strategies, all templates
+	$(PYTEST) -m 'long and not exhaustive'
+
+test-exhaustive: $(INSTALLED) ## hours: all histories, a kill at every effect, every property with fresh examples
+	$(PYTEST) -m exhaustive
+	$(PYTEST) -m hypothesis --hypothesis-profile explore
 
 # Tests that start no training and no command line: a few minutes. `make coverage TESTS=tests` includes all of `make test`.
 TESTS ?= $(addprefix tests/,access advisor agent app catalog clouds jobs lab optimizer pipelines provision runtime spot state storage task)

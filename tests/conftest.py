@@ -15,8 +15,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.trainers.strategies.conftest import Worlds
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("explore", deadline=None, max_examples=100)
 settings.load_profile("repeatable")
 os.environ["BROKER_OFFLINE"] = "1"  # no command of a test updates prices in the background
 # Tests start thousands of Python processes. Without cached bytecode each compiles our modules again.

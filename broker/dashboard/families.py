@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
+"""Render metrics in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-Labels = dict[str, str] | str  # a str is rendered already, by `render_labels` or `render_job_label`
+Labels = dict[str, str] | str  # a str was already rendered by `render_labels` or `render_job_label`
 Samples = Sequence[tuple[Labels, float]]
 
 
 class Histogram:
-    """Counts values up to each of some ascending bounds."""
+    """Counts values by ascending upper bounds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -43,7 +43,7 @@ class Histogram:
 class Family(NamedTuple):
     """A metric with its help text and samples of (labels, value).
 
-    `histograms`: (labels, histogram) instead of samples, for the kind `histogram`.
+    For the kind `histogram`, `histograms` has pairs of (labels, histogram) instead.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Family(NamedTuple):
 
 
 def render_families(families: Iterable[Family]) -> str:
-    """Render families; one without samples is left out."""
+    """Render families, except those without samples."""
     lines = []
     for family in families:
         if family.samples or family.histograms:

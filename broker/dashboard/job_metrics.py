@@ -1,4 +1,4 @@
-"""The metrics of single jobs beyond their overview: steps at risk, repeated steps, and the chance of the deadline."""
+"""Collect further metrics of single jobs: unsaved steps, repeated steps, and the chance of meeting the deadline."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def count_repeated(attempts: Sequence[StepRange]) -> int:
 
 
 class JobChances:
-    """The chances of live jobs to meet their deadlines, the oldest of which are computed again at each update."""
+    """The chances of live jobs of meeting their deadlines. Each update computes the oldest ones again."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, float | None]] = {}  # when, and the chance; None: no forecast
 
     def update(self, context: Context, live: Sequence[int]) -> Mapping[int, float]:
-        """Return the known chances by job."""
+        """Compute up to `CHANCES_AT_ONCE` chances again; return all known ones by job."""
         store, now_s = context.store, context.clock.now_s()
         wanted = store.jobs.list_goals(live, field="deadline_hours")
         self._known = {job_id: known for job_id, known in self._known.items() if job_id in wanted}

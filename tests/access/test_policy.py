@@ -19,6 +19,7 @@ from broker.access.s3_policy import POLICY_CHARACTERS_MAX, make_policy
 from broker.errors import InvalidRequestError
 from broker.types import DataSet, StorageMount
 from tests.access.plans import make_task
+from tests.tiers import examples
 
 needs = st.builds(
     Need,
@@ -62,7 +63,7 @@ def covers(need: Need, bucket: str, key: str) -> bool:
 
 
 @given(st.lists(needs, min_size=1, max_size=4))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_policy_allows_the_keys_of_its_needs_and_no_others(found: list[Need]) -> None:
     policy = make_policy(found)
     for bucket in ("one", "two", "three"):

@@ -133,6 +133,7 @@ def test_slow_link_is_measured_as_slow_at_both_ends(tmp_path: Path) -> None:
     assert all(gbs > FAST_GBS for pair, gbs in links.items() if set(pair) != {0, 2})
 
 
+@pytest.mark.long
 def test_peer_that_never_comes_costs_its_own_pairs_only(tmp_path: Path) -> None:
     ports = find_ports(4)
     results = Nodes(tmp_path, limit_s=20.0).run([ports] * 4, ranks=[0, 1, 3])
@@ -162,6 +163,7 @@ def test_stranger_without_the_token_is_no_peer(tmp_path: Path) -> None:
     assert [sorted(each["links"]) for each in results] == [["1"], ["0"]]
 
 
+@pytest.mark.long
 @needs_torch
 def test_fast_gang_measures_one_allreduce_with_torch(tmp_path: Path) -> None:
     ports = find_ports(2)
@@ -169,6 +171,7 @@ def test_fast_gang_measures_one_allreduce_with_torch(tmp_path: Path) -> None:
     assert all(each["backend"] == "gloo" and each["gang_gbs"] > 1e-4 and not each["links"] for each in results)
 
 
+@pytest.mark.long
 @needs_torch
 def test_pairs_of_a_slow_gang_repeat_the_allreduce(tmp_path: Path) -> None:
     ports = find_ports(3)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.agent import FOLDER
+from tests.tiers import examples
 
 sys.path.insert(0, str(FOLDER))  # as on a node: siblings by bare names
 setup: Any = importlib.import_module("agent_setup")
@@ -242,7 +243,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size
 trees = st.dictionaries(names, st.tuples(st.binary(max_size=20), st.booleans()), max_size=4)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(one=trees, other=trees)
 def test_digest_of_a_folder_differs_exactly_if_its_content_does(tmp_path_factory: Any, one: Any, other: Any) -> None:
     digests = []

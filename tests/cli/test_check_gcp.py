@@ -27,6 +27,7 @@ def test_a_login_is_checked_in_detail(shell: Shell) -> None:
     assert found["project"]["note"] == "pretend"
 
 
+@pytest.mark.long
 def test_each_finding_has_its_remedy_and_fails_the_command(shell: Shell) -> None:
     gce = FakeGce(allowed={"compute.regions.list"}, limits={("us-central1", "NVIDIA_T4_GPUS"): 0.0})
     with serve(gce) as url:

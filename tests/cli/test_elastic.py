@@ -58,6 +58,7 @@ def test_lost_nodes_are_replaced_during_the_work_within_the_first_attempt(shell:
     assert "attempt 1" in events and "attempt 2" not in events
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_program_that_follows_the_head_outlives_the_first_node(shell: Shell) -> None:
     """The first node is lost twice, its replacement included: the others' programs are never touched."""

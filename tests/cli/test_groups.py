@@ -140,6 +140,7 @@ run: |
 """
 
 
+@pytest.mark.long
 def test_a_failed_group_is_retried_as_a_group_from_its_checkpoints(terminal: Shell) -> None:
     owner = terminal.server if isinstance(terminal, Served) else terminal
     file = terminal.write("again.yaml", RETRIED.format(folder=terminal.folder))

@@ -97,6 +97,7 @@ def test_nodes_lost_while_the_daemon_is_dead_are_replaced_and_no_step_runs_twice
         assert word in story
 
 
+@pytest.mark.long
 def test_one_lost_node_is_replaced_and_the_program_restarted_on_all(shell: Shell) -> None:
     held = hold(shell)
     text = COUNT.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")
@@ -117,6 +118,7 @@ def test_one_lost_node_is_replaced_and_the_program_restarted_on_all(shell: Shell
     assert log.count("setting up") == 3, "on the first two nodes and on the new one"
 
 
+@pytest.mark.long
 def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shell) -> None:
     held = hold(shell)
     shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
@@ -159,6 +161,7 @@ def test_the_daemon_sends_the_folder_that_the_user_stood_in(shell: Shell) -> Non
     assert "I was sent" in shell.run("jobs", "launch", task, "--yes").stdout
 
 
+@pytest.mark.long
 def test_two_concurrent_jobs_both_end(shell: Shell) -> None:
     task = shell.write("count.yaml", COUNT)
     for name in ("one", "two"):
@@ -197,6 +200,7 @@ def test_dependents_of_a_failed_task_never_start(shell: Shell) -> None:
     assert "it depends on job 1 (prepare), which is FAILED" in shell.run("jobs", "why", "2").stdout
 
 
+@pytest.mark.long
 def test_a_retried_job_continues_from_its_checkpoints_with_later_attempt_numbers(shell: Shell) -> None:
     text = COUNT.replace(
         "sleep 0.1\n", "sleep 0.02\n    [ $n$SKYPILOT_NODE_RANK != 100 ] || [ $BROKER_ATTEMPT -gt 1 ] || exit 5\n"

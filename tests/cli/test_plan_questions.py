@@ -53,6 +53,7 @@ def test_explanation_takes_zones_that_differ_in_nothing_once(tmp_path: Path) -> 
     assert ",b" in shown.partition("\n1. ")[2].partition("\n2. ")[0].splitlines()[0], first
 
 
+@pytest.mark.long
 def test_infeasible_what_if_shows_reason_and_hint(file: str) -> None:
     changes = ["deadline=1h", "infra=aws/us-eest-1"]
     shown = broker("plan", file, *(word for each in changes for word in ("--what-if", each))).stdout
@@ -122,6 +123,7 @@ def test_picture_is_drawn_and_written(file: str, tmp_path: Path) -> None:
     assert "USD" in tips[0]
 
 
+@pytest.mark.long
 def test_picture_in_an_unknown_format_or_place_is_refused(file: str, tmp_path: Path) -> None:
     for name in ("a.gif", "a.png"):
         refused = broker("plan", file, "--plot", str(tmp_path / name), code=2).stderr

@@ -50,6 +50,7 @@ def test_a_service_whose_replicas_are_preempted_together_is_ready_again_and_leav
     assert not list(shell.folder.glob("broker-rehearsal-*")), "its state folder has gone with it"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("web.yaml", TASK), "--for", "20m", "--notice", "1", "--json")
@@ -66,6 +67,7 @@ def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
     assert found["left"] == {"machines": 0, "processes": 0, "has_balancer": False}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_service_whose_program_ends_is_reported(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("web.yaml", BROKEN), code=1)
@@ -75,6 +77,7 @@ def test_a_service_whose_program_ends_is_reported(shell: Shell) -> None:
     assert not shell.find_processes()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_interrupted_rehearsal_of_a_service_leaves_nothing_running(shell: Shell) -> None:
     process = shell.open("rehearse", shell.write("web.yaml", TASK))

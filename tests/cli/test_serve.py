@@ -99,6 +99,7 @@ def test_service_survives_daemon_balancer_and_replicas_and_leaves_nothing(shell:
     assert shell.is_at_rest()
 
 
+@pytest.mark.long
 def test_update_under_load_fails_no_request(shell: Shell) -> None:
     url = start(shell)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -200,6 +201,7 @@ def test_pipeline_trains_exports_and_serves_what_it_trained(shell: Shell) -> Non
     shell.run("serve", "down", "lm", "-y")
 
 
+@pytest.mark.long
 def test_replicas_of_a_pipeline_whose_job_fails_do_not_start(shell: Shell) -> None:
     failing = "name: train\nresources: {infra: local}\nrun: exit 3\n---\n"
     text = TASK.format(text="one", python=sys.executable, program=shell.write("server.py", PROGRAM))

@@ -87,17 +87,17 @@ class Served(Shell):
         return not (found["live_jobs"] or found["clusters"])
 
 
-@pytest.fixture(params=["embedded", "server"])
+@pytest.fixture(params=[pytest.param("embedded", marks=pytest.mark.long), "server"])
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield from open_terminal(request, tmp_path)
 
 
-@pytest.fixture(params=["embedded", "server", "postgresql"])
+@pytest.fixture(params=[*(pytest.param(each, marks=pytest.mark.long) for each in ("embedded", "server")), "postgresql"])
 def any_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield from open_terminal(request, tmp_path)
 
 
-@pytest.fixture(params=["embedded", "server", pytest.param("postgresql", marks=pytest.mark.long)])
+@pytest.fixture(params=["server", *(pytest.param(each, marks=pytest.mark.long) for each in ("embedded", "postgresql"))])
 def usual_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     """As above; a whole life on PostgreSQL is in `make test`, the rest in `make test-slow`."""
     yield from open_terminal(request, tmp_path)
@@ -186,6 +186,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
     assert not written, "no file keeps the secret"
 
 
+@pytest.mark.long
 def test_history_of_a_job_is_watched_exported_and_reported(usual_terminal: Shell) -> None:
     task = usual_terminal.write("brief.yaml", "name: brief\nresources: {infra: local}\nrun: echo done\n")
     usual_terminal.run("jobs", "launch", task, "-d")
@@ -234,6 +235,7 @@ def test_sweep_and_map_run_their_jobs(usual_terminal: Shell) -> None:
         assert lost.stderr.startswith("error: `--input in` is a path, which the server and the workers cannot read\n")
 
 
+@pytest.mark.long
 def test_service_lives_its_whole_life(terminal: Shell) -> None:
     task = terminal.write("web.yaml", WEB.format(python=sys.executable))
     assert terminal.run("serve", "status").stdout.startswith("No services; ")

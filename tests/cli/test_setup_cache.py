@@ -99,6 +99,7 @@ def test_start_after_a_preemption_restores_what_setup_wrote(bed: Bed) -> None:
     assert bed.count_setups() == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["part cut", "part missing", "manifest cut", "manifest changed"])
 def test_torn_archive_is_not_used(bed: Bed, damage: str) -> None:
     job_id = bed.launch()
@@ -117,6 +118,7 @@ def test_torn_archive_is_not_used(bed: Bed, damage: str) -> None:
     assert "setup archive not used" in log and log.count("the tool works") == 4
 
 
+@pytest.mark.long
 def test_other_setup_envs_or_workdir_run_setup_again(bed: Bed) -> None:
     first = bed.launch()
     bed.wait_for(first, EventKind.SETUP_KEPT)
@@ -143,6 +145,7 @@ def test_other_setup_envs_or_workdir_run_setup_again(bed: Bed) -> None:
     assert bed.count_setups() == 5
 
 
+@pytest.mark.long
 def test_setup_that_fails_or_cannot_be_kept_whole_is_not_cached(bed: Bed) -> None:
     failing = bed.launch(TASK.replace("  mkdir -p", "  touch ~/half; exit 3\n  mkdir -p"))
     bed.shell.wait_for_jobs()

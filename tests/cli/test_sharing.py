@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux'
 LONG = "resources: {accelerators: 't4:0.5'}\nrun: 'echo begun; sleep 600'\n"
 
 
+@pytest.mark.long
 def test_exec_runs_halves_in_parallel_and_queue_shows_waiting_runs(shell: Shell) -> None:
     shell.run("launch", shell.write("none.yaml", "resources: {infra: local}\nsetup: 'true'\n"), "-c", "c")
     store = Store(shell.home / "state.db", clock=SystemClock())

@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_why_names_the_node_whose_rank_is_slow(shell: Shell) -> None:
     """Both nodes take each step in the same time, as the fast one waits for the gradients of the slow one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cli.conftest import Shell
 
 LONG = """\
@@ -19,6 +21,7 @@ def lose_store(shell: Shell) -> None:
         path.unlink()
 
 
+@pytest.mark.long
 def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> None:
     shell.run("jobs", "launch", shell.write("long.yaml", LONG), "--yes", "--detach-run")
     shell.wait_until(lambda: shell.get_status(1) == "RUNNING", "the program runs")
@@ -47,6 +50,7 @@ def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> N
     assert shell.read_json("state", "info")["is_whole"]
 
 
+@pytest.mark.long
 def test_after_a_reset_a_running_machine_is_shown_and_ended_on_request(shell: Shell) -> None:
     shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n"), "-c", "dev")
     assert "is now empty" in shell.run("state", "reset", "--yes").stdout

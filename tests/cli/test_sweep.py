@@ -38,6 +38,7 @@ def test_a_sweep_runs_each_value_once_and_shows_the_best(shell: Shell) -> None:
     assert "given twice" in shell.run(*command, "--param", "width=1", code=2).stderr
 
 
+@pytest.mark.long
 def test_a_dry_run_lists_the_configurations_and_a_bad_plot_is_refused_first(shell: Shell) -> None:
     task = shell.write("fit.yaml", TASK)
     shown = shell.run("sweep", task, "--param", "lr=1e-4..1e-2:log", "--runs", "3", "--dryrun").stdout

@@ -101,6 +101,7 @@ def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:
     assert shell.read_json("jobs", "queue") == []
 
 
+@pytest.mark.long
 def test_job_continues_without_its_daemon_and_the_next_one_reads_how_it_ended(shell: Any) -> None:
     hold: Path = shell.home / "checkpoints" / "hold"
     hold.parent.mkdir(mode=0o700, parents=True)

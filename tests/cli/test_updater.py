@@ -22,6 +22,7 @@ from broker.clock import SystemClock
 from broker.locks import hold_lock
 from tests.cli.test_catalog import Market, Mirror, mirror, write_vms
 from tests.signals import signal_all
+from tests.tiers import spread
 
 __all__ = ["mirror"]  # a fixture
 TASK = "resources: {infra: lambda, accelerators: A10}\nrun: x\n"
@@ -104,7 +105,7 @@ def test_a_plan_on_prices_of_seven_hours_ago_starts_one_update_and_says_nothing_
     assert len(home.mirror.asked) == asked, "fresh again"
 
 
-@pytest.mark.parametrize("switch", ["BROKER_OFFLINE", "CI", "config"])
+@pytest.mark.parametrize("switch", spread(["BROKER_OFFLINE", "CI", "config"], every=3))
 def test_nothing_is_updated_where_that_is_switched_off(home: Home, switch: str) -> None:
     if switch == "config":
         home.shell.home.mkdir(exist_ok=True)
@@ -118,6 +119,7 @@ def test_nothing_is_updated_where_that_is_switched_off(home: Home, switch: str) 
     assert home.shell.read_json("catalog", "status")["auto_update"] is False
 
 
+@pytest.mark.long
 def test_help_of_a_command_updates_nothing(home: Home) -> None:
     home.age(100)
     for words in (["plan"], ["advise"], ["jobs", "launch"]):
@@ -138,7 +140,7 @@ def test_no_environment_of_a_test_loses_what_keeps_commands_offline() -> None:
     assert {name for name in dropping if '"BROKER_OFFLINE": "1"' not in texts[name]} == without
 
 
-@pytest.mark.parametrize("damage", ["offline", "damaged", "absurd"])
+@pytest.mark.parametrize("damage", spread(["offline", "damaged", "absurd"], every=3))
 def test_a_failed_update_is_silent_keeps_the_prices_and_is_retried_with_backoff(home: Home, damage: str) -> None:
     before = home.sum_prices()
     if damage == "absurd":
@@ -166,6 +168,7 @@ def test_a_clock_set_back_delays_no_update(home: Home) -> None:
     assert home.read_attempt()["attempted_s"] <= SystemClock().now_s()
 
 
+@pytest.mark.long
 def test_a_command_starts_no_second_update(home: Home) -> None:
     home.age(8)
     with hold_lock(home.cache / "price-updater.lock"):
@@ -182,6 +185,7 @@ def test_a_damaged_record_counts_as_missing(home: Home) -> None:
     assert home.sum_prices() > before and home.read_attempt()["failures"] == 0
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_written_starts_nothing(home: Home, tmp_path: Path) -> None:
     locked = tmp_path / "file"
     locked.write_text("")
@@ -240,7 +244,7 @@ def test_update_killed_at_any_step_leaves_the_old_or_the_new_book(home: Home, tm
     assert locate_live_book(home.cache).exists()
 
 
-@pytest.mark.parametrize("bytes_max", [0, 100_000, 6_000_000])
+@pytest.mark.parametrize("bytes_max", spread([100_000, 0, 6_000_000], every=3))
 def test_on_a_full_disk_the_old_prices_stay_and_a_later_update_succeeds(home: Home, bytes_max: int) -> None:
     """A limit on the size of files fails writes as a full disk does, with another number."""
     before = home.sum_prices()

@@ -159,7 +159,8 @@ def test_the_keyboard_alone_reaches_a_job(chromium: Any, served: Served) -> None
     tab.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_axe_finds_nothing_serious_on_any_page(scheme: str, chromium: Any, served: Served) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     tab = Tab(chromium, served, width=360 if scheme == "dark" else 1280, scheme=scheme)
@@ -176,6 +177,7 @@ def test_axe_finds_nothing_serious_on_any_page(scheme: str, chromium: Any, serve
     tab.context.close()
 
 
+@pytest.mark.long
 def test_foreign_text_makes_no_element_on_any_page(chromium: Any, served: Served) -> None:
     tab = Tab(chromium, served)
     for path in PAGES:

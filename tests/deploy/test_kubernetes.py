@@ -114,6 +114,7 @@ def read_arguments(name: str) -> list[str]:
     return list(container["args"])
 
 
+@pytest.mark.long
 def test_commands_of_the_pods_serve_and_control_with_one_database(shell: Shell) -> None:
     arguments = read_arguments("broker-server")
     arguments[arguments.index("0.0.0.0")] = "127.0.0.1"

@@ -76,6 +76,7 @@ def check_moved(hosted: Hosted, pid: int) -> None:
         assert store.jobs.list_live_ids() == [1], "the laptop's rows are as they were"
 
 
+@pytest.mark.long
 def test_job_keeps_its_process_over_the_move_and_ends_on_the_server(hosted: Hosted) -> None:
     pid = start_job(hosted)
     hosted.up()
@@ -132,6 +133,7 @@ def test_move_that_was_killed_at_a_step_is_completed_by_the_next(
     check_moved(hosted, pid)
 
 
+@pytest.mark.long
 def test_server_with_work_of_its_own_is_refused(hosted: Hosted) -> None:
     hosted.up("--login")
     hosted.run("jobs", "launch", hosted.write("one.yaml", "name: one\nresources: {infra: local}\nrun: echo one\n"))

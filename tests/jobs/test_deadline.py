@@ -426,7 +426,8 @@ def test_unsaved_work_of_more_than_a_start_is_not_left() -> None:
     assert loses_little(replace(view, unsaved_hours=0.3, saves_on_notice=True), target)
 
 
-def test_a_crash_at_any_step_of_a_move_is_harmless(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_a_crash_at_any_step_of_a_move_is_harmless(tmp_path: Path, every: int) -> None:
     """The pretend gang fails the test if two attempts work at once."""
     (tmp_path / "calm").mkdir()
     calm = make_moving_stage(tmp_path / "calm")
@@ -440,7 +441,7 @@ def test_a_crash_at_any_step_of_a_move_is_harmless(tmp_path: Path) -> None:
 
     calm.world.store.jobs.put_attempt = note  # type: ignore[method-assign]
     calm.run()
-    for crash_at in range(begun[0] - 8, begun[0] + 6):  # from the requests for the next machines on
+    for crash_at in range(begun[0] - 8, begun[0] + 6, every):  # from the requests for the next machines on
         folder = tmp_path / str(crash_at)
         folder.mkdir()
         stage = make_moving_stage(folder)

@@ -19,6 +19,7 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, ClusterStatus, GangHead, JobRecovery, NodeState, Placement, RunStatus, Task
 from tests.simulation.world import Report, make_offer
 from tests.state.samples import NODE, START_S, Hands
+from tests.tiers import examples
 
 RUNNING, SETTING_UP, FAILED = RunStatus.RUNNING, RunStatus.SETTING_UP, RunStatus.FAILED
 TASK = Task(num_nodes=3, recovery=JobRecovery(nodes_min=1))
@@ -191,7 +192,7 @@ def play(steps: Sequence[str], ranks: Sequence[int], maker: type[HeadMover]) -> 
         assert heads == {stage.attempt.head}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps=STEPS, ranks=st.lists(st.integers(0, 2), min_size=1, max_size=7))
 def test_no_history_has_two_heads_in_one_epoch(steps: list[str], ranks: list[int]) -> None:
     play(steps, ranks, HeadMover)

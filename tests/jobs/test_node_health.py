@@ -44,6 +44,7 @@ from broker.types import (
 from tests.agent.fake_gpus import FakeGpus, make_fake_gpus
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import Report
+from tests.tiers import spread
 
 OFFER = Offer(
     cloud="local",
@@ -129,7 +130,7 @@ def make_task(gpus: FakeGpus, *, num_nodes: int = 1, recovery: JobRecovery = REC
     )
 
 
-@pytest.mark.parametrize("fault", ["missing", "ecc", "xid", "slow"])
+@pytest.mark.parametrize("fault", spread(["missing", "ecc", "xid", "slow"], every=4))
 def test_job_leaves_a_node_with_a_fault_and_finishes(bed: Bed, gpus: FakeGpus, fault: str) -> None:
     gpus.plant(fault)
     job = bed.run(make_task(gpus))
@@ -142,6 +143,7 @@ def test_job_leaves_a_node_with_a_fault_and_finishes(bed: Bed, gpus: FakeGpus, f
     assert said.startswith(f"node 0 ({gpus.read_sick()}) is unhealthy: ") and "replacing it" in said
 
 
+@pytest.mark.long
 def test_job_leaves_a_node_with_a_slow_network_and_finishes(
     bed: Bed, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +176,7 @@ def test_check_can_be_switched_off(bed: Bed, gpus: FakeGpus) -> None:
     assert not (gpus.folder / "sick").is_symlink(), "nvidia-smi was not asked"
 
 
+@pytest.mark.long
 def test_slow_node_is_named_while_the_job_continues(bed: Bed, gpus: FakeGpus) -> None:
     run = """
     for step in $(seq 1 400); do

@@ -15,6 +15,7 @@ from broker.types import Cluster, GangHead, JobRecovery, JobStatus, Node, NodeSt
 from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Crash, Report, SimulatedGang, World, _Run
+from tests.tiers import spread
 
 RATES = FaultRates(transient=0.05, throttled=0.03, unknown_before=0.1, unknown_after=0.1, full=0.2, forgotten=0.05)
 
@@ -165,14 +166,14 @@ def run_with_crashes(world: World, losses: tuple[tuple[float, int], ...], next_c
     world.clock.run(lambda: act(world, *losses))
 
 
-@pytest.mark.parametrize("crash_at", range(1, 60, 2))
+@pytest.mark.parametrize("crash_at", spread(range(1, 60, 2), every=10, more=4))
 def test_crash_at_any_effect_leaves_a_finished_job_and_no_node(tmp_path: Path, crash_at: int) -> None:
     world = make_world(tmp_path, crash_at=crash_at)
     run_with_crashes(world, ((10, 1),), lambda: None)
     check(world, JobStatus.SUCCEEDED)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", spread(range(20), every=7, more=3))
 def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     world = make_world(tmp_path, crash_at=draw.randrange(5, 60), faults=RATES, seed=seed)
@@ -191,7 +192,7 @@ def test_loss_of_the_first_node_costs_one_node_and_no_attempt_where_the_program_
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 5, "each loss is made good once"
 
 
-@pytest.mark.parametrize("crash_at", range(1, 60, 6))
+@pytest.mark.parametrize("crash_at", spread(range(1, 60, 6), every=5))
 def test_crash_while_the_head_moves_costs_no_attempt(tmp_path: Path, crash_at: int) -> None:
     world = make_world(tmp_path, crash_at=crash_at, maker=FollowingGang)
     run_with_crashes(world, ((10, 0),), lambda: None)
@@ -199,7 +200,7 @@ def test_crash_while_the_head_moves_costs_no_attempt(tmp_path: Path, crash_at: i
     assert world.gang.starts == 1
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", spread(range(10), every=5))
 def test_random_losses_of_any_node_leave_a_finished_job_and_one_head_an_epoch(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     world = make_world(tmp_path, crash_at=draw.randrange(5, 60), faults=RATES, seed=seed, maker=FollowingGang)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from broker.jobs.scheduling import BUSY, FULL, decide_step
 from broker.types import DueOutcome, JobSchedule, Overlap, ScheduleSpec
+from tests.tiers import examples
 
 MINUTE = 60.0
 T = 1_800_000_000.0  # a whole minute
@@ -71,7 +72,7 @@ def test_next_due_time_waits_where_the_one_before_it_starts() -> None:
     assert (step.start_s, record.due_s, record.outcome) == (T - MINUTE, T, DueOutcome.WAITING)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 @given(
     overlap=st.sampled_from(Overlap), waits=st.booleans(), is_busy=st.booleans(), late_s=st.integers(0, 3000).map(float)
 )

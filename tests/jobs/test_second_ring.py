@@ -22,11 +22,13 @@ from broker.clock import SystemClock
 from broker.config import Config, load_config
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Resources, Task
+from tests.tiers import spread
 
 ROOT = Path(__file__).parent.parent.parent
 CRASHING = str(Path(__file__).parent / "failing_daemon.py")
 RUN_S_MAX = 300  # far more than required
 STEPS = 4
+GROUPS = 16
 COUNT = f"""
 n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0); mkdir -p $BROKER_CHECKPOINT_DIR
 while [ $n -lt {STEPS} ]; do n=$((n + 1)); echo $n > $BROKER_CHECKPOINT_DIR/n
@@ -82,9 +84,9 @@ def find_processes(home: Path) -> list[str]:
     return found
 
 
-# A calm run passes about forty effects; eight groups share them out over the test workers. tests/simulation kills at
-# the same effects on virtual time, so `make test` takes every eighth one here.
-@pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.long if group else ()) for group in range(8)])
+# A calm run passes about forty effects, which the groups share; tests/simulation kills at the same effects on virtual
+# time.
+@pytest.mark.parametrize("group", spread(range(GROUPS), every=GROUPS, more=4))
 def test_after_a_kill_at_any_effect_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0
     while True:
@@ -96,8 +98,8 @@ def test_after_a_kill_at_any_effect_the_next_daemon_ends_the_job_once(tmp_path: 
         crashes += 1
         run_daemon(config)
         check_end(config, job)
-        crash_at += 8
-    assert crashes >= 3
+        crash_at += GROUPS
+    assert crashes >= 2
 
 
 def test_a_database_locked_by_another_process_only_makes_it_wait(config: Config) -> None:

@@ -16,6 +16,7 @@ from broker.lab.optimum_bound import IDLE, PricedIntervals, PricedPlan
 from broker.lab.replay import Case, replay
 from broker.lab.traces import Trace, make_default_traces
 from broker.spot.policies import ORACLES, load_policy
+from tests.tiers import examples
 
 
 def trace_of(counts: list[int], name: str = "t") -> Trace:
@@ -65,7 +66,7 @@ def test_faster_on_demand_is_used_where_the_cheapest_would_be_late() -> None:
 bits = st.lists(st.integers(0, 1), min_size=14, max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(bits, st.integers(2, 9), st.integers(0, 2), st.integers(0, 5))
 def test_one_zone_equals_an_exhaustive_search(counts: list[int], work: int, start: int, slack: int) -> None:
     site = make_site(trace_of(counts), start_hours=start, spot_usd_hour=0.3)
@@ -74,7 +75,7 @@ def test_one_zone_equals_an_exhaustive_search(counts: list[int], work: int, star
     assert found == pytest.approx(search_ticks([counts], [0.3], work, deadline, start), rel=3e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example(
     [0] * 5 + [1] * 5 + [0, 0, 1, 1], [0] * 10 + [1, 1, 0, 0], 8, 0, 0.5
 )  # the dearer zone is needed for an hour only
@@ -93,7 +94,7 @@ def test_two_zones_equal_an_exhaustive_search(
 ratios = st.lists(st.sampled_from((1.0, 1.5, 2.0, 4.0)), min_size=14, max_size=14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(bits, bits, ratios, ratios, st.integers(2, 8), st.integers(0, 2))
 def test_the_optimum_equals_an_exhaustive_search_where_prices_move(
     one: list[int], two: list[int], first: list[float], second: list[float], work: int, start: int
@@ -149,7 +150,7 @@ def test_the_optimum_over_made_up_markets_pays_at_least_the_lowest_price() -> No
     assert find_optimum(sites, work_hours=40, deadline_hours=60, from_hour=228.0) >= lowest * 40
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(0, 1), min_size=5, max_size=60), st.floats(1.1, 2.0), st.sampled_from((0.05, 0.3, 0.7)),
     st.sampled_from(("on-demand", "greedy", "uniform-progress", "next-spot")),

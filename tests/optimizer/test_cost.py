@@ -13,6 +13,7 @@ from broker.optimizer.cost import GangPrices, SpotInputs, find_budget_chance, pr
 from broker.optimizer.data_cost import DataCost
 from broker.spot.market_model import MarketEvidence
 from broker.types import CheckpointSpec
+from tests.tiers import examples
 
 SPEC = CheckpointSpec(stall_s=10, restart_s=300)
 BASE = SpotInputs(work_hours=40.0, checkpoint=SPEC, recovery_hours=0.1, unbilled_hours=0.02)
@@ -31,7 +32,7 @@ inputs = st.builds(
     places=st.integers(1, 6),
     evidence=st.builds(MarketEvidence, is_open=st.sampled_from([None, True, False])),
 )
-some = settings(deadline=None, max_examples=40)
+some = settings(deadline=None, max_examples=examples(40))
 
 
 @given(inputs)

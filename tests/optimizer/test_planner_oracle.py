@@ -14,6 +14,7 @@ from broker.optimizer.ranking import SAME_SCORE
 from broker.optimizer.terms import list_terms
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 from tests.optimizer.market import offer, plan, read
+from tests.tiers import examples
 
 prices = st.one_of(st.none(), st.integers(1, 99).map(float))
 sold = st.builds(
@@ -77,7 +78,7 @@ def find_price(each: Offer, *, is_spot: bool) -> float | None:
 
 
 @given(st.lists(sold, max_size=12), asked, st.integers(1, 3))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_plan_lists_exactly_what_the_request_admits_cheapest_first(
     offers: list[Offer], request: Resources, nodes: int
 ) -> None:

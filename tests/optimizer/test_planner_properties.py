@@ -13,12 +13,13 @@ from broker.optimizer.ranking import SAME_SCORE
 from broker.spot.hazard import Observation
 from broker.types import Offer
 from tests.optimizer.market import offer, plan, read
+from tests.tiers import examples
 
 prices = st.floats(0.1, 100)
 bands = st.sampled_from([None, 5.0, 20.0, 100.0])
 rows = st.lists(st.tuples(prices, prices, bands), min_size=1, max_size=6)
 GOAL = "resources: {accelerators: H100:8}\nnum_nodes: 16\ncheckpoint: {stall: 60s, restart: 1h}\ngoal: "
-quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 
 
 def make_offers(found: list[tuple[float, float, float | None]]) -> list[Offer]:

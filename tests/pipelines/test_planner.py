@@ -17,6 +17,7 @@ from broker.optimizer.egress import ASSUMED_USD_PER_GB, GB_PER_GIB, EgressTable,
 from broker.pipelines.label_setting import is_forest
 from broker.pipelines.planner import order_tasks, plan_pipeline
 from broker.types import EgressPrice, Estimate, Offer, PipelinePlan, Placement, Plan, Task
+from tests.tiers import examples
 
 INTERNET, OTHER, SAME = "internet", "same_cloud_other_region", "same_region"
 
@@ -295,7 +296,7 @@ def test_a_deadline_pays_for_speed_only_where_it_is_needed() -> None:
 
 
 @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_names_and_order_of_writing_change_nothing(seed: int, draw: random.Random) -> None:
     before = draw_case(seed, tasks_max=8)
     letters = draw.sample("abcdefgh", len(before.tasks))
@@ -310,7 +311,7 @@ def test_names_and_order_of_writing_change_nothing(seed: int, draw: random.Rando
 
 
 @given(st.integers(0, 10**9), st.floats(0, 0.5), st.sampled_from((INTERNET, OTHER, SAME)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_more_expensive_egress_never_lowers_the_total(seed: int, more: float, target: str) -> None:
     cheap = draw_case(seed, tasks_max=8)
     dear = replace(
@@ -324,7 +325,7 @@ def test_more_expensive_egress_never_lowers_the_total(seed: int, more: float, ta
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_free_egress_leaves_every_task_its_own_choice(seed: int) -> None:
     each = draw_case(seed, tasks_max=8)
     free = replace(
@@ -426,7 +427,7 @@ class TestOrder:
         assert self.order(train=["data"], report=["train"], data=(), notes=()) == ("data", "train", "report", "notes")
 
     @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     def test_every_task_follows_its_dependencies(self, seed: int, draw: random.Random) -> None:
         tasks = list(draw_case(seed, tasks_max=12).tasks)
         draw.shuffle(tasks)

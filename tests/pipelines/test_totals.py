@@ -33,6 +33,7 @@ from tests.pipelines.test_planner import (
     price_choice,
     try_everything,
 )
+from tests.tiers import examples
 
 WORKS = (0.0, 1e3, 1e4, 1e8)
 
@@ -216,7 +217,7 @@ def test_label_setting_refuses_a_graph_whose_paths_meet_twice() -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_no_move_of_one_task_lowers_an_improved_total(seed: int) -> None:
     """A search that is cut short returns its start, improved: it must be a local optimum and no worse."""
     sums = draw_sums(seed)

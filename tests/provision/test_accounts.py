@@ -71,6 +71,7 @@ def note_terminates(world: World) -> list[str]:
     return asked
 
 
+@pytest.mark.long
 def test_answering_agents_outweigh_lists_of_another_account(world: World) -> None:
     async def scenario(controller: Any) -> None:
         nodes = world.list_live_nodes()
@@ -82,6 +83,7 @@ def test_answering_agents_outweigh_lists_of_another_account(world: World) -> Non
     play(world, scenario)
 
 
+@pytest.mark.long
 def test_answering_agents_outweigh_lists_of_another_owner(world: World) -> None:
     """The `owner` file was lost: lists are complete, of the right account, and empty."""
 
@@ -94,6 +96,7 @@ def test_answering_agents_outweigh_lists_of_another_owner(world: World) -> None:
     play(world, scenario)
 
 
+@pytest.mark.long
 def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotten(world: World) -> None:
     """No attempt starts beside it, and its nodes are terminated once the login is correct again."""
 
@@ -173,6 +176,7 @@ def test_a_region_without_lists_does_not_block_down_in_another_region(world: Wor
     play(world, scenario)
 
 
+@pytest.mark.long
 def test_answering_nodes_in_a_region_without_lists_are_kept(world: World) -> None:
     async def scenario(controller: Any) -> None:
         region = world.list_live_nodes()[0].region
@@ -241,6 +245,7 @@ def test_nodes_created_by_a_dead_process_are_terminated_even_if_no_list_shows_th
     world.clock.run(act)
 
 
+@pytest.mark.long
 def test_a_search_begun_in_another_account_neither_fails_nor_is_forgotten(world: World) -> None:
     async def act() -> None:
         world.cloud.timings = replace(world.cloud.timings, boot_s=300.0, boot_s_max=300.0)
@@ -287,7 +292,7 @@ def test_down_names_the_required_login(world: World) -> None:
     play(world, scenario)
 
 
-@pytest.mark.parametrize(("blocked_s", "attempts"), [(500.0, 1), (1200.0, 2)])
+@pytest.mark.parametrize(("blocked_s", "attempts"), [(500.0, 1), pytest.param(1200.0, 2, marks=pytest.mark.long)])
 def test_blocked_ssh_to_a_whole_running_gang_gets_a_longer_timeout(
     world: World, blocked_s: float, attempts: int
 ) -> None:

@@ -20,6 +20,7 @@ from broker.wording import describe_event
 from tests.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, World, make_plan
+from tests.tiers import exhaustive, long
 
 HANG_S = 300.0
 
@@ -337,9 +338,11 @@ def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("slow", "every"),
     [
-        pytest.param({"east1a": 60.0}, 3, id="every third step"),
-        pytest.param({"east1a": 60.0}, 1, marks=pytest.mark.long, id="late"),
-        pytest.param({"east1a": HANG_S}, 1, marks=pytest.mark.long, id="never"),
+        pytest.param({"east1a": 60.0}, 12, id="some steps"),
+        pytest.param({"east1a": 60.0}, 4, marks=long, id="late"),
+        pytest.param({"east1a": HANG_S}, 4, marks=long, id="never"),
+        pytest.param({"east1a": 60.0}, 1, marks=exhaustive, id="late, every step"),
+        pytest.param({"east1a": HANG_S}, 1, marks=exhaustive, id="never, every step"),
     ],
 )
 def test_after_a_kill_at_any_step_of_a_hedge_the_job_ends_once_and_leaves_nothing(

@@ -102,6 +102,7 @@ def test_gangs_credential_can_be_read_inside(rig: Rig, docker: FakeDocker) -> No
     asyncio.run(act())
 
 
+@pytest.mark.long
 def test_notice_and_cancel_reach_the_program_inside_and_leave_nothing(rig: Rig, docker: FakeDocker) -> None:
     run = "trap 'echo saved; exit 0' TERM; (setsid sleep 600 &) ; echo up; while :; do sleep 0.05; done"
 

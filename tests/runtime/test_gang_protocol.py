@@ -40,6 +40,7 @@ from tests.fuzz.targets_gang import (
     open_tls,
     visit,
 )
+from tests.tiers import examples
 
 CANARY = "canary-in-the-log-4711"
 VALUES = st.recursive(
@@ -64,7 +65,7 @@ LINES = st.lists((VALUES | NEARLY).map(lambda value: json.dumps(value).encode() 
 PAYLOADS = st.binary(max_size=300) | LINES | st.builds(bytes.__add__, LINES, st.binary(max_size=30))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(peer=st.integers(0, 4), payload=PAYLOADS)
 def test_members_are_served_whatever_a_peer_sends(peer: int, payload: bytes) -> None:
     fuzz_coordinator(bytes([peer]) + payload)

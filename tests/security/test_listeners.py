@@ -69,6 +69,7 @@ def insult(found: Found) -> None:
             assert b"{" not in answer and len(answer) < 64, (found, answer)
 
 
+@pytest.mark.long
 def test_elastic_run_listens_as_documented_and_rejects_strangers(shell: Shell) -> None:
     found = start(shell, ELASTIC)
     rows = {each: find_declared(each) for each in found}
@@ -104,6 +105,7 @@ def test_service_listens_as_documented_and_only_its_balancer_reaches_a_replica(s
     asyncio.run(service.stop())
 
 
+@pytest.mark.long
 def test_only_torch_listens_in_addition_to_broker(shell: Shell) -> None:
     pytest.importorskip("torch")
     found = start(shell, STORE)

@@ -115,6 +115,7 @@ def is_of_node(path: Path) -> bool:
     return path.parts[0] == "local" and path.name in ("spec.json",)
 
 
+@pytest.mark.long
 def test_everything_in_the_state_folder_is_for_its_owner_alone(shell: Shell) -> None:
     run_job(shell)
     assert list_open(shell.home) == []

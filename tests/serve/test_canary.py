@@ -89,6 +89,7 @@ def test_promoted_canary_replaces_the_others(tmp_path: Path, is_killed: bool) ->
     assert list_versions(world) == [2, 2]
 
 
+@pytest.mark.long
 def test_canary_that_fails_three_times_is_rolled_back(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.settle(20)
@@ -107,6 +108,7 @@ def test_share_is_read_as_percent_or_fraction() -> None:
             read_share(text)
 
 
+@pytest.mark.long
 def test_shares_that_change_under_load_fail_no_request(tmp_path: Path) -> None:
     counts: dict[str, int] = {}
 

@@ -17,6 +17,7 @@ import pytest
 from broker.serve import controller
 from broker.serve.files import Routing, read_file
 from tests.serve.test_controller import World, make_task
+from tests.tiers import exhaustive, long
 
 STEPS_MAX = 90
 READY = 2  # replicas that each story begins and ends with, at least
@@ -146,19 +147,12 @@ def kill_at_deeds(tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch, *
         check_end(world, story)
 
 
+@pytest.mark.parametrize("every", [14, pytest.param(4, marks=long), pytest.param(1, marks=exhaustive)])
 @stories
-def test_kill_at_some_deeds_doubles_and_forgets_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
+def test_kill_at_a_deed_doubles_and_forgets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str, every: int
 ) -> None:
-    kill_at_deeds(tmp_path, story, monkeypatch, every=7)
-
-
-@pytest.mark.long
-@stories
-def test_kill_at_any_deed_doubles_and_forgets_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
-) -> None:
-    kill_at_deeds(tmp_path, story, monkeypatch, every=1)
+    kill_at_deeds(tmp_path, story, monkeypatch, every=every)
 
 
 @pytest.mark.long

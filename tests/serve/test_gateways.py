@@ -25,6 +25,7 @@ from broker.serve.observing import observe
 from broker.types import Cluster, GatewaySpec, JobStatus, ServiceEventKind, Task
 from tests.serve import test_controller_kills as kills
 from tests.serve.test_controller import World, make_task
+from tests.tiers import exhaustive, long
 
 AHEAD_S = 500.0  # of the clocks of gateways
 
@@ -324,19 +325,12 @@ def run(world: GatewayWorld, story: str, patches: pytest.MonkeyPatch, kill_at: i
     raise AssertionError("the story does not end")
 
 
+@pytest.mark.parametrize("every", [14, pytest.param(4, marks=long), pytest.param(1, marks=exhaustive)])
 @pytest.mark.parametrize("story", STORIES)
-def test_kill_at_some_effects_doubles_and_forgets_no_gateway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
+def test_kill_at_an_effect_doubles_and_forgets_no_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str, every: int
 ) -> None:
-    kill_at_effects(tmp_path, story, monkeypatch, every=7)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("story", STORIES)
-def test_kill_at_any_effect_doubles_and_forgets_no_gateway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
-) -> None:
-    kill_at_effects(tmp_path, story, monkeypatch, every=1)
+    kill_at_effects(tmp_path, story, monkeypatch, every=every)
 
 
 def kill_at_effects(tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch, *, every: int) -> None:

@@ -14,6 +14,7 @@ from broker.serve.error_budget import SPENT_SHARE, ErrorBudget
 from broker.serve.placement import GAIN_HOURS, SpotPlace, count_ondemand, observe_places, place_replicas
 from broker.serve.reconciling import DRAIN_S_MAX, ON_DEMAND, ReplicaView, Slot
 from broker.spot.market_model import TOGETHER_SHARE
+from tests.tiers import examples
 
 COLD_START_HOURS = 0.2
 
@@ -176,7 +177,7 @@ def make_places(drawn: list[tuple[float, float, float, str]]) -> list[SpotPlace]
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 3), drawn_places, st.sampled_from([0.8, 0.95, 0.999]),
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
@@ -219,7 +220,7 @@ def test_chance_is_true_and_no_other_set_costs_less_with_its_penalty_and_moves(
             assert usd_hour + penalty * miss + price_moves(slots) >= best - 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 5), drawn_places, st.lists(st.floats(0.1, 0.9999), min_size=2, max_size=2), st.integers(0, 2),
     st.floats(0, 100), st.floats(0, 1),

@@ -37,6 +37,7 @@ def test_a_user_logs_in_cancels_a_job_and_logs_out(chromium: Any, hosted: Hosted
     assert complaints == []
 
 
+@pytest.mark.long
 def test_axe_finds_nothing_serious_on_the_pages_of_a_server(chromium: Any, hosted: Hosted) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     context = chromium.new_context(viewport={"width": 360, "height": 800})

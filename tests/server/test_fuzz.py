@@ -13,6 +13,7 @@ from broker.client.wire import VERBS
 from broker.server.context import Policy
 from broker.server.openapi import describe_api
 from tests.server.conftest import Hosted
+from tests.tiers import examples
 
 ASKING_CLOUDS = ("inspect_clouds", "inspect_cloud", "list_startable")
 DEPTH_MAX = 4
@@ -93,7 +94,13 @@ def test_no_request_is_a_bug_in_the_server(closed: Hosted, verb: str) -> None:
     content = describe_api()["paths"][f"/v1/{verb}"]["post"]["requestBody"]["content"]
     token = closed.tokens["admin"]
 
-    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(
+        max_examples=examples(12),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
     @given(body=_draw_object(content["application/json"]["schema"], 0))
     def ask(body: dict[str, Any]) -> None:
         status, answer = closed.ask(f"/v1/{verb}", body, token=token)

@@ -19,6 +19,7 @@ from tests.simulation.invariants import TERMINAL
 from tests.simulation.runner import make_folder, watch_log
 from tests.simulation.scenes import Scene
 from tests.simulation.universe import Universe, pace
+from tests.tiers import examples
 
 ENDS = tuple(status for status in JobStatus if status.is_terminal)
 PAUSES_S = st.sampled_from((0.0, 0.1, 1.0, 3.0, 10.0, 40.0, 150.0))
@@ -195,5 +196,5 @@ async def _settle(universe: Universe) -> None:
 
 TestCommands = Commands.TestCase
 TestCommands.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40), stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -15,6 +15,7 @@ from broker.jobs.acquisition import Planner
 from broker.types import JobStatus, NodeState
 from tests.clouds.simulated import FaultRates
 from tests.simulation.world import FOREIGN, OWNER, Crash, World
+from tests.tiers import spread
 
 LIMIT_S = 6 * 3600.0
 
@@ -89,7 +90,7 @@ def check(world: World, expected: JobStatus) -> None:
 EXPECTED = {"plain": JobStatus.SUCCEEDED, "preemption": JobStatus.SUCCEEDED, "cancel": JobStatus.CANCELLED}
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", spread(range(50), every=6, more=2))
 def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     rates = FaultRates(transient=0.05, throttled=0.03, unknown_before=0.1, unknown_after=0.1, full=0.2, forgotten=0.05)

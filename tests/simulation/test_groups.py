@@ -1,4 +1,4 @@
-"""Histories of job groups full of faults: no invariant breaks. `make test` plays the first few."""
+"""Histories of job groups full of faults: no invariant breaks. `make test-exhaustive` plays all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 from tests.simulation.group_scenes import LONG_SCENES
 from tests.simulation.runner import play_group, play_scene
 from tests.simulation.scenes import Scene
+from tests.tiers import exhaustive, long
 
-FEW, ALL, CHUNK = 20, 300, 40
+FEW, ALL, CHUNK = 6, 306, 30
 
 
 def play(first: int, last: int) -> None:
@@ -21,12 +22,14 @@ def test_no_invariant_breaks_in_a_group_under_faults() -> None:
     play(0, FEW)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(FEW, ALL, CHUNK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=long if first == FEW else exhaustive) for first in range(FEW, ALL, CHUNK)]
+)
 def test_every_history_of_a_group_keeps_the_invariants(first: int) -> None:
     play(first, min(first + CHUNK, ALL))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scene", LONG_SCENES, ids=lambda scene: scene.name)
 def test_a_long_scene_ends_well(scene: Scene) -> None:
     result = play_scene(scene)

@@ -14,7 +14,9 @@ from tests.simulation.scenes import SCENES
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-@pytest.mark.parametrize("is_collector_off", [False, True], ids=["", "collector off"])
+@pytest.mark.parametrize(
+    "is_collector_off", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "collector off"]
+)
 def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None:
     if mutant.needs_collector and is_collector_off:
         return

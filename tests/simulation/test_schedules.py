@@ -19,9 +19,10 @@ from tests.simulation.schedules import (
     play_scheduled,
     play_seed,
 )
+from tests.tiers import exhaustive, long
 
-FEW, MANY = 8, 40  # histories of `make test` and, besides, of `make test-slow`
-EVERY, EVERY_SLOW = 120, 13  # kills at one of so many effects and commits
+FEW, MORE, MANY = 5, 10, 40  # histories of `make test`, `make test-slow` and `make test-exhaustive`
+EVERY = (240, 60, 13)  # a kill at one of this many effects and commits in each of them
 
 
 def check(result: ScheduledResult, label: str) -> None:
@@ -39,31 +40,24 @@ def test_due_times_happen_once_in_histories_with_faults() -> None:
     assert faults["kill:anytime"] and faults["store:cut off"], "faults were played"
 
 
+@pytest.mark.parametrize(
+    "every", [EVERY[0], pytest.param(EVERY[1], marks=long), pytest.param(EVERY[2], marks=exhaustive)]
+)
 @pytest.mark.parametrize("overlap", Overlap)
-def test_a_kill_at_any_effect_neither_loses_nor_doubles_a_due_time(overlap: Overlap) -> None:
-    play_kills(overlap, first=1, every=EVERY)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", Overlap)
-def test_kills_at_more_effects(overlap: Overlap) -> None:
-    play_kills(overlap, first=2, every=EVERY_SLOW)
-
-
-def play_kills(overlap: Overlap, *, first: int, every: int) -> None:
+def test_a_kill_at_any_effect_neither_loses_nor_doubles_a_due_time(overlap: Overlap, every: int) -> None:
     mix, play = make_scene(overlap)
     whole = play_scheduled(0, mix, play)
     check(whole, f"--kill-at 0 --overlap {overlap.value}")
     assert whole.kills == 0 and whole.outcomes[DueOutcome.STARTED] >= 3
-    for kill_at in range(first, whole.points, every):
+    for kill_at in range(1 + EVERY.index(every), whole.points, every):
         result = play_scheduled(0, mix, play, kill_at=kill_at)
         check(result, f"--kill-at {kill_at} --overlap {overlap.value}")
         assert result.kills == 1
 
 
-@pytest.mark.long
-def test_more_histories_of_schedules() -> None:
-    for seed in range(FEW, FEW + MANY):
+@pytest.mark.parametrize("count", [pytest.param(MORE, marks=long), pytest.param(MANY, marks=exhaustive)])
+def test_more_histories_of_schedules(count: int) -> None:
+    for seed in range(FEW, FEW + count):
         check(play_seed(seed), f"--seed {seed}")
 
 

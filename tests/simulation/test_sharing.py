@@ -13,8 +13,9 @@ import pytest
 from tests.simulation.mutants.sharing import MUTANTS, Patches
 from tests.simulation.sharing import SharedResult, describe_coverage, play_shared
 from tests.simulation.slots import COVERED
+from tests.tiers import exhaustive, long
 
-FEW, MANY = 12, 48  # histories of `make test` and, besides, of `make test-slow`
+FEW, MORE, MANY = 6, 12, 48  # histories of `make test`, `make test-slow` and `make test-exhaustive`
 HUNTED_MAX = 40  # histories until a planted bug is caught
 FAULTS = {"kill:anytime", "stop", "store:cut off", "store:restart", "store:crash", "store:answer lost"}
 
@@ -38,15 +39,15 @@ def test_controllers_share_jobs_whatever_happens_to_them_and_to_the_store() -> N
     assert faults.keys() >= FAULTS
 
 
-@pytest.mark.long
-def test_more_histories_of_several_controllers() -> None:
+@pytest.mark.parametrize("count", [pytest.param(MORE, marks=long), pytest.param(MANY, marks=exhaustive)])
+def test_more_histories_of_several_controllers(count: int) -> None:
     covered = Counter[str]()
-    for seed in range(FEW, FEW + MANY):
+    for seed in range(FEW, FEW + count):
         result = play_shared(seed)
         check(result)
         covered.update(result.covered)
-    print(describe_coverage(covered, MANY))
-    assert all(covered[name] >= MANY / 5 for name in COVERED), describe_coverage(covered, MANY)
+    print(describe_coverage(covered, count))
+    assert all(covered[name] >= count / 5 for name in COVERED), describe_coverage(covered, count)
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from broker.spot.policies.base import (
 from tests.bench.bench_kinds import compare_kinds, make_kind, rate_setting
 from tests.spot.test_policies import make_candidate, patterns
 from tests.spot.test_value_function import solve
+from tests.tiers import examples
 
 DECIDE = load_policy("adaptive")
 
@@ -63,7 +64,7 @@ def record(case: Case) -> list[tuple[object, ...]]:
     return found
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     counts=patterns, more=patterns, speed=st.sampled_from((0.5, 2.0, 4.0)), slack=st.sampled_from((1.1, 1.5)),
     move_usd=st.sampled_from((0.0, 0.5)),
@@ -214,7 +215,7 @@ def test_slow_spot_without_time_to_spare_costs_on_demand() -> None:
 # -- replays ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     counts=patterns, more=patterns, slack=st.sampled_from((1.0, 1.3, 2.0, 2.6)), speed=st.sampled_from((1.6, 2.0, 3.0)),
     every=st.sampled_from((0.0, 0.3)), name=st.sampled_from(("adaptive", "adaptive", "greedy", "uniform-progress")),

@@ -20,6 +20,7 @@ from broker.spot.policies import ORACLES, POLICIES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 from broker.spot.prior import MEASURED
 from broker.types import Offer, Placement
+from tests.tiers import examples
 
 PUNCTUAL = ("on-demand", "greedy", "uniform-progress", "next-spot", "adaptive")
 CHEAP = tuple(name for name in PUNCTUAL if name != "adaptive")
@@ -178,7 +179,7 @@ starts = st.sampled_from((0.0, 0.02, 0.1, 0.37, 0.5))
 
 
 @pytest.mark.parametrize("name", CHEAP)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     counts=patterns, slack=slacks, start=starts, every=st.sampled_from((0.0, 0.1, 0.5)),
     notice=st.sampled_from((0.0, 0.03)), look=st.sampled_from((0.0, 0.05)),
@@ -194,7 +195,7 @@ def test_a_deadline_that_on_demand_can_meet_is_met(
     assert found.usd <= WORK * 1.02 + 40 * start or found.preemptions
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     counts=patterns, slack=st.sampled_from((1.0, 1.05, 1.2, 1.7)), start=st.sampled_from((0.1, 0.5)),
     every=st.sampled_from((0.0, 0.4)), notice=st.sampled_from((0.0, 0.03)),

@@ -41,6 +41,7 @@ from broker.types import (
     make_event,
 )
 from tests.simulation.world import make_offer
+from tests.tiers import examples
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
 PREEMPTED = Outcome(kind=OutcomeKind.PREEMPTED, detail="gone")
@@ -152,7 +153,7 @@ def test_the_folder_is_read_whole_before_any_damage(home: Path, ask: Ask) -> Non
 DRAWN = (Phase.explicit, Phase.generate)
 
 
-@settings(max_examples=25, phases=DRAWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), phases=DRAWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_of_the_state_file_never_show_a_traceback(whole: Path, home: Path, ask: Ask, data: Any) -> None:
     content = bytearray((whole / "state.db").read_bytes())
@@ -162,14 +163,14 @@ def test_flipped_bytes_of_the_state_file_never_show_a_traceback(whole: Path, hom
     check_reads(home, "state.db", bytes(content), whole, ask)
 
 
-@settings(max_examples=10, phases=DRAWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(10), phases=DRAWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.0, 1.0))
 def test_a_truncated_state_file_never_shows_a_traceback(whole: Path, home: Path, ask: Ask, share: float) -> None:
     content = (whole / "state.db").read_bytes()
     check_reads(home, "state.db", content[: int(len(content) * share)], whole, ask)
 
 
-@settings(max_examples=20, phases=DRAWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), phases=DRAWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES[1:]), data=st.data())
 def test_damage_to_any_other_file_never_shows_a_traceback(
     whole: Path, home: Path, ask: Ask, name: str, data: Any

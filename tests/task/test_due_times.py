@@ -15,6 +15,7 @@ from broker.task.checking import check_task
 from broker.task.due_times import COUNT_MAX, explain_cron, find_due, find_next, read_until_s
 from broker.task.loader import load_tasks_text
 from broker.types import Overlap, ScheduleSpec, Task
+from tests.tiers import examples
 
 ZONES = ("UTC", "Europe/Paris", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata", "America/St_Johns")
 CRONS = st.builds(
@@ -25,7 +26,7 @@ CRONS = st.builds(
 )
 SPECS = st.builds(ScheduleSpec, cron=CRONS, timezone=st.sampled_from(ZONES))
 TIMES = st.integers(1_700_000_000, 1_900_000_000).map(float)
-QUIET = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+QUIET = settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
 
 
 def at(text: str, zone: str = "UTC", *, fold: int = 0) -> float:

@@ -10,6 +10,7 @@ from broker.task.diagnostics import render_issue
 from broker.task.fields import TASK
 from broker.task.loader import load_tasks_text
 from broker.task.notices import refuse_blocking, render_notice
+from tests.tiers import examples
 
 VALID = """\
 name: whole
@@ -37,7 +38,7 @@ run: python train.py
 """
 WORDS = [*TASK.fields, "any_of", "&a", "*a", "<<", "null", "{", "}", "[", "]", ": ", "- ", "\n", "  ", "---\n", "!!int",
          "9" * 70, "1e400", ".inf", "'", '"', "|", ">", "#", "%", "\t", "${SIZE}", "\u2028", "\x85", "é"]  # fmt: skip
-FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(250), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def check(text: str) -> None:

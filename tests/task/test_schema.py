@@ -17,6 +17,7 @@ from broker.task.schema import list_tables, make_schema
 from broker.task.tables import Table
 from broker.task.yaml_reader import Marked
 from tests.task.json_schema import make_validator, make_values
+from tests.tiers import examples
 
 SCHEMA = make_schema()
 DEFS = SCHEMA["$defs"]
@@ -29,7 +30,7 @@ JUNK = st.recursive(
     max_leaves=4,
 )
 QUIET = settings(
-    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
 
 
@@ -96,7 +97,7 @@ def test_unknown_field_is_refused_by_both_or_noted(name: str) -> None:
     assert accepts(TABLES[name], whole) == VALIDATORS[name].is_valid(whole) == is_noted
 
 
-@settings(QUIET, max_examples=150)
+@settings(QUIET, max_examples=examples(150))
 @given(value=make_values(DEFS["resources"], DEFS))
 def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
     """Through the whole loader: whatever the shapes accept can become a task."""

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import examples
 from trainers import prepare
 from trainers.config import DataConfig, TrainConfig
 from trainers.data import Corpus, Prefetch, count_windows, permute, samples_of_rank
@@ -28,7 +29,7 @@ def test_order_does_not_depend_on_world_size(first: int, batch: int, world_size:
     assert read == list(range(first, first + batch))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(count=st.integers(1, 300), key=st.text(max_size=5))
 def test_permutation_contains_every_index_once(count: int, key: str) -> None:
     assert sorted(permute(place, count, key) for place in range(count)) == list(range(count))
@@ -71,7 +72,7 @@ def test_epochs_and_seeds_differ_in_order_and_not_in_content() -> None:
 
 
 @given(batch=st.integers(1, 12), portions=st.lists(st.integers(1, 5), min_size=1, max_size=4), is_jumping=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_reading_ahead_changes_nothing(batch: int, portions: list[int], is_jumping: bool) -> None:
     corpus = make_corpus()
     ahead = Prefetch(corpus, batch, is_pinned=False)

@@ -33,6 +33,7 @@ def load(folder: Path, name: str) -> torch.Tensor:
     return saved
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_own_script_of_the_docs_resumes_bit_identical_after_a_preemption(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .strategies.conftest import TINY, Worlds
 
 MISTIMED, UNTIMED = 41, 42
@@ -39,6 +41,7 @@ def train_and_watch(arguments: Sequence[str]) -> int:
     return MISTIMED if any(each != (trainer.name, False) for each in found) else code
 
 
+@pytest.mark.long
 def test_garbage_is_collected_between_steps_and_by_the_training_thread_alone(worlds: Worlds, tmp_path: Path) -> None:
     """Else torch takes live parts of the graph for garbage, and DDP's backward finds itself gone."""
     flags = [*TINY, "--strategy", "ddp", "--train.steps", "50"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import spread
 from trainers.config import ModelConfig, parse_config
 from trainers.errors import TrainerError
 from trainers.export import main as export
@@ -144,7 +145,10 @@ def test_spread_model_begins_with_the_same_loss(worlds: Worlds, tmp_path: Path, 
 LORA = ["--model.depth", "2", "--model.width", "32", "--model.heads", "4", "--model.context", "32", "--lora.rank", "4"]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("parameter_server", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    spread([("ddp", 2), ("fsdp", 2), ("parameter_server", 3)], every=3),
+)
 def test_killed_run_with_adapters_resumes_bit_identically(
     worlds: Worlds, tmp_path: Path, strategy: str, ranks: int
 ) -> None:

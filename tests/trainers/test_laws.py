@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.tiers import examples
 from tests.trainers.test_checkpoint import ALONE, Counter, open_manager
 from trainers import checkpoint
 from trainers.checkpoint import CheckpointManager
@@ -106,7 +107,7 @@ def make_corpus(lengths: list[int], context: int, windows: range, *, seed: int =
     return Corpus(shards, name, context, seed, windows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 6), st.data())
 def test_a_corpus_shows_each_of_its_windows_once_an_epoch_and_no_other(
     lengths: list[int], context: int, data: st.DataObject
@@ -264,7 +265,7 @@ names = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.dictionaries(names, st.booleans(), min_size=1, max_size=8), names, st.integers(1, 3))
 def test_the_last_complete_checkpoints_are_kept_and_none_of_a_later_attempt_is_touched(
     tmp_path_factory: pytest.TempPathFactory, found: dict[CheckpointName, bool], newest: CheckpointName, keep: int

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.testbed.s3 import BUCKET, serve_s3
+from tests.tiers import spread
 from trainers.config import parse_config
 from trainers.lm import build, main
 
@@ -22,7 +23,7 @@ SMALL = ["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "strategy"), [(1, "ddp"), (3, "ddp")], ids=lambda value: str(value))
+@pytest.mark.parametrize(("workers", "strategy"), spread([(3, "ddp"), (1, "ddp")], every=2), ids=str)
 def test_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, workers: int, strategy: str) -> None:
     """Losses after kill -9 of every rank equal those of an undisturbed run to the last bit."""
     (tmp_path / "whole").mkdir()
@@ -48,6 +49,7 @@ def test_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, work
     assert expected[TOTAL] < expected[1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
     """Two ranks under FSDP; the machine is gone and all that is left is what lies in S3."""

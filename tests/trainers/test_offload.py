@@ -83,6 +83,7 @@ def test_memory_that_a_parameter_takes_on_the_device(device: str, offload: str, 
     assert create_strategy("fsdp", ranks, StrategyOptions(offload=offload)).count_state_bytes() == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "ddp"])
 def test_killed_run_resumes_bit_identically_with_and_without_offload(
     worlds: Worlds, tmp_path: Path, strategy: str

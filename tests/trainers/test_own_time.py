@@ -168,7 +168,13 @@ def train_on_a_node_of_its_own(arguments: Sequence[str]) -> int:
 
 @pytest.mark.parametrize(
     ("strategy", "reporters"),
-    [("ddp", {0, 1}), ("fsdp", {0, 1}), ("zero2", {0, 1}), ("parameter_server", {1}), ("pipeline", set())],
+    [
+        ("ddp", {0, 1}),
+        pytest.param("fsdp", {0, 1}, marks=pytest.mark.long),
+        pytest.param("zero2", {0, 1}, marks=pytest.mark.long),
+        ("parameter_server", {1}),
+        ("pipeline", set()),
+    ],
 )
 def test_each_node_reports_the_time_of_its_own_work(
     worlds: Worlds, tmp_path: Path, strategy: str, reporters: set[int]

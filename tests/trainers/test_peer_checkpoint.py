@@ -152,6 +152,7 @@ def test_copies_need_an_elastic_run(worlds: Worlds, folder: TrainingFolder) -> N
     assert ended.codes == [1] and "requires an elastic run" in ended.errors
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_lost_node_costs_one_step_of_a_sharded_run(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start

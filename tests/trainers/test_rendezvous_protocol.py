@@ -28,6 +28,7 @@ from tests.fuzz.targets_gang import (
     open_rendezvous,
     visit,
 )
+from tests.tiers import examples
 from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.gang_file import find_epoch, read_leader
@@ -57,7 +58,7 @@ LINES = st.lists((VALUES | NEARLY).map(lambda value: json.dumps(value).encode() 
 PAYLOADS = st.binary(max_size=300) | LINES | st.builds(bytes.__add__, LINES, st.binary(max_size=30))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(peer=st.integers(0, 5), payload=PAYLOADS)
 def test_workers_are_served_whatever_a_peer_sends(peer: int, payload: bytes) -> None:
     fuzz_rendezvous(bytes([peer]) + payload)
@@ -327,6 +328,7 @@ def start_node(count: int, **variables: str) -> "subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.long
 def test_several_nodes_without_a_credential_are_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
     done = start_node(2)
     assert done.returncode == 1 and done.stderr.strip() == PEM_MISSING
@@ -354,6 +356,7 @@ def test_invalid_credential_file_is_named(content: str | None, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_workers_of_one_machine_meet_without_a_file(folder: TrainingFolder) -> None:

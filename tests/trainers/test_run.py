@@ -190,7 +190,7 @@ def test_loss_in_chunks_is_the_same_loss(
     assert chunked_gradient is not None and chunked_gradient.dtype == dtype
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_blocks_learn_the_same_to_the_last_bit(kind: str, recompute: str) -> None:
     config = TrainConfig(steps=4, batch=4, micro_batch=2)
@@ -445,6 +445,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.long
 def test_start_without_compile_does_not_import_the_compiler(tmp_path: Path) -> None:
     """It takes as long as torch itself, and much of torch imports it on the way: every start and resume would wait."""
     shape = "--model.depth 1 --model.width 16 --model.heads 2 --model.context 16 --train.batch 4 --sample.tokens 0"

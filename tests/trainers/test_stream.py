@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import examples
 from trainers.chunk_cache import ChunkCache
 from trainers.config import Config, DataConfig, find_problem
 from trainers.data import Batch
@@ -27,7 +28,7 @@ CONTEXT = 8
 SMALL = {"chunk_mib": 9 * 2 * 5 / 2**20, "shuffle_chunks": 3, "cache_gib": 1.0}  # 5 windows of 9 uint16 a chunk
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(count=st.integers(1, 200), chunk=st.integers(1, 12), block=st.integers(1, 5), epoch=st.integers(0, 3))
 def test_epoch_shows_each_window_once_and_a_block_its_own_chunks_only(
     count: int, chunk: int, block: int, epoch: int
@@ -189,6 +190,7 @@ def test_unreadable_stream_is_a_one_line_error(tokens: Path, tmp_path: Path) -> 
     assert "takes the place" in (find_problem(Config(data=DataConfig(stream="x", path="y"))) or "")
 
 
+@pytest.mark.long
 def test_killed_run_with_stream_masks_and_fused_loss_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
     flags = write_documents(tmp_path / "tokens")
     whole = worlds.train(tmp_path / "whole", "ddp", *flags, ranks=2)

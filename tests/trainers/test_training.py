@@ -79,8 +79,8 @@ def with_a_module_of_other_weights(arguments: Sequence[str]) -> int:
     [
         ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
         ("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"]),
-        ("with_adamw", 3, ["--strategy", "parameter_server"]),
-        ("with_momentum", 2, ["--strategy", "fsdp"]),
+        pytest.param("with_adamw", 3, ["--strategy", "parameter_server"], marks=pytest.mark.long),
+        pytest.param("with_momentum", 2, ["--strategy", "fsdp"], marks=pytest.mark.long),
         ("with_momentum", 2, ["--strategy", "diloco", "--diloco.every_steps", "3"]),
         pytest.param("with_momentum", 2, ["--strategy", "allreduce"], marks=pytest.mark.long),
         pytest.param("with_adamw", 4, ["--strategy", "hsdp", "--mesh", "2x2"], marks=pytest.mark.long),
@@ -244,7 +244,8 @@ def test_first_example_of_the_docs_is_killed_and_resumes(tmp_path: Path, workers
     assert all(loss == expected[step] for step, each in read_losses(tmp_path / "broken").items() for loss in each)
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("fsdp", 2)])
 def test_hugging_face_example_of_the_docs_learns(tmp_path: Path, strategy: str, workers: int) -> None:
     script = tmp_path / "windows.py"
     script.write_text(read_examples()[1])

@@ -126,6 +126,7 @@ def aws() -> Iterator[FakeAws]:
     aws.close()
 
 
+@pytest.mark.long
 def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.environment |= aws.environment

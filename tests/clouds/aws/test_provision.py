@@ -127,6 +127,7 @@ def test_passing_fault_costs_no_second_gang_and_leaks_nothing(
     assert bed.account.fault_counts[code] >= 1
 
 
+@pytest.mark.long
 def test_stopped_machines_cost_nothing_until_they_restart(world: World, bed: AwsBed) -> None:
     """Their disks are billed, which is little."""
     plan = make_plan(ZONES[0], is_spot=False)

@@ -71,6 +71,7 @@ def aws() -> Iterator[FakeAws]:
     aws.close()
 
 
+@pytest.mark.long
 def test_command_lists_them_within_80_columns_and_as_data(aws: FakeAws, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.environment |= aws.environment

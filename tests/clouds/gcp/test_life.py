@@ -198,6 +198,7 @@ def test_nodes_of_a_process_that_died_in_its_create_call_are_found_by_the_next(
     assert len(life.standing) == 2 and before in ([], life.standing)
 
 
+@pytest.mark.long
 def test_the_library_is_imported_in_the_background(bed: Any, tmp_path: Path) -> None:
     """`prepare` returns before the import is done, and the first call waits for it instead of importing again."""
     script = (

@@ -98,7 +98,7 @@ def test_silence_ends_the_session(make: Make, monkeypatch: pytest.MonkeyPatch) -
     async def give_up(work: object, limit_s: float) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(module.asyncio, "wait_for", give_up)
+    monkeypatch.setattr(module, "within", give_up)
     with pytest.raises(UnknownOutcomeError):
         asyncio.run(engine.launch("a", {}))
     with pytest.raises(TransientError):

@@ -30,7 +30,7 @@ def mixtral_alone(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 WORLDS = [
-    (2, "ddp", []),
+    pytest.param(2, "ddp", [], marks=long),
     (2, "expert", []),
     pytest.param(4, "fsdp+expert", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "allreduce+expert", ["--mesh", "2x2"], marks=long),
@@ -50,7 +50,7 @@ def test_losses_of_a_mixture_are_those_of_one_process(
 
 
 RESUMED = [
-    (2, "expert", SWITCH),
+    pytest.param(2, "expert", SWITCH, marks=long),
     pytest.param(2, "expert", [*SWITCH, "--model.expert_capacity", "1.0"], marks=long),
 ]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import exhaustive, long
+
 from .conftest import Worlds, read_lines, write_documents
 
-pytestmark = pytest.mark.long
-
 SEED = 20261121
-KILLS = 100
+KILLS = (20, 100)  # of `make test-slow` and of `make test-exhaustive`
 KILLS_OF_A_RUN = 2  # each resumes the one before it, so that a run of 16 steps is broken twice
 STEPS = 16
 # Saved every second step, each save waiting for the one before: from here on there is a checkpoint to resume from.
@@ -42,12 +42,13 @@ SETUPS: list[tuple[int, str, list[str]]] = [
 ]
 
 
-def test_every_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [pytest.param(KILLS[0], marks=long), pytest.param(KILLS[1], marks=exhaustive)])
+def test_every_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, kills: int) -> None:
     draw = random.Random(SEED)
     wholes: dict[int, dict[int, list[float]]] = {}
     equal, resumed_at = 0, []
     documents = write_documents(tmp_path / "tokens")
-    for run in range(KILLS // KILLS_OF_A_RUN):
+    for run in range(kills // KILLS_OF_A_RUN):
         place = run % len(SETUPS)
         ranks, strategy, own = SETUPS[place]
         flags = ["--model.dropout", "0" if "llama" in own else "0.1"]
@@ -68,5 +69,5 @@ def test_every_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path
             expected = wholes[place][key][0].hex()
             assert [each.hex() for each in losses] == [expected] * len(losses), (strategy, ranks, steps, key)
         equal += KILLS_OF_A_RUN
-    print(f"{equal} of {KILLS} kills resumed bit-identically, at steps {resumed_at}; seed {SEED}")
-    assert equal == KILLS and all(resumed_at)
+    print(f"{equal} of {kills} kills resumed bit-identically, at steps {resumed_at}; seed {SEED}")
+    assert equal == kills and all(resumed_at)

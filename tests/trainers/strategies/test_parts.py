@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.tiers import examples
 from trainers.errors import TrainerError
 from trainers.ranks import Ranks
 from trainers.strategies import STRATEGIES, create_strategy, find_axes
@@ -179,7 +180,7 @@ def test_every_pair_of_positions_meets_once_in_the_ring(count: int, chunk: int) 
     assert torch.equal(seen, torch.ones(total, total, dtype=torch.int64).tril())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(length=st.integers(1, 9), first=st.integers(0, 5), step=st.integers(1, 9))
 def test_scores_of_a_run_are_rows_of_the_whole_triangle(length: int, first: int, step: int) -> None:
     first = min(first, length - 1)

@@ -4,43 +4,44 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import exhaustive, long
+
 from .conftest import TOTAL, Worlds, read_lines
 
 # Sums of the same numbers in another order differ in the last bits of a float32 loss around 5.
 ROUNDING = 2e-6
 NOTING = "tests.trainers.strategies.checks:train_and_note_norms"
-long = pytest.mark.long
 
 WORLDS = [
     (2, "ddp", []),
-    (3, "allreduce", []),
+    pytest.param(3, "allreduce", [], marks=long),
     (2, "allreduce", ["--allreduce.algorithm", "ring", "--allreduce.bucket_mib", "0.01"]),
-    (2, "fsdp", []),
+    pytest.param(2, "fsdp", [], marks=long),
     pytest.param(2, "fsdp", ["--fsdp.reshard", "never", "--fsdp.prefetch", "1"], marks=long),
     (3, "fsdp", []),  # shares of 2, 3 and 3 samples
     pytest.param(2, "zero1", [], marks=long),  # `HANDED_ON` compares both with one process, too
     pytest.param(3, "zero2", [], marks=long),
     (2, "tensor", []),
     (2, "context", []),
-    (2, "pipeline", ["--pipeline.schedule", "gpipe"]),
+    pytest.param(2, "pipeline", ["--pipeline.schedule", "gpipe"], marks=long),
     (2, "pipeline", []),
     (3, "parameter_server", []),
-    (4, "hsdp", ["--mesh", "2x2"]),
+    pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "fsdp+tensor", ["--mesh", "2x*"], marks=long),
-    pytest.param(4, "allreduce+tensor", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "pipeline+tensor", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "allreduce+pipeline", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "tensor+pipeline", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "context", ["--recompute", "full"], marks=long),
+    pytest.param(4, "allreduce+tensor", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "pipeline+tensor", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "allreduce+pipeline", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "tensor+pipeline", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "context", ["--recompute", "full"], marks=exhaustive),
     pytest.param(4, "fsdp+context", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "ddp+context", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "pipeline+context", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "context+tensor", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "pipeline+zero1", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "zero2+pipeline", ["--mesh", "2x2"], marks=long),
-    pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=long),
-    pytest.param(8, "pipeline+hsdp", ["--mesh", "2x2x2", "--train.micro_batch", "1"], marks=long),
+    pytest.param(4, "ddp+context", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "pipeline+context", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "context+tensor", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "pipeline+zero1", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "zero2+pipeline", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=exhaustive),
+    pytest.param(8, "pipeline+hsdp", ["--mesh", "2x2x2", "--train.micro_batch", "1"], marks=exhaustive),
 ]
 
 
@@ -74,6 +75,7 @@ def test_losses_and_gradients_are_those_of_one_process(
     assert losses[TOTAL][0] < losses[1][0] - 0.1
 
 
+@pytest.mark.long
 def test_interleaved_pipeline_of_four_stages_on_two_ranks(worlds: Worlds, tmp_path: Path) -> None:
     flags = ("--model.depth", "5")  # stages of unequal length
     expected = worlds.train(tmp_path / "alone", "ddp", *flags, ranks=1)
@@ -89,6 +91,7 @@ def test_grouped_heads_and_rotary_positions_of_a_shared_sequence(worlds: Worlds,
     assert [each[0] for each in found.values()] == pytest.approx([each[0] for each in expected.values()], abs=ROUNDING)
 
 
+@pytest.mark.long
 def test_half_precision_stays_close_to_full_precision(worlds: Worlds, alone: dict[int, float], tmp_path: Path) -> None:
     flags = ("--fsdp.param_dtype", "bfloat16", "--fsdp.reduce_dtype", "float32")
     losses = worlds.train(tmp_path, "fsdp", *flags, ranks=2)
@@ -100,21 +103,21 @@ def test_half_precision_stays_close_to_full_precision(worlds: Worlds, alone: dic
 RESUMED = [
     (2, "fsdp", []),
     (2, "allreduce", ["--allreduce.algorithm", "ring"]),
-    (2, "zero1", []),
+    pytest.param(2, "zero1", [], marks=long),
     pytest.param(2, "zero2", [], marks=long),  # `HANDED_ON` kills and continues both, with other ranks
     pytest.param(2, "tensor", [], marks=long),
-    (2, "context", []),
-    (2, "pipeline", []),
+    pytest.param(2, "context", [], marks=long),
+    pytest.param(2, "pipeline", [], marks=long),
     (3, "parameter_server", []),
     (2, "diloco", ["--diloco.every_steps", "3"]),
-    (3, "gossip", []),
+    pytest.param(3, "gossip", [], marks=long),
     pytest.param(4, "fsdp+tensor", ["--mesh", "2x2"], marks=long),
     pytest.param(2, "pipeline", ["--pipeline.schedule", "interleaved", "--model.depth", "4"], marks=long),
     pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "diloco+fsdp", ["--mesh", "2x2", "--diloco.every_steps", "3"], marks=long),
-    pytest.param(4, "diloco+pipeline", ["--mesh", "2x2", "--diloco.every_steps", "3"], marks=long),
-    pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=long),
+    pytest.param(4, "diloco+pipeline", ["--mesh", "2x2", "--diloco.every_steps", "3"], marks=exhaustive),
+    pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=exhaustive),
 ]
 
 
@@ -135,16 +138,16 @@ def test_killed_run_resumes_bit_identically(
 
 
 HANDED_ON = [
-    ((2, "fsdp", []), (1, "ddp", [])),
-    ((2, "ddp", []), (2, "fsdp", [])),
-    ((3, "zero2", []), (2, "zero1", [])),
+    pytest.param((2, "fsdp", []), (1, "ddp", []), marks=long),
+    pytest.param((2, "ddp", []), (2, "fsdp", []), marks=long),
+    pytest.param((3, "zero2", []), (2, "zero1", []), marks=long),
     ((2, "zero1", []), (3, "fsdp", [])),
-    ((2, "pipeline", []), (2, "tensor", [])),
+    pytest.param((2, "pipeline", []), (2, "tensor", []), marks=long),
     ((2, "tensor", []), (3, "parameter_server", [])),
-    ((3, "parameter_server", []), (2, "pipeline", [])),
+    pytest.param((3, "parameter_server", []), (2, "pipeline", []), marks=long),
     pytest.param((4, "fsdp+tensor", ["--mesh", "2x2"]), (2, "allreduce", []), marks=long),
-    pytest.param((1, "ddp", []), (4, "pipeline+fsdp", ["--mesh", "2x2"]), marks=long),
-    pytest.param((8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"]), (3, "hsdp", ["--mesh", "1x3"]), marks=long),
+    pytest.param((1, "ddp", []), (4, "pipeline+fsdp", ["--mesh", "2x2"]), marks=exhaustive),
+    pytest.param((8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"]), (3, "hsdp", ["--mesh", "1x3"]), marks=exhaustive),
 ]
 
 
