@@ -42,7 +42,7 @@ def service(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects
         yield served
 
 
-def test_signature_is_the_one_that_azures_library_makes() -> None:
+def test_signature_equals_that_of_azures_library() -> None:
     token = azure.make_signature(
         AZURE_ACCOUNT, AZURE_KEY, BUCKET, permissions="racwdl", start_s=1767225600.0, end_s=1767916800.0
     )
@@ -64,7 +64,7 @@ def test_nodes_get_a_signature_and_not_the_key(config: Config, service: Objects,
     assert service.content == {"runs/0wner-job/outcomes/1.json": b"{}"}
 
 
-def test_login_without_a_key_and_several_containers_are_refused_with_the_ways_out(
+def test_login_without_a_key_and_several_containers_are_refused_with_remedies(
     config: Config, service: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = (StorageMount(target="/d", source=("az://another/data",), mode="COPY"),)

@@ -93,7 +93,7 @@ def test_commands_and_jobs_share_one_key_until_half_of_its_life(config: Config, 
     clock.ahead_s += LIFE_S / 2
     issue(config, clock)
     (keys,) = google.keys.values()
-    assert len(keys) == 2, "an ended key is deleted: an account has ten at most"
+    assert len(keys) == 2, "an expired key is deleted: an account has at most ten"
 
 
 def test_sweep_deletes_the_accounts_that_were_made(config: Config, google: FakeGoogle) -> None:
@@ -134,7 +134,7 @@ def test_missing_google_permission_refuses_the_launch_and_lists_remedies(
     assert hint in " ".join(refused.value.hints)
 
 
-def test_missing_bucket_is_found_before_money(config: Config, google: FakeGoogle) -> None:
+def test_missing_bucket_is_found_before_money_is_spent(config: Config, google: FakeGoogle) -> None:
     with pytest.raises(InvalidRequestError, match="does not exist") as refused:
         Grants(config, clock=PatientClock()).check([plan_on(make_task("gs://typo/runs"), "gcp")])
     assert "gcloud storage buckets create gs://typo" in refused.value.hints[0]
@@ -216,7 +216,7 @@ def test_agent_uses_a_users_login_file(config: Config, google: FakeGoogle, monke
     ],
 )
 @pytest.mark.parametrize("is_written", [True, False])
-def test_a_key_that_cannot_be_tried_is_told_from_one_that_is_refused(
+def test_a_key_that_cannot_be_tried_is_distinguished_from_one_that_is_refused(
     config: Config,
     google: FakeGoogle,
     monkeypatch: pytest.MonkeyPatch,

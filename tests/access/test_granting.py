@@ -132,7 +132,7 @@ def test_one_cloud_of_the_plan_that_lacks_access_is_enough(config: Config, grant
     assert refused.value.hints[0] == "do this"
 
 
-def test_data_that_is_only_named_refuses_no_launch(config: Config, granter: FakeGranter) -> None:
+def test_data_that_a_task_merely_names_does_not_block_a_launch(config: Config, granter: FakeGranter) -> None:
     granter.error = AuthError("not yours")
     grants, _ = make_grants(config, granter)
     task = make_task(None, inputs=(DataSet(url="s3://public", size_gib=1),))
@@ -148,7 +148,9 @@ def test_local_nodes_start_without_a_grant(config: Config, granter: FakeGranter)
         asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
 
 
-def test_jobs_of_the_same_needs_share_a_grant_and_an_older_one_stands_in(config: Config, granter: FakeGranter) -> None:
+def test_jobs_with_the_same_needs_share_a_grant_and_fall_back_on_an_older_one(
+    config: Config, granter: FakeGranter
+) -> None:
     grants, _ = make_grants(config, granter)
     for name in ("one", "two"):
         request = asyncio.run(grants.grant(replace(make_cluster("gcp"), name=name), make_task()))
@@ -162,7 +164,7 @@ def test_jobs_of_the_same_needs_share_a_grant_and_an_older_one_stands_in(config:
         asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
 
 
-def test_an_older_grant_stands_in_for_as_long_as_it_is_valid_for_a_quarter_of_an_hour(
+def test_an_older_grant_is_used_while_it_is_valid_for_another_quarter_of_an_hour(
     config: Config, granter: FakeGranter
 ) -> None:
     grants, _ = make_grants(config, granter)
@@ -183,9 +185,7 @@ def test_only_needs_that_exist_and_must_be_met_are_proved(config: Config, grante
     assert [need.bucket for need in granter.proved] == ["runs"]
 
 
-def test_grant_is_renewed_when_due_also_by_a_daemon_that_was_started_again(
-    config: Config, granter: FakeGranter
-) -> None:
+def test_grant_is_renewed_when_due_even_by_a_restarted_daemon(config: Config, granter: FakeGranter) -> None:
     grants, told = make_grants(config, granter, make_task())
     asyncio.run(grants.grant(make_cluster("gcp", job_id=1), make_task()))
     assert renew(grants) == [], "not due yet"

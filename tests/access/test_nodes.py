@@ -123,7 +123,7 @@ def test_program_mount_outcome_and_log_reach_the_bucket_by_the_grant(
             assert b"session-secret" not in content, f"a session is left in {path}"
 
 
-def test_renewed_grant_is_used_by_a_program_that_runs(rig: Rig, config: Config, store: FakeStore) -> None:
+def test_renewed_grant_is_used_by_a_running_program(rig: Rig, config: Config, store: FakeStore) -> None:
     store.life_s = 120.0  # libraries request another session in the last minutes of one
     task = make_task(LONG, checkpoint=CheckpointSpec(to=PLACE))
     clock = grant_on(rig, config, task)
@@ -135,7 +135,7 @@ def test_renewed_grant_is_used_by_a_program_that_runs(rig: Rig, config: Config, 
         await rig.gang.start(cluster, task, run_id=1, envs=ENVS, lease_s=3600)
         await wait_for(lambda: "ASIA1" in store.used_keys)
         await rig.gang.renew_lease(cluster, lease_s=3600)
-        assert read_login(node)["AccessKeyId"] == "ASIA1", "it is young: nothing is asked of AWS each minute"
+        assert read_login(node)["AccessKeyId"] == "ASIA1", "the session is still young: AWS is not called every minute"
         clock.ahead_s = 60.0
         await rig.gang.renew_lease(cluster, lease_s=3600)
         assert read_login(node)["AccessKeyId"] == "ASIA2"

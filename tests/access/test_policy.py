@@ -1,4 +1,4 @@
-"""The policy of a grant allows exactly the keys that a task needs: evaluated as AWS does."""
+"""The policy of a grant allows exactly the keys that a task needs; evaluated as AWS evaluates it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def allows(policy: str, action: str, resource: str, context: Mapping[str, str]) 
 
 
 def covers(need: Need, bucket: str, key: str) -> bool:
-    """State what a need is for: the whole bucket, an object and all below it, or all that begins with a text."""
+    """Return whether a need covers a key: the whole bucket, an object and all below it, or all keys with a prefix."""
     if need.bucket != bucket:
         return False
     return need.path == "" or (key.startswith(need.path) if need.is_open else f"{key}/".startswith(f"{need.path}/"))
@@ -78,18 +78,18 @@ def test_a_policy_allows_the_keys_of_its_needs_and_no_others(found: list[Need]) 
             seen = allows(policy, "s3:ListBucket", f"arn:aws:s3:::{bucket}", {"s3:prefix": key})
             assert seen or not listed
             assert mine or not seen
-            assert listed or not seen or len({each.bucket for each in found}) > 1, "all prefixes are of one statement"
+            assert listed or not seen or len({each.bucket for each in found}) > 1, "all prefixes are in one statement"
             kms = {"kms:EncryptionContext:aws:s3:arn": arn}
             assert allows(policy, "kms:Decrypt", "key", kms) is bool(mine)
         assert allows(policy, "s3:GetBucketLocation", f"arn:aws:s3:::{bucket}", {}) is bool(mine)
         assert allows(policy, "s3:ListBucket", f"arn:aws:s3:::{bucket}", {}) is bool(mine), "404 instead of 403"
-    assert not allows(policy, "kms:Decrypt", "key", {}), "keys of other services stay closed"
+    assert not allows(policy, "kms:Decrypt", "key", {}), "keys of other services stay inaccessible"
     assert not any(
         allows(policy, action, "arn:aws:s3:::one", {}) for action in ("s3:DeleteBucket", "s3:PutBucketPolicy")
     )
 
 
-def test_a_policy_as_long_as_aws_takes_is_made_and_a_longer_one_is_refused() -> None:
+def test_a_policy_of_the_maximum_length_is_made_and_a_longer_one_is_refused() -> None:
     def write(length: int) -> str:
         return make_policy([Need(scheme="s3", bucket="one", path="p" * length)])
 
@@ -102,7 +102,7 @@ def test_a_policy_as_long_as_aws_takes_is_made_and_a_longer_one_is_refused() -> 
 
 
 def test_one_path_with_several_uses_has_the_rights_of_all_of_them() -> None:
-    """The data is read and written, so it can be written; one use makes it necessary, and its field is named."""
+    """A path that is read and written may be written; one required use makes it required, and its field is named."""
     mounts = (StorageMount(target="/d", source=("s3://data/in",), mode="COPY"),)
     inputs, outputs = (DataSet(url="s3://data/in/", size_gib=1),), (DataSet(url="s3://data/in", size_gib=1),)
     (alone,) = list_needs(make_task(None, inputs=inputs), "me")
@@ -142,7 +142,7 @@ def test_keys_are_shared_by_equal_needs_of_one_installation_and_account_only() -
     assert len({name([one, two]), *others}) == 7
 
 
-def test_a_kept_key_is_private_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
+def test_a_kept_key_is_private_and_a_damaged_one_counts_as_missing(tmp_path: Path) -> None:
     keys = KeptKeys(tmp_path, "gs")
     with keys.locked():
         assert keys.read("a") is None and keys.list_names() == []

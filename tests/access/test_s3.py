@@ -110,7 +110,7 @@ def test_user_takes_the_named_role_for_as_long_as_it_allows(
         ("arn:aws:sts::123456789012:federated-user/x", "federated"),
     ],
 )
-def test_login_that_cannot_grant_is_refused_before_money_with_the_ways_out(
+def test_login_that_cannot_grant_is_refused_with_remedies_before_money_is_spent(
     store: FakeStore, config: Config, arn: str, why: str
 ) -> None:
     store.arn = arn
@@ -123,7 +123,9 @@ def test_login_that_cannot_grant_is_refused_before_money_with_the_ways_out(
         assert way in hints
 
 
-def test_role_login_makes_a_user_for_these_keys_whose_end_each_renewal_moves(store: FakeStore, config: Config) -> None:
+def test_role_login_creates_a_user_for_these_keys_and_each_renewal_extends_its_access(
+    store: FakeStore, config: Config
+) -> None:
     store.arn = ADMIN
     clock = AheadClock()
     granter = S3Granter(Settings(), config, clock=clock)
@@ -176,7 +178,7 @@ def test_grant_that_cannot_write_is_found_by_writing(store: FakeStore, config: C
         Grants(config, clock=SystemClock()).check([plan_on(make_task(), "aws")])
 
 
-def test_missing_bucket_is_found_before_money(store: FakeStore, config: Config) -> None:
+def test_missing_bucket_is_found_before_money_is_spent(store: FakeStore, config: Config) -> None:
     with pytest.raises(InvalidRequestError, match="NoSuchBucket") as refused:
         Grants(config, clock=SystemClock()).check([plan_on(make_task("s3://typo/runs"), "aws")])
     assert "aws s3 mb s3://typo" in refused.value.hints[0]
@@ -191,7 +193,7 @@ def test_other_s3_services_need_keys_of_the_task(
     assert "AWS_ACCESS_KEY_ID" in refused.value.hints[0] and not store.calls
 
 
-def test_policy_that_aws_would_find_too_long_is_refused() -> None:
+def test_policy_longer_than_aws_allows_is_refused() -> None:
     needs = [Need(scheme="s3", bucket=f"bucket-{n}", path="p" * 40) for n in range(20)]
     with pytest.raises(InvalidRequestError, match="too many bucket paths"):
         make_policy(needs)

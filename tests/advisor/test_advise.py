@@ -141,7 +141,7 @@ def test_memory_per_node_falls_with_the_number_of_nodes(parameters: float, power
     assert many.total <= few.total * 1.0001
 
 
-def test_options_are_ranked_by_dollars_and_each_card_comes_once() -> None:
+def test_options_are_ranked_by_dollars_and_each_card_is_listed_once() -> None:
     advice = ask()
     dollars = [each.usd for each in advice.options]
     assert dollars[1:] == sorted(dollars[1:])
@@ -253,7 +253,7 @@ def test_learning_rate_is_near_gpt3s() -> None:
     assert 2.0e-4 < find_learning_rate(1.3e9) < 4.0e-4
 
 
-def test_hours_are_steps_times_step_and_the_stated_overhead() -> None:
+def test_hours_are_steps_times_step_time_and_the_stated_overhead() -> None:
     training = train(7e9, 20e9)
     layout = find_layout(training, Hardware(figures=CARDS["H100"], accelerators=8, network_gbs=400), 1)
     assert layout is not None

@@ -53,7 +53,7 @@ def test_llama_3_405b_reaches_its_published_utilisation_within_12_percent(
 RUNS = [
     pytest.param(LLAMA_405B, NODE, 2048, 15.6e12, 8192, 2048, 30_840_000, 1.25, id="llama3.1-405b"),
     pytest.param(LLAMA_70B, NODE, 512, 15e12, 8192, 1024, 7_000_000, 1.4, id="llama3.1-70b"),
-    # The card does not say on how many GPUs: 16,384 of a cluster of 24,576, as the 405B model.
+    # The card does not state the number of GPUs; assumed: 16,384 of a cluster of 24,576, as for the 405B model.
     pytest.param(LLAMA_8B, NODE, 2048, 15e12, 8192, 512, 1_460_000, 1.25, id="llama3.1-8b"),
     pytest.param(DEEPSEEK_V3, NODE, 256, 14.8e12, 4096, 15360, 2_664_000, 1.35, id="deepseek-v3"),
     pytest.param(

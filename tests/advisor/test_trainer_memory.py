@@ -198,11 +198,11 @@ def test_the_last_stage_holds_the_logits() -> None:
     assert held > 12 * 4096 * 200_000
 
 
-def test_a_pipeline_gets_equal_micro_batches_and_one_a_stage() -> None:
+def test_a_pipeline_gets_equal_micro_batches_and_at_least_one_per_stage() -> None:
     training = Training(shape=SEVEN, tokens=1e9, sequence=2048, batch=24)
     assert can_split(training, Sharding(pipeline=4, data=2), 2)
     assert not can_split(training, Sharding(pipeline=8, data=2), 2), "six micro-batches for eight stages"
-    assert not can_split(training, Sharding(pipeline=2, data=1), 5), "24 is no multiple of 5"
+    assert not can_split(training, Sharding(pipeline=2, data=1), 5), "24 is not a multiple of 5"
     assert can_split(training, Sharding(data=5), 2)
 
 

@@ -14,6 +14,6 @@ sys.path.remove(str(FOLDER))
 
 
 def prolong_setup(manifest: bytes) -> bytes:
-    """Let the setup have taken ten minutes: no machine is so busy that a node gives up a restore as the slower way."""
+    """Record a setup of ten minutes, so that no node abandons a restore as slower, however busy the machine is."""
     changed: bytes = _archive.encode({**_archive.decode(manifest), "setup_s": 600.0})
     return changed

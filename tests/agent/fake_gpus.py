@@ -1,6 +1,6 @@
-"""Fakes for nodes of the local cloud, whose first one that asks has the fault.
+"""Fakes for nodes of the local cloud: `nvidia-smi`, the kernel log, torch and a slow network.
 
-They are `nvidia-smi`, the kernel log, torch and a slow network.
+The first node that asks has the fault.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class cuda:
         global now_s
         now_s += 1.0 if is_slow and index == 1 else 0.01
 """
-# Its sockets are slow, and they still count as real ones: the limit is per call.
+# Slow sockets of the same class as real ones; each call is limited.
 SLOW_SOCKETS = """\
 import os, socket, time
 node = os.path.basename(os.path.dirname(os.environ["HOME"]))

@@ -10,7 +10,7 @@ from broker.agent import FILES, FOLDER, agent_files
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_agent_needs_only_an_old_python(name: str) -> None:
+def test_agent_parses_as_python_3_8_and_imports_only_the_standard_library(name: str) -> None:
     tree = ast.parse((FOLDER / name).read_text(), feature_version=(3, 8))
     guarded = {
         node

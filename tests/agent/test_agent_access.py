@@ -29,7 +29,7 @@ def ask(key: str, scope: str = "a", **fields: Any) -> dict[str, Any]:
 
 
 def begin(access: ModuleType, run_id: int, *, status: str = "") -> Path:
-    """Begin a run with its spec; `status` is its outcome, else its runner holds the lock."""
+    """Begin a run with its spec; `status` is its outcome; without one, its runner holds the lock."""
     folder = access.files.make_private(access.files.run_folder(run_id))
     (folder / "spec.json").write_text(json.dumps({"rank": 0, "envs": {}}))
     if status:
@@ -69,7 +69,7 @@ def test_renewal_reaches_runs_that_have_not_ended(access: ModuleType) -> None:
     assert (read(access, 1), read(access, 2)) == ("old", "new")
 
 
-def test_files_go_when_all_runs_of_a_job_have_ended_and_are_delivered(
+def test_files_are_removed_once_all_runs_of_a_job_have_ended_and_are_delivered(
     access: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     due = {1}
@@ -91,7 +91,7 @@ def test_files_go_when_all_runs_of_a_job_have_ended_and_are_delivered(
     assert not access.find_folder(1).exists()
 
 
-def test_files_of_a_program_that_works_stay(access: ModuleType) -> None:
+def test_files_of_a_running_program_stay(access: ModuleType) -> None:
     begin(access, 1, status="SUCCEEDED")
     begin(access, 2)
     access.receive(ask("key", run_id=2))

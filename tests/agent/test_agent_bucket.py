@@ -1,4 +1,4 @@
-"""The agent signs and sends without a library, as Amazon's own and by Azure's rules; refusals are explained."""
+"""The agent signs and sends without a library, as Amazon's own does and by Azure's rules; refusals are explained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGIN = {"key": "AKID", "secret": "wJalr", "token": "session"}
 
 @pytest.mark.parametrize("content", [b"content", None], ids=["PUT", "GET"])
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://127.0.0.1:9/base/", ""])
-def test_signature_is_the_one_that_amazons_library_makes(endpoint: str, content: bytes | None) -> None:
+def test_signature_equals_that_of_amazons_library(endpoint: str, content: bytes | None) -> None:
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
@@ -60,7 +60,7 @@ class Metadata:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 around.seen.append((self.command, self.path, body))
-                code, text = around.tell(self.path, {k.lower(): v for k, v in self.headers.items()})
+                code, text = around.respond(self.path, {k.lower(): v for k, v in self.headers.items()})
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -75,7 +75,7 @@ class Metadata:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def tell(self, path: str, headers: dict[str, str]) -> tuple[int, str]:
+    def respond(self, path: str, headers: dict[str, str]) -> tuple[int, str]:
         if path.startswith("/latest/api/token"):
             return 200, "imds"
         if path.startswith("/latest/meta-data/iam"):

@@ -120,7 +120,7 @@ def test_node_without_a_restored_server_obeys_any(rig: Rig) -> None:
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give a copy of the agent, which nodes get instead."""
+    """Copy the agent to a folder where tests plant bugs, and send nodes this copy."""
     folder = tmp_path / "agent"
     shutil.copytree(agent.FOLDER, folder)
     monkeypatch.setattr(agent, "FOLDER", folder)

@@ -29,7 +29,7 @@ def make_run(runs: Path, run_id: int, **parts: Any) -> Path:
     return folder
 
 
-def test_a_file_is_private_replaced_as_a_whole_and_leaves_nothing_aside(tmp_path: Path) -> None:
+def test_a_file_is_private_replaced_as_a_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     before = os.umask(0)
     try:
@@ -134,7 +134,7 @@ def test_a_runner_that_vanished_without_an_outcome_is_a_failure_with_an_end(runs
     assert found["ended_s"] == (folder / "spec.json").stat().st_mtime
 
 
-def test_a_run_whose_runner_was_killed_is_over_when_its_programs_were_ended(runs: Path) -> None:
+def test_a_run_whose_runner_was_killed_is_over_once_its_programs_have_ended(runs: Path) -> None:
     folder = make_run(runs, 1, state={"status": "RUNNING"})
     assert not files.is_over(1), "the watcher ends them, and then writes the outcome"
     files.write_json(folder / "outcome.json", {"status": "FAILED", "returncode": None, "ended_s": 9.0})

@@ -164,7 +164,7 @@ def test_requests_are_answered_by_their_number(start: Callable[..., Session]) ->
     assert (session.run / "cancel").exists()
 
 
-def test_a_request_that_the_disk_fails_is_answered_and_the_session_stays(start: Callable[..., Session]) -> None:
+def test_a_request_that_fails_with_an_os_error_is_answered_and_the_session_stays(start: Callable[..., Session]) -> None:
     session = start()
     session.open()
     (session.run / "cancel").symlink_to("missing/file")

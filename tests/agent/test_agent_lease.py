@@ -97,7 +97,7 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_the_broker
     files.record_contact()
     folder = node.begin()
     node.uptime_s += HOUR
-    assert agent.decide_power_off() == "", "the program works"
+    assert agent.decide_power_off() == "", "the program is running"
     node.finish(folder)
     assert agent.decide_power_off() == "", "nothing is in the bucket"
     (folder / "delivery.json").write_text('{"outcome": true, "error": "the log: HTTP 503"}')
@@ -157,7 +157,7 @@ def test_node_of_a_cluster_has_no_lease_and_is_never_done(node: Node) -> None:
     assert agent.decide_power_off() == ""
 
 
-def test_every_verb_from_outside_is_heard_and_none_of_our_own(
+def test_verbs_of_the_broker_count_as_contact_and_our_own_do_not(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(agent, "ensure_watcher", lambda: None)
@@ -212,7 +212,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return Bucket(monkeypatch)
 
 
-def test_outcome_progress_and_log_are_left(node: Node, bucket: Bucket) -> None:
+def test_outcome_progress_and_log_are_left_in_the_bucket(node: Node, bucket: Bucket) -> None:
     folder = node.begin()
     (folder / "log").write_bytes(b"step 1\nstep 2\n")
     (folder / "progress.jsonl").write_text('{"step": 1}\n{"step": 2, "total": 2}\n')
@@ -238,7 +238,7 @@ def test_delivery_continues_after_a_failure_even_in_another_process(node: Node, 
     assert list(bucket.objects) == ["s3://b/me-job-1/logs/1.log"], "what has arrived is not sent again"
 
 
-def test_log_of_a_run_that_works_is_kept_while_the_broker_is_away(node: Node, bucket: Bucket) -> None:
+def test_log_of_a_running_program_is_kept_while_the_broker_is_away(node: Node, bucket: Bucket) -> None:
     folder = node.begin()
     (folder / "log").write_bytes(b"step 1\n")
     files.record_contact()
@@ -339,7 +339,7 @@ def test_autostop_leaves_time_to_read_the_last_lines_however_short_it_is(
     assert agent.decide_power_off() == "autostop"
 
 
-def test_autostop_counts_from_when_it_was_set_also_on_a_node_that_was_idle_before(
+def test_autostop_counts_from_when_it_was_set_even_on_a_node_that_was_idle_before(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "ensure_watcher", lambda: None)

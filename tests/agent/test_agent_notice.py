@@ -1,4 +1,4 @@
-"""A notice is detected within a second of its announcement: there may be only two."""
+"""A notice is detected within a second of its announcement: there may be only two seconds."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_notice_is_recorded_with_a_second_left(agent: Agent, kind: str, at_s: fl
 def test_advice_is_reported_and_is_not_a_notice(agent: Agent) -> None:
     cloud = Cloud(notice_at_s=10.0, advice_at_s=2.0)
     agent.watch(cloud, "aws")
-    assert cloud.advices > 1, "it was told more than once"
-    assert agent.read("rebalance") == {"time_s": agent.notice.parse_time_s("2026-01-01T00:00:01Z")}, "and is news once"
-    assert cloud.now_s >= 10.0, "it went on listening"
+    assert cloud.advices > 1, "the cloud announced it more than once"
+    assert agent.read("rebalance") == {"time_s": agent.notice.parse_time_s("2026-01-01T00:00:01Z")}, "recorded once"
+    assert cloud.now_s >= 10.0, "it kept listening"
 
 
 def test_machine_without_a_metadata_server_is_left_alone(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

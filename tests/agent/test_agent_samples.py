@@ -87,7 +87,7 @@ def test_sample_has_the_share_of_all_processors_and_means_of_what_moved(host: Ho
     assert sample["cpu_ratio"] == pytest.approx(15 / 40) and sample["cpu_count"] == 4
     assert (sample["memory_used_bytes"], sample["memory_bytes"]) == (16 * GIB, 64 * GIB)
     assert (sample["network_received_bytes_s"], sample["network_sent_bytes_s"]) == (512_000, 1_024_000)
-    assert (sample["disk_read_bytes_s"], sample["disk_written_bytes_s"]) == (512_000, 512_000)  # the partition is in it
+    assert (sample["disk_read_bytes_s"], sample["disk_written_bytes_s"]) == (512_000, 512_000)  # partition included
     assert 0 < sample["disk_used_bytes"] < sample["disk_bytes"]
     assert abs(sample["time_s"] - time.time()) < 60 and "gpus" not in sample
 
@@ -352,7 +352,7 @@ def test_agent_sends_the_new_files() -> None:
         (137, 4, None, ""),
     ],
 )
-def test_a_killed_program_is_told_whether_the_kernel_ran_out_of_memory(
+def test_a_kill_is_attributed_to_a_lack_of_memory_or_to_another_process(
     tmp_path: Path, returncode: int, before: int | None, after: int | None, expected: str
 ) -> None:
     if before is not None:

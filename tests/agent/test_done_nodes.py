@@ -51,7 +51,7 @@ def test_nodes_are_done_when_all_is_in_the_bucket(
     async def act() -> None:
         cluster = await rig.make_cluster(2)
         secrets = {name: Secret(value=value) for name, value in server.variables.items()}
-        # The failure of one node ends the other, which would otherwise not always come to say its line.
+        # The failure of one node ends the other, so it waits until the other has printed its line.
         run = (
             'echo "hello from $SKYPILOT_NODE_RANK"\n'
             f"[ $SKYPILOT_NODE_RANK = 1 ] || {{ touch {said}; exit 0; }}\n"

@@ -161,7 +161,7 @@ def test_refusing_program_refuses_before_the_handshake_so_that_a_post_may_be_rep
     asyncio.run(run())
 
 
-def test_response_that_the_program_cuts_off_is_no_whole_one(tmp_path: Path) -> None:
+def test_response_that_the_program_cuts_off_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
         writer.write(b"HTTP/1.1 200 OK\r\n\r\nhalf")  # without a length: its end is the connection's

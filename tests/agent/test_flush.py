@@ -1,4 +1,4 @@
-"""A run ends when its output to mounted buckets is uploaded: not before, and not never."""
+"""A run ends when its output to mounted buckets is uploaded: not before, and always in the end."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_node_without_mounts_has_nothing_to_wait_for(tmp_path: Path, monkeypatch
     ("text", "hold_s"),
     [("60", 60.0), ("0", 0.0), ("-1", agent_flush.HOLD_S), ("nan", agent_flush.HOLD_S), ("x", agent_flush.HOLD_S)],
 )
-def test_time_to_hold_is_the_tasks(text: str, hold_s: float) -> None:
+def test_valid_hold_time_of_the_task_replaces_the_default(text: str, hold_s: float) -> None:
     assert (
         agent_flush.read_hold_s({"BROKER_FLUSH_HOLD_S": text}) == hold_s
         and agent_flush.read_hold_s({}) == agent_flush.HOLD_S

@@ -37,7 +37,7 @@ def test_healthy_gpus_have_no_fault() -> None:
 
 
 @pytest.mark.parametrize("count", ["[N/A]", "[Not Supported]", "N/A", ""])
-def test_gpu_that_reports_no_ecc_errors_is_no_fault(count: str) -> None:
+def test_gpu_that_reports_no_ecc_errors_is_not_a_fault(count: str) -> None:
     assert find(HEALTHY.replace(", 0\n", f", {count}\n"))[0] == ""
 
 
@@ -102,7 +102,7 @@ def test_slow_gpu_is_a_fault_and_one_that_is_only_limited_is_not(
 
 
 @pytest.mark.parametrize("result", [None, {}, {"tflops": 3}, {"unchecked": "ImportError: torch"}])
-def test_program_that_times_nothing_is_no_fault(
+def test_program_that_times_nothing_is_not_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | None
 ) -> None:
     finding = judge(tmp_path, monkeypatch, result)
@@ -163,14 +163,14 @@ def test_other_nodes_of_the_gang_report_no_fault(rig: Rig, gpus: FakeGpus) -> No
     assert all(gpus.read_sick() in serial for serial in report.faults[0].serials)
 
 
-def test_node_without_the_tool_starts_and_says_so(rig: Rig, gpus: FakeGpus) -> None:
+def test_node_without_the_tool_starts_and_reports_it(rig: Rig, gpus: FakeGpus) -> None:
     (gpus.folder / "nvidia-smi").unlink()
     report, log = asyncio.run(run_checked(rig, gpus))
     assert report.status is RunStatus.SUCCEEDED
     assert "broker: health check: not checked: nvidia-smi is missing\n" in log
 
 
-def test_failing_tool_is_no_fault(rig: Rig, gpus: FakeGpus) -> None:
+def test_failing_tool_is_not_a_fault(rig: Rig, gpus: FakeGpus) -> None:
     gpus.plant("driver")
     report, log = asyncio.run(run_checked(rig, gpus))
     assert report.status is RunStatus.SUCCEEDED and "not checked: nvidia-smi failed: NVIDIA-SMI has failed" in log

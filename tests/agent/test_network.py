@@ -36,7 +36,7 @@ def judge(links: Links, gang_gbs: float | None = None) -> tuple[dict[int, str], 
 def test_node_that_is_slow_with_both_neighbours_is_at_fault() -> None:
     faults, is_slow = judge({(0, 1): 0.2, (1, 2): 0.3, (2, 3): 2.9, (0, 3): 2.8})
     assert faults == {1: "the network to ranks 0 and 2 reaches 1.6 and 2.4 of 24.8 Gbit/s"}
-    assert not is_slow, "the fault says it"
+    assert not is_slow, "the fault reports it"
 
 
 def test_two_neighbours_may_both_be_at_fault() -> None:
@@ -125,7 +125,7 @@ def test_silent_node_leaves_the_network_unmeasured(tmp_path: Path, monkeypatch: 
         {"backend": ["tcp"]},
     ],
 )
-def test_invalid_answers_are_no_evidence(
+def test_invalid_answers_are_not_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]
 ) -> None:
     survey = make_survey(tmp_path, monkeypatch)

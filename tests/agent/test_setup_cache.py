@@ -1,4 +1,4 @@
-"""The archive of a setup: what it covers, what it never holds, and that no half of one is used."""
+"""The archive of a setup: what it covers, what it never holds, and that an incomplete one is never used."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_reason_why_a_setup_is_not_kept(
         cluster = await start(rig, make_task("true", setup=setup), str(tmp_path / "kept"), **order)
         (result,) = await wait_result(rig, cluster)
         assert result.result == "not_kept" and reason in result.reason
-        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED, "which is no fault of the program"
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED, "which is not the program's fault"
 
     asyncio.run(scenario())
     assert not list(tmp_path.glob("kept/*"))
@@ -148,7 +148,7 @@ def test_fresh_start_runs_setup_and_replaces_the_archive(rig: Rig, tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_bucket_that_refuses_or_is_away_leaves_the_start_as_it_was(rig: Rig, bucket: BucketServer) -> None:
+def test_bucket_that_refuses_or_is_unreachable_does_not_affect_the_start(rig: Rig, bucket: BucketServer) -> None:
     async def scenario() -> None:
         envs = {**bucket.variables, "AWS_ACCESS_KEY_ID": "WRONG"}
         cluster = await start(rig, make_task("cat ~/made", setup="echo made > ~/made", envs=envs), "s3://b/p-setups")

@@ -105,7 +105,7 @@ def test_no_run_overtakes_a_large_one_that_waits(rig: Rig) -> None:
         await queue.submit(2, ("T4", 2))
         assert (await queue.wait_begun(1), await queue.wait_begun(2)) == (["0|1"], ["1,2|2"])
         await queue.submit(3, ("T4", 4))
-        await queue.submit(4, ("T4", 1))  # would fit, and is behind
+        await queue.submit(4, ("T4", 1))  # would fit, but is later in the queue
         await queue.finish(2)
         assert await queue.list_statuses() == ["RUNNING", "SUCCEEDED", "PENDING", "PENDING"]
         await queue.finish(1)
@@ -151,7 +151,7 @@ def test_all_nodes_of_a_cluster_follow_the_head(rig: Rig) -> None:
     asyncio.run(act())
 
 
-def test_reservations_are_true_after_runner_and_watcher_were_killed(rig: Rig) -> None:
+def test_reservations_are_correct_after_runner_and_watcher_were_killed(rig: Rig) -> None:
     async def act() -> None:
         queue = await make_queue(rig)
         await queue.submit(1, ("T4", 0.5))
@@ -196,7 +196,7 @@ def is_program(pid: int, name: str) -> bool:
         (0.3, 1, [([0], 0.3)] * 2, ([0], 0.3)),
         (0.3, 1, [([0], 0.3)] * 3, None),
         (0.1, 1, [([0], 0.1)] * 9, ([0], 0.1)),
-        (0.5, 2, [([1], 0.5)], ([1], 0.5)),  # the fullest that has room
+        (0.5, 2, [([1], 0.5)], ([1], 0.5)),  # the fullest device that has room
         (0.7, 2, [([1], 0.5)], ([0], 0.7)),
         (2, 4, [([1], 0.5)], ([0, 2], 1.0)),
         (2, 2, [([1], 0.5)], None),
