@@ -166,7 +166,7 @@ def test_a_task_without_a_program_cannot_be_a_job(home: Path) -> None:
     assert broker.jobs.queue() == ()
 
 
-def test_advice_is_the_command_line_s(home: Path) -> None:
+def test_advice_takes_numbers_or_texts_and_its_task_can_be_planned(home: Path) -> None:
     advice = broker.advise(params=7e9, tokens="20B", gpus=["H100"])
     assert advice.advice.options[0].layout.hardware.figures.name == "H100"
     assert broker.plan(advice.task).choice.expected_usd is not None

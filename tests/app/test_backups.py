@@ -239,7 +239,7 @@ def test_unchanged_state_is_not_written_again(old: tuple[Context, Backups, Place
     context.store.leader.lead()
     assert backups.write_if_changed(), "an epoch is a change"
     context.store.leader.beat()
-    assert not backups.write_if_changed(), "a heartbeat is none"
+    assert not backups.write_if_changed(), "a heartbeat is not"
     context.store.jobs.add("train", TASK)
     assert backups.write_if_changed()
 

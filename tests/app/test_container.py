@@ -1,4 +1,4 @@
-"""What a command's objects do when they are joined."""
+"""A command's objects, wired together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Hosts:
     settle_s: float = 0.0
 
 
-def test_keys_go_with_their_clusters_once_the_cloud_was_compared_with_the_records(tmp_path: Path) -> None:
-    """Before that, nodes that no record names may run, and these keys alone open them."""
+def test_keys_are_deleted_with_their_clusters_once_the_cloud_was_compared_with_the_records(tmp_path: Path) -> None:
+    """Until then, nodes without a record may be running, and only these keys give access to them."""
     context = Context(tmp_path)
     context.__dict__["clouds"] = {"simulated": Hosts()}
     keys = Keys(context.config.keys)

@@ -27,7 +27,7 @@ def commit(store: Store, kind: Owned, *names: str, user: str, project: str) -> N
     store.commitments.add(user=user, project=project, kind=kind, names=names, usd=1.0, usd_hour=1.0, gpus=1.0)
 
 
-def test_requests_and_owners_pay_and_the_rest_is_of_this_machine(store: Store, clock: Hands) -> None:
+def test_requests_and_owners_pay_and_the_rest_belongs_to_this_machine(store: Store, clock: Hands) -> None:
     owned, unowned = bill(store, "n1", cluster="dev"), bill(store, "n2", cluster="own")
     store.owners.put(Owned.CLUSTER, "dev", "ada")
     commit(store, Owned.CLUSTER, "shared", user="ben", project="vision")

@@ -87,7 +87,7 @@ def test_unknown_ref_is_refused_with_those_that_exist(origin: Path, ref: str, hi
     assert caught.value.hints == (hint,)
 
 
-def test_repository_that_is_not_there_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_missing_repository_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"does not appear to be a git repository|does not exist"):
         fetch(tmp_path / "nothing", None)
     assert not (tmp_path / "home" / "repositories").exists()
@@ -102,7 +102,7 @@ def test_credentials_of_a_url_are_never_shown() -> None:
     assert strip_credentials("https://host/org/x@2") == "https://host/org/x@2"
 
 
-def test_machine_without_git_is_told_what_to_do(origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_git_is_reported_with_a_remedy(origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UsageError, match="`git` is not installed") as caught:
         fetch(origin, None)
@@ -168,7 +168,7 @@ def test_private_repository_without_a_login_is_refused_and_nothing_asks_for_a_pa
         ("ssh: connect to host host.test port 22: No route to host", "port 22: No route to host", "git ls-remote"),
     ],
 )
-def test_what_ssh_said_is_told_with_what_to_do(
+def test_error_of_ssh_is_shown_with_a_remedy(
     told: str, reason: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Git itself says only that it could not read from the remote repository."""

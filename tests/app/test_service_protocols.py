@@ -1,4 +1,4 @@
-"""Services over tcp and grpc, and those behind HAProxy: what they cannot have is refused before anything starts."""
+"""Services over tcp and grpc, and those behind HAProxy: unsupported options are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_keys_are_refused_where_requests_are_not_read(context: Context, service:
         ({"balancer": {"type": "haproxy"}}, "the balancer of a service cannot change from broker to haproxy"),
     ],
 )
-def test_update_cannot_change_the_way_to_the_replicas(service: dict[str, Any], message: str) -> None:
+def test_update_cannot_change_the_path_to_the_replicas(service: dict[str, Any], message: str) -> None:
     check_same_path(make_spec(), make_spec(replicas=2))
     with pytest.raises(UsageError, match=message):
         check_same_path(make_spec(), make_spec(**service))

@@ -1,4 +1,4 @@
-"""Replicas are placed with the catalog's prices, the market model's hazards, and what is refused."""
+"""Replicas are placed with the catalog's prices, the market model's hazards and recorded refusals."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_service_must_be_the_last_task_and_the_only_one() -> None:
     assert split_pipeline(read(SERVED))[0] == ()
 
 
-def test_replicas_need_every_job_of_their_run_and_a_retried_job_by_its_last(tmp_path: Path) -> None:
+def test_replicas_need_every_job_of_their_run_and_only_the_last_retry_of_a_job(tmp_path: Path) -> None:
     context = Context(tmp_path)
     tasks = read("name: first\n" + PLAIN, "name: second\n" + PLAIN, SERVED)
     try:

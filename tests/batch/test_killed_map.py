@@ -91,7 +91,7 @@ def test_an_uninterrupted_map_needs_few_actions(tmp_path: Path) -> None:
 
 
 def kill_at(folder: Path, action: int) -> bool:
-    """Kill the first command at an action; return whether it came that far."""
+    """Kill the first command at an action; return whether it got that far."""
     world, killer = MapWorld(folder), Killer(action)
     try:
         world.run(killer)

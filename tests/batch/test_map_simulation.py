@@ -1,4 +1,4 @@
-"""Workers that are killed and frozen at random on virtual time: every result once, at little more than the least cost.
+"""Workers that are killed and frozen at random on virtual time: every result once, at little above the minimum cost.
 
 The workers are the product's `Leases`; bucket, machines and time are simulated.
 """

@@ -1,6 +1,6 @@
-"""The same training as `trainers.lm`, written by hand in one file: what its throughput is measured against.
+"""The same training as `trainers.lm`, written by hand in one file: the baseline for its throughput.
 
-No checkpoints, no resume, no reports but a line a step.
+No checkpoints, no resume, no reports except one line per step.
 """
 
 import math

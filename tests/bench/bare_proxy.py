@@ -1,4 +1,4 @@
-"""A minimal aiohttp proxy, whose processor time per request the balancer's is compared with: copy, choose, forward.
+"""A minimal aiohttp proxy (copy, choose, forward): the baseline for the balancer's processor time per request.
 
 python -m tests.bench.bare_proxy --port 8000 8001 8002    # listens on the first, forwards to the others
 """

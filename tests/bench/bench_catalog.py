@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def measure(run: Callable[[], object], rounds: int) -> float:
-    """Least processor milliseconds."""
+    """Return the least processor milliseconds."""
     best = float("inf")
     for _ in range(rounds):
         began = time.process_time()
@@ -61,7 +61,7 @@ def show(name: str, ms: float, *, count: int | None = None, plain_ms: float | No
 
 
 def find_plainly(book: Book, task: Task) -> list[Offer]:
-    """One query without hints to SQLite, offers made the usual way: what the book's own ways are compared with."""
+    """Run one query without hints to SQLite and make offers the usual way: the baseline for the book's own ways."""
     where, values = "1", list[object]()
     (resources,) = task.resources[:1]
     if resources.accelerator is None and resources.instance_type is None:

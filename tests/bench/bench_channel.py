@@ -1,4 +1,4 @@
-"""What it costs to watch a job: polled each half second as before, and over one kept session a node.
+"""What it costs to watch a job: polled every half second, and over one kept session per node.
 
     python -m tests.bench.bench_channel [--polled 3] [--kept 20] [--seconds 40] [--jobs 1000]
 
@@ -72,7 +72,7 @@ class Bed:
             sshd.stop()
 
     def list_ssh(self) -> list[int]:
-        """Local ssh processes, by the sockets of their connections."""
+        """List local ssh processes by the sockets of their connections."""
         controls = {str(self.transport._find(cluster.nodes[0]).control) for cluster in self.clusters}
         return [pid for control in controls for pid in list_with(control, "cmdline")]
 
@@ -81,7 +81,7 @@ class Bed:
         return [pid for root in roots for pid in list_tree(root)]
 
     def measure_others_s(self) -> tuple[float, float]:
-        """Processor time so far: of the ssh processes that live, of the nodes."""
+        """Return the processor time so far: of the live ssh processes, and of the nodes."""
         ssh_s = sum(measure_cpu_s(pid) for pid in self.list_ssh())
         return ssh_s, sum(measure_cpu_s(pid) for pid in self.list_node_side())
 
@@ -111,7 +111,7 @@ def kill(pid: int) -> None:
 
 
 def measure_cpu_s(pid: int) -> float:
-    """Of a process and of its children that have ended."""
+    """Return the processor time of a process and of its children that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -120,14 +120,14 @@ def measure_cpu_s(pid: int) -> float:
 
 
 def measure_memory_mib(pid: int) -> tuple[float, float]:
-    """Resident, and its own share of it."""
+    """Return the resident memory, and its proportional share of it (PSS)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     values = {line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}
     return values["Rss"] / 1024, values["Pss"] / 1024
 
 
 async def watch(bed: Bed, cluster: Cluster, *, is_kept: bool) -> None:
-    """As a controller does, without its store."""
+    """Watch as a controller does, without its store."""
     offset, leased_s, wake = 0, 0.0, asyncio.Event()
     while True:
         report = await bed.gang.poll(cluster, 1)
@@ -144,7 +144,7 @@ async def watch(bed: Bed, cluster: Cluster, *, is_kept: bool) -> None:
 
 
 async def measure_nodes(bed: Bed, seconds: float, *, is_kept: bool) -> list[float]:
-    """CPU seconds a job-hour: of the broker's process, of its ssh, of a node."""
+    """Return CPU seconds per job-hour: of the broker's process, of its ssh, of a node."""
     for cluster in bed.clusters:
         task = make_task(PROGRAM)
         await bed.gang.prepare(cluster, task)
@@ -189,7 +189,7 @@ class CountedGang(SimulatedGang):
 
 
 class PushedGang(CountedGang):
-    """Its nodes tell of a step every `pace_s`."""
+    """Its nodes report a step every `pace_s`."""
 
     pace_s = 2.0
 
@@ -198,7 +198,7 @@ class PushedGang(CountedGang):
 
 
 def measure_daemon(folder: Path, count: int, pace_s: float | None) -> tuple[float, float]:
-    """CPU seconds a job-hour of the daemon with that number of running jobs, and of one step; None: they are polled."""
+    """Return CPU seconds per job-hour of the daemon with this many running jobs, and of a step; None: poll them."""
     world = World(folder)
     gang = CountedGang(world.cloud, world.clock, steps=100_000)
     if pace_s is not None:

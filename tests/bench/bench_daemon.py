@@ -34,7 +34,7 @@ class Bench:
         self.daemon: subprocess.Popen[bytes] | None = None
 
     def run(self, *arguments: str) -> float:
-        """Seconds of the whole process."""
+        """Return the seconds of the whole process."""
         start_s = time.perf_counter()
         command = [sys.executable, "-m", "broker", *arguments]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ class Bench:
         return str(path)
 
     def measure_cpu_s(self) -> float:
-        """The daemon's, user and system, so far."""
+        """Return the daemon's user and system time so far."""
         assert self.daemon is not None
         fields = Path(f"/proc/{self.daemon.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_S

@@ -17,7 +17,7 @@ Case = tuple[list[Task], list[Plan]]
 
 
 def make_prices(seed: int) -> list[EgressPrice]:
-    """Every region has prices of its own and none is free: the hardest kind found so far."""
+    """Make prices that differ by region, none of them zero: the hardest kind found so far."""
     draw = random.Random(seed)
     prices = list[EgressPrice]()
     for cloud in CLOUDS:
@@ -33,7 +33,7 @@ def make_prices(seed: int) -> list[EgressPrice]:
 def make_pipeline(
     seed: int, count: int, candidates: int, parents: int, *, scale_gib: float
 ) -> tuple[list[Task], list[Plan]]:
-    """Tasks of 1 to 10 hours at 2 to 40 USD/h; each needs up to `scale_gib` of each of 1 to `parents` earlier ones."""
+    """Make tasks of 1-10 hours at 2-40 USD/h; each needs up to `scale_gib` of each of 1 to `parents` earlier ones."""
     draw = random.Random(seed)
     tasks = list[Task]()
     for i in range(count):

@@ -151,7 +151,7 @@ class Dashboard:
 
 
 class OpenPage(threading.Thread):
-    """A page that loads itself again whenever it is told of a change, as `live.js` does, until it is closed."""
+    """A page that loads itself again at every change, as `live.js` does, until it is closed."""
 
     def __init__(self, dashboard: Dashboard, path: str, on_shown: Callable[[bytes], None]) -> None:
         super().__init__(daemon=True)

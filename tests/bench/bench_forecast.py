@@ -1,8 +1,8 @@
-"""How true the forecasts of `plan` are: `python -m tests.bench.bench_forecast --traces DIR --runs TABLE.json`.
+"""How accurate the forecasts of `plan` are: `python -m tests.bench.bench_forecast --traces DIR --runs TABLE.json`.
 
 Not collected by pytest. DIR holds one folder of recordings for each family (or set BROKER_TRACES); TABLE is made of the
 same folder by `python -m broker.lab.recorded_runs`. Each run in the table is forecast by the market model from the runs
-of all *other* families, and compared with its outcome. `--check` fails where a bar is missed.
+of all *other* families, and compared with its outcome. `--check` fails if a bar is missed.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ class Marks:
     hours_coverage: Sequence[float]
     usd_bias: float
     hours_bias: float
-    usd_loss: float  # mean quantile loss over the actual mean: sharpness and truth in one figure
+    usd_loss: float  # mean quantile loss over the actual mean: sharpness and accuracy in one figure
     bins: Sequence[tuple[float, float, int]]
     brier: float
     climatology: float
 
 
 def judge(cases: Sequence[Case], forecasts: Sequence[Forecast]) -> Marks:
-    """Every family counts the same, whatever the number of its recordings."""
+    """Weigh every family equally, whatever the number of its recordings."""
     counts: dict[str, int] = defaultdict(int)
     for each in cases:
         counts[each.scenario.family] += 1
@@ -205,7 +205,7 @@ def _cover(level: float, rank: tuple[float, float]) -> float:
 def judge_chances(
     cases: Sequence[Case], forecasts: Sequence[Forecast], weights: Sequence[float]
 ) -> tuple[list[tuple[float, float, int]], float, float]:
-    """The chance to be done in time of jobs on spot alone: with on-demand at the end none is late."""
+    """Judge the chance that jobs on spot alone are in time: with on-demand at the end, none is late."""
     said = list[tuple[float, float, float]]()
     for case, each, weight in zip(cases, forecasts, weights, strict=True):
         if case.deadline is None:
@@ -257,7 +257,7 @@ def list_missed(marks: Marks) -> list[str]:
 
 
 def show_between(scenarios: Sequence[Scenario], folder: Path) -> None:
-    """Terms that are no nodes of the table, replayed in the same markets: cost and time over what was replayed."""
+    """Replay terms between nodes of the table in the same markets; show forecasts of cost and time over replays."""
     markets = [each for each in list_markets(read_families(folder)) if len(each.traces) == 1]
     of = {each.name: [row for row in scenarios if row.market == each.name] for each in markets}
     sys.stdout.write(

@@ -1,4 +1,4 @@
-"""Time to a whole running gang, and what the search costs: two places at once, one by one, and a sequential loop.
+"""Time to a whole running gang, and what the search costs: two places at once, one at a time, and a sequential loop.
 
     python -m tests.bench.bench_hedge [--launches 500] [--traces FOLDER]
 
@@ -59,7 +59,7 @@ class Zone:
 
 
 def draw_zones(random: Random) -> list[Zone]:
-    """Room comes and goes in stretches of hours, as in published probing traces: some zones mostly full, some never."""
+    """Draw zones with and without room for hours at a time, as in published traces: some mostly full, some never."""
     zones = []
     prices = [random.uniform(1.0, 1.6) for _ in range(4)]  # of regions
     for index in range(random.randrange(5, 9)):
@@ -77,7 +77,7 @@ def draw_zones(random: Random) -> list[Zone]:
 
 
 def read_zones(folder: Path) -> list[list[Zone]]:
-    """Each folder with files is one market of aligned zones."""
+    """Read each folder with files as one market of aligned zones."""
     markets = []
     for each in sorted({path.parent for path in folder.rglob("*.json")}):
         market = []
@@ -137,12 +137,12 @@ class Row:
 
     @property
     def is_slower(self) -> bool:
-        """By more than one look at the nodes."""
+        """Return whether it is slower by more than one look at the nodes."""
         return self.outcomes[0].up_s > self.outcomes[2].up_s + WAIT_LOOK_S_MAX
 
 
 def launch(zones: Sequence[Zone], offset_s: float, salt: str, *, hedge: int | None) -> Outcome:
-    """`hedge` None: the sequential loop."""
+    """Launch; `hedge` None: with the sequential loop."""
     state = getstate()
     seed(salt)  # the product's jitter
     try:
@@ -198,7 +198,7 @@ def search_with_broker(world: World, plan: Plan, hedge: int) -> Search:
 
 
 def search_in_turn(world: World, plan: Plan) -> Search:
-    """No memory from one launch to the next, one call at a time."""
+    """Search without memory from one launch to the next, one call at a time."""
 
     async def search() -> tuple[float, float]:
         gap_s, serial = GAP_S, 0
@@ -254,7 +254,7 @@ def main() -> int:
 
 
 def draw_launch(random: Random, markets: Sequence[list[Zone]]) -> tuple[list[Zone], float]:
-    """A market and a moment at which some zone has room: with none at all there is nothing to find."""
+    """Draw a market and a moment at which some zone has room; without any, no search could succeed."""
     zones = list(random.choice(markets)) if markets else draw_zones(random)
     for _ in range(1000):
         offset_s = random.uniform(0.0, 0.8 * min(zone.gap_s * len(zone.room) for zone in zones))

@@ -1,5 +1,5 @@
 """How long broker itself takes on real hosts behind fake clouds: `python -m tests.testbed.world python -m
-tests.bench.bench_hosts` (Linux, root). Printed as a table; nothing is asserted, for the machine decides."""
+tests.bench.bench_hosts` (Linux, root). Printed as a table; nothing is asserted: figures depend on the machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def measure_launch(stage: Stage, name: str) -> tuple[float, float]:
 
 
 def measure_notices(folder: Path, metadata: MetadataServer, *, kind: str) -> list[float]:
-    """From the word of the metadata server to the program's SIGTERM, by the same clock; the host dies after 2 s."""
+    """Measure from the metadata server's notice to the program's SIGTERM, by one clock; the host dies after 2 s."""
 
     async def act() -> float:
         cluster = await bed.make_cluster()
@@ -102,7 +102,7 @@ def measure_notices(folder: Path, metadata: MetadataServer, *, kind: str) -> lis
 
 
 def measure_wide(folder: Path, metadata: MetadataServer) -> tuple[float, float]:
-    """Seconds to put a task on `WIDE` hosts that have booted, and between its first and its last rank's first line."""
+    """Measure the start of a task on `WIDE` booted hosts, and the time between the first lines of its ranks."""
 
     async def act() -> tuple[float, float]:
         cluster = await bed.make_cluster(WIDE)
@@ -123,7 +123,7 @@ def measure_wide(folder: Path, metadata: MetadataServer) -> tuple[float, float]:
 
 
 def measure_recoveries(stage: Stage) -> tuple[list[float], list[float]]:
-    """From the moment the machine lost its power until the program runs, and until its first new step; by the store."""
+    """Measure from the power loss of a machine until the program runs and until its first new step; by the store."""
     stage.run("jobs", "launch", stage.write("train.yaml", TRAIN), *BUCKET_LOGIN, "--yes", "--detach-run")
     for attempt, place in enumerate(PLACES[:2], 1):
         stage.wait_for_step(20 * attempt, attempt=attempt)

@@ -48,7 +48,7 @@ class Pages:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def tell(self, word: str) -> str:
+    def send(self, word: str) -> str:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
@@ -152,14 +152,14 @@ def measure(folder: Path, *, jobs: int, live: int, pages: int, pairs: int) -> No
         for number in range(pairs):
             for is_open in (number % 2 == 0, number % 2 == 1):
                 if is_open:
-                    holder.tell("open")
+                    holder.send("open")
                 start_s, start_cpu_s = time.perf_counter(), dashboard.measure_cpu_s()
                 found[is_open].append(block.run(is_open=is_open))
                 if is_open:
                     wall_s += time.perf_counter() - start_s
                     load_s += dashboard.measure_cpu_s() - start_cpu_s
-                    holder.tell("close")
-        loads = int(holder.tell("count"))
+                    holder.send("close")
+        loads = int(holder.send("count"))
         ratios = [100 * (open_s / alone_s - 1) for open_s, alone_s in zip(found[True], found[False], strict=True)]
         low, high = find_interval(ratios)
         report("cpu of a reconcile step, no page open", 1000 * statistics.median(found[False]), "ms")

@@ -39,7 +39,7 @@ ONE_S_MAX, SIX_S_MAX = 0.005, 0.030
 
 
 def measure(work: Callable[[], object], repeats: int) -> float:
-    """The least wall seconds."""
+    """Return the least wall seconds."""
     least = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -49,7 +49,7 @@ def measure(work: Callable[[], object], repeats: int) -> float:
 
 
 def run_process(argv: Sequence[str], repeats: int) -> tuple[float, float, float]:
-    """Least wall seconds, least processor seconds, and largest resident MiB, of whole processes."""
+    """Return the least wall and processor seconds and the largest resident MiB of whole processes."""
     walls, processors, memory = [], [], 0.0
     for _ in range(repeats):
         start = time.perf_counter()

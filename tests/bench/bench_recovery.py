@@ -54,7 +54,7 @@ def measure_start(rounds: int) -> None:
 
 
 def compare_start(workers: int, rounds: int) -> None:
-    """A resumed run and bare imports take turns."""
+    """Run a resumed run and bare imports in turns."""
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "progress.jsonl"
@@ -78,7 +78,7 @@ def compare_start(workers: int, rounds: int) -> None:
 
 
 def measure_standby(rounds: int) -> None:
-    """One of two ranks is killed; the launcher restarts it, and both continue in their standbys."""
+    """Kill one of two ranks; the launcher restarts it, and both continue in their standbys."""
     seconds, startups = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder, training(
@@ -124,7 +124,7 @@ def measure_restore(size: float, rate: float) -> None:
 
 
 def run_ranks(action: str, folder: str, size: float, rate: float) -> list[float]:
-    """Save or restore on all ranks; the seconds of each."""
+    """Save or restore on all ranks; return the seconds of each."""
     from trainers.launch import find_free_port
 
     context = multiprocessing.get_context("spawn")
@@ -145,7 +145,7 @@ def run_ranks(action: str, folder: str, size: float, rate: float) -> list[float]
 def be_rank(
     action: str, rank: int, port: int, folder: str, size: float, rate: float, free_s: Any, answers: Any
 ) -> None:
-    """Save or restore this rank's half of sharded tensors, whose values tell their number."""
+    """Save or restore this rank's half of sharded tensors, whose values are its number."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -196,7 +196,7 @@ def be_rank(
 
 
 def measure_peers(steps: int, width: int) -> None:
-    """Both runs take steps in turn, the other one halted."""
+    """Let two runs take steps in turn, the other one halted."""
     model = ["--model.width", str(width), "--train.steps", str(steps), "--checkpoint.every_steps", "0"]
     common = ["trainers.lm", "--strategy", "fsdp", "--elastic", "2:2", *model, "--sample.tokens", "0"]
     commands = {"copies": [*common, "--checkpoint.peer_every_steps", "1"], "none": common}
@@ -228,7 +228,7 @@ def measure_peers(steps: int, width: int) -> None:
 
 @contextlib.contextmanager
 def training(folder: Path, workers: int, *flags: str) -> "Iterator[subprocess.Popen[str]]":
-    """A run that ends with the block."""
+    """Start a run that ends with the block."""
     steps = ["--train.steps", "1000000", "--checkpoint.every_steps", "0", "--sample.tokens", "0"]
     process = start(workers, ["trainers.lm", *steps, *flags], folder)
     try:
@@ -240,7 +240,7 @@ def training(folder: Path, workers: int, *flags: str) -> "Iterator[subprocess.Po
 
 
 def list_children(pid: int, words: str) -> list[int]:
-    """The children of a process whose command line contains some words."""
+    """List the children of a process whose command line contains some words."""
     children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [child for child in children if words in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")]
 
@@ -261,7 +261,7 @@ def wait_for(is_true: Callable[[], bool], limit_s: float = 300.0) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """All complete lines that a run has reported."""
+    """Read all complete lines that a run has reported."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

@@ -42,7 +42,7 @@ from tests.serve.live_load import LoadTally
 from tests.serve.live_service import LiveService, roll
 from tests.signals import signal_all
 
-REQUEST_CPU_MS_MAX, DEAD_S_MAX, IDLE_MIB_MAX = 0.4, 0.2, 300.0  # of 10,000 idle streams
+REQUEST_CPU_MS_MAX, DEAD_S_MAX, IDLE_MIB_MAX = 0.4, 0.2, 300.0  # the last is of 10,000 idle streams
 ADDED_MS_MAX = 2.0
 IDLE_STREAMS_ASKED = 10_000
 PLACEMENT_BARS = ((3, 0.995, 0.60), (4, 0.99, 0.80))  # replicas ready, share of time, cost over on-demand
@@ -156,7 +156,7 @@ def show(name: str, value: object) -> None:
 
 
 async def bench_placement(folder: Path, arguments: argparse.Namespace) -> bool:
-    """Print both bars and a table; good if the asked availability reaches each bar, on the AWS recordings only."""
+    """Print both bars and a table; return whether the availability reaches each bar (AWS recordings only)."""
     market = read_market(arguments.recordings)
     is_good = True
     for needed, share, cost_max in PLACEMENT_BARS:

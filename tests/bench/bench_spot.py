@@ -1,9 +1,9 @@
-"""How near spot policies come to the omniscient optimum, and how fast: `python -m tests.bench.bench_spot`.
+"""How close spot policies come to the omniscient optimum, and how fast: `python -m tests.bench.bench_spot`.
 
-Not collected by pytest. Without `--traces` the project's own made-up markets are used. A folder may hold traces itself,
-or in folders below it: each folder named in `--together`, or holding traces with prices, is one market of several
-zones. The adaptive policy is judged leave-one-out: its prior is fitted to all other traces. Prices: a spot hour costs
-1 / 3.1 of an on-demand hour where a trace has none. `--overlaps 0.5 1` also replays the policies with jobs that
+Not collected by pytest. Without `--traces` the project's own generated markets are used. A folder may hold traces
+itself, or in folders below it: each folder named in `--together`, or holding traces with prices, is one market of
+several zones. The adaptive policy is judged leave-one-out: its prior is fitted to all other traces. Prices: a spot hour
+costs 1 / 3.1 of an on-demand hour where a trace has none. `--overlaps 0.5 1` also replays the policies with jobs that
 work on through half of a start on spot, and through all of it, which bills both sets of machines meanwhile.
 """
 
@@ -62,7 +62,7 @@ class Ratio:
 
 
 def measure(work: Work) -> list[Ratio]:
-    """All policies at all starts."""
+    """Replay all policies at all starts."""
     sites = tuple(place_trace(trace, work.traces, work.start_hours) for trace in work.traces)
     longest = max(trace.hours for trace in work.traces)
     hours = WORK_HOURS if longest > SHORT_HOURS else WORK_HOURS_SHORT
@@ -96,7 +96,7 @@ def measure(work: Work) -> list[Ratio]:
 
 
 def place_trace(trace: Trace, group: Sequence[Trace], start_hours: float) -> Site:
-    """On-demand of the cheapest zone costs 1."""
+    """Make the sites of a trace; on-demand in the cheapest zone costs 1."""
     if len(group) == 1 or not trace.prices or not trace.ondemand_usd_hour:
         return make_site(trace, start_hours=start_hours)
     unit = min(each.ondemand_usd_hour or 1.0 for each in group)
@@ -130,7 +130,7 @@ def list_works(
 
 
 def read_folder(folder: Path) -> tuple[list[Trace], dict[str, Sequence[Trace]]]:
-    """(traces one by one, groups of zones)."""
+    """Return the single traces and the groups of zones."""
     single, multi = list[Trace](), dict[str, Sequence[Trace]]()
     for place in sorted({file.parent for file in folder.rglob("*.json")}):
         traces = [parse_trace(file.read_bytes(), f"{place.name}/{file.stem}") for file in sorted(place.glob("*.json"))]

@@ -41,14 +41,14 @@ def main() -> int:
 
 
 def compare_throughput(workers: int, steps: int) -> None:
-    """Both programs run step by step in turn, the other one halted: what disturbs the machine disturbs both alike."""
+    """Both programs run step by step in turn, the other one halted: a disturbance of the machine affects both alike."""
     flags = ["--train.steps", str(steps), "--checkpoint.every_steps", "0", "--sample.tokens", "0"]
     commands = {"ours": ["trainers.lm", "--strategy", "ddp", *flags], "bare": ["tests.bench.bare_loop", str(steps)]}
     with tempfile.TemporaryDirectory() as folder:
         programs = {name: Halting(start(workers, command, Path(folder))) for name, command in commands.items()}
         seconds: dict[str, list[float]] = {name: [] for name in programs}
         for step in range(1, steps):
-            # Who is first changes too.
+            # The order alternates too.
             for name in ("ours", "bare") if step % 2 else ("bare", "ours"):
                 seconds[name].append(programs[name].run_to(f"step {step}/"))
         for program in programs.values():
@@ -70,7 +70,7 @@ class Halting:
         self._process = process
 
     def run_to(self, line_begin: str) -> float:
-        """Let it go on until it prints such a line; the seconds that took."""
+        """Let it run until it prints such a line; return the seconds that took."""
         os.killpg(self._process.pid, signal.SIGCONT)
         begin = time.perf_counter()
         assert self._process.stdout is not None
@@ -106,7 +106,7 @@ def start(workers: int, command: list[str], folder: Path) -> "subprocess.Popen[s
 
 
 def launch(workers: int, command: list[str], folder: Path) -> None:
-    """Run to the end; a failing run ends the benchmark."""
+    """Run to the end; end the benchmark if the run fails."""
     process = start(workers, command, folder)
     _, errors = process.communicate(timeout=600)
     if process.returncode:
@@ -194,7 +194,7 @@ def measure_stall() -> None:
 
 
 def measure_start(rounds: int) -> None:
-    """From exec to the first step of two ranks that resume."""
+    """Measure from exec to the first step of two ranks that resume."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = []
         for turn in range(rounds + 1):

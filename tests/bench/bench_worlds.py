@@ -23,7 +23,7 @@ from tests.bench.production_replay import double_rests, replay_production
 SLACKS, START_HOURS = (1.17, 1.5), 0.1
 EGRESS = (0.0, 0.5, 2.0, 8.0)  # of a move, in on-demand hours
 MARGIN_HOURS = 0.5
-SLOWER = 3.0  # starts take this many times as long as told
+SLOWER = 3.0  # starts take this many times as long as the policy assumes
 Run = Callable[[Case, float], ReplayOutcome]
 
 

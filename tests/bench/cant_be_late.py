@@ -6,7 +6,7 @@ Not collected by pytest. The rules, written from their public description:
 - Each step chooses none, spot or on-demand, and with several zones also the zone. A start costs the restart overhead.
   Here every move between zones is a start, too; the evaluator forgets some of them.
 - If the rest, a restart included, fills all ticks to the deadline, the evaluator overrules the policy: on-demand, or
-  spot while spot works (and none, one tick later, when that spot is lost). A policy that must not be late is told to
+  spot while spot works (and none, one tick later, when that spot is lost). A policy that must not be late is asked to
   leave one tick free, and cannot wait for less than a tick.
 - On-demand costs 3.06 USD an hour, spot 0.9731 or the recorded price. The score is the share of the difference between
   both that is saved: 100 for spot alone, 0 for on-demand. With several zones it is the mean over scenarios, and the

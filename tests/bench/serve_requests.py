@@ -3,7 +3,7 @@
 python -m tests.bench.serve_requests --rate 3000 --seconds 3 --turns 8 --key KEY 8000 8001    # ports of 127.0.0.1
 python -m tests.bench.serve_requests --seconds 3 8000     # without a rate: as many as 64 connections carry
 
-Arrivals are a seeded Poisson process, whatever became of earlier requests. A latency counts from the drawn time to the
+Arrivals are a seeded Poisson process, independent of earlier requests. A latency counts from the drawn time to the
 last byte of the response: it includes the time that a request waited because the generator, its 64 connections or
 the server was behind, so nothing is left out while a server stalls (no coordinated omission). The ports are asked in
 turns, so that a busy machine slows all alike. Prints a report in JSON for each port.
@@ -70,7 +70,7 @@ class Connection(MessageReader):
 
 
 class Target:
-    """The requests to one port, and what became of them."""
+    """The requests to one port, and their outcomes."""
 
     def __init__(self, port: int, key: str) -> None:
         self.port = port

@@ -1,4 +1,4 @@
-"""When the prices of a cloud are updated again: some hours after a success, later and later after failures."""
+"""When the prices of a cloud are updated again: some hours after a success, at growing intervals after failures."""
 
 from __future__ import annotations
 

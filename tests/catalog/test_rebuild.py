@@ -78,4 +78,4 @@ def test_the_same_facts_give_the_same_bytes(tmp_path: Path, small: Book) -> None
     assert (tmp_path / "one/book.db.xz").read_bytes() == (tmp_path / "two/book.db.xz").read_bytes()
     rebuild.write_facts(open_book(tmp_path / "new", tmp_path / "one/book.db.xz"), again)
     for file in facts.glob("offers_*.csv"):
-        assert (again / file.name).read_bytes() == file.read_bytes(), "a book is its facts"
+        assert (again / file.name).read_bytes() == file.read_bytes(), "a book contains exactly its facts"

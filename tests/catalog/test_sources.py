@@ -209,11 +209,11 @@ def test_gcp_puts_machines_together_from_cores_memory_and_accelerators() -> None
     assert spot == pytest.approx(8 * 0.006655 + 30 * 0.000892 + 0.11)
     assert found["n1-standard-8", "us-east1-b"] == (pytest.approx(8 * 0.031611 + 30 * 0.004237), None)
     (tpu,) = [each for each in offers if each.accelerator == "TPU-v5e"]
-    assert (tpu.ondemand_usd_hour, tpu.as_of) == (1.0, "2026-01-01"), "its last price stands, with its date"
+    assert (tpu.ondemand_usd_hour, tpu.as_of) == (1.0, "2026-01-01"), "its last price is kept, with its date"
     assert {each.as_of for each in offers if each is not tpu} == {""}
 
 
-def test_gcp_that_names_its_parts_otherwise_is_an_error_and_not_yesterdays_prices() -> None:
+def test_gcp_with_renamed_parts_is_an_error_and_does_not_keep_old_prices() -> None:
     with pytest.raises(SourceError, match="only 0 of 3 machines"):
         fetch("gcp", lambda body: body.replace(b"Instance Core", b"Instance Thread"))
 
@@ -266,7 +266,7 @@ def test_an_aws_login_that_may_read_only_spot_prices_renews_those(tmp_path: Path
         before = old[each.instance_type, each.region]
         assert each.spot_usd_hour != before.spot_usd_hour
         assert (each.ondemand_usd_hour, each.as_of) == (before.ondemand_usd_hour, "2026-01-01")
-    assert any(each.is_estimated for each in fresh), "a kept estimate is still one"
+    assert any(each.is_estimated for each in fresh), "a price that is kept is still an estimate"
     book_of = CloudFacts(cloud="aws", ondemand_as_of="2026-01-01", spot_as_of="2026-01-02", source="before")
     replace_clouds(tmp_path, open_book(tmp_path), [(book_of, known)], is_alone=True)
     (report,) = refresh_book(tmp_path, open_book(tmp_path), ["aws"], sources={"aws": source}, get=web, now_s=NOW_S)

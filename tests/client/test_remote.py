@@ -29,7 +29,7 @@ __all__ = ["hosted"]
 
 @contextmanager
 def cut_connections(url: str, *, after: bytes, times: int) -> Iterator[tuple[str, list[bytes]]]:
-    """Forward to the server, but drop the first `times` connections once `after` went by; list the requests."""
+    """Forward to the server, but drop the first `times` connections once they carried `after`; list the requests."""
     parts = urlsplit(url)
     listener = socket.create_server(("127.0.0.1", 0))
     requests: list[bytes] = []

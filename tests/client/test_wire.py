@@ -1,4 +1,4 @@
-"""Nouns and errors on their way between a client and a server."""
+"""Values and errors on their way between a client and a server."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_error_arrives_with_its_class_and_data(error: BrokerError) -> None:
     assert vars(found) == vars(error) and str(found) == str(error)
 
 
-def test_error_of_a_newer_server_keeps_its_words() -> None:
+def test_error_of_a_newer_server_keeps_its_message() -> None:
     found = decode_error({"kind": "FutureError", "message": "new"})
     assert type(found) is BrokerError and found.message == "new"
     assert type(decode_error({"kind": "annotations", "message": "no class"})) is BrokerError

@@ -7,7 +7,7 @@ cloud taken as enabled, and broker plans from the same files, imported. Of every
 choices is compared, and how long each took, warm in one process and as a whole process.
 
 Where cores are asked for, SkyPilot keeps to a few x86 families of each cloud and broker takes the cheapest machine of
-all, so that a lower price there is partly a different taste.
+all, so that a lower price there partly reflects a different choice of machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOLERANCE = 1e-6
 
 
 def draw_task(draw: random.Random) -> dict[str, Any]:
-    """A task of a size that people ask for: accelerators three times of four, else cores and memory."""
+    """Draw a task of a common size: accelerators three times out of four, otherwise cores and memory."""
     resources: dict[str, Any] = {}
     if draw.random() < 0.75:
         chosen = draw.sample(GPUS, draw.choice((1, 1, 1, 2, 3)))
@@ -61,7 +61,7 @@ def draw_task(draw: random.Random) -> dict[str, Any]:
 
 
 def run_sky(python: Path, home: Path, tasks: Sequence[dict[str, Any]]) -> tuple[float, list[dict[str, Any]], float]:
-    """Seconds of the import, a result a task, and seconds of the whole process."""
+    """Return the seconds of the import, a result per task, and the seconds of the whole process."""
     given, found = home / "tasks.json", home / "results.json"
     given.write_text(json.dumps(tasks))
     start = time.perf_counter()
@@ -139,7 +139,7 @@ def compare(
     tasks: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]],
     *, imported_s: float, sky_s: float, broker_s: float, is_verbose: bool,
 ) -> int:  # fmt: skip
-    """Print the table; 1 where broker is dearer for any task, or finds nothing where SkyPilot does."""
+    """Print the table; return 1 if broker is dearer for any task, or finds nothing where SkyPilot does."""
     dearer, both, only_ours, neither = list[int](), 0, 0, 0
     cheaper = dict[str, list[float]](accelerators=[], cores=[])
     for i, (own, its) in enumerate(zip(ours, theirs, strict=True)):

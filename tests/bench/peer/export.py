@@ -25,7 +25,7 @@ NAMES = {
 
 
 def export_book(book: Book, folder: Path) -> int:
-    """One file a cloud; returns the number of offers."""
+    """Write one file per cloud; return the number of offers."""
     count, sellers = 0, defaultdict[str, set[str]](set)
     for cloud in NAMES:
         offers = [each for each in book.list_offers(cloud) if each.ondemand_usd_hour is not None and _is_shared(each)]
@@ -75,7 +75,7 @@ def _blank(price: float | None) -> object:
 
 
 def _split_google(offers: Iterable[Offer]) -> Iterable[Sequence[object]]:
-    """Half of the cheapest total is the accelerator's row, the rest each machine's: the sums are the book's prices."""
+    """Put half of the cheapest total in the accelerator's row, the rest in each machine's; sums are book prices."""
     attached = defaultdict[tuple[object, ...], list[Offer]](list)
     for offer in offers:
         if offer.accelerator:

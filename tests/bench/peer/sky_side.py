@@ -44,7 +44,7 @@ def plan(sky: object, config: dict) -> dict:
         sky.optimizer.Optimizer.optimize(dag, quiet=True)
         best = task.best_resources
         found = {"usd": best.get_cost(3600) * task.num_nodes, "what": str(best)}
-    except Exception as error:  # whatever it refuses with is its answer
+    except Exception as error:  # any refusal is its answer
         found = {"error": f"{type(error).__name__}: {error}"[:300]}
     return {**found, "seconds": time.perf_counter() - start}
 
