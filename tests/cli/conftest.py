@@ -23,7 +23,7 @@ from tests.signals import signal_all
 ROOT = Path(__file__).parent.parent.parent
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
 COMMAND_S_MAX = 300  # far more than required: a hang fails instead of blocking the suite
-COMMAND_EVERY_S = 2.0  # of waits that need a command now and then
+COMMAND_EVERY_S = 2.0  # between the commands of a wait
 
 
 class Shell:
@@ -106,7 +106,7 @@ class Shell:
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + COMMAND_S_MAX
         while not is_so():
-            assert time.monotonic() < end_s, f"it never came to this: {what}"
+            assert time.monotonic() < end_s, f"this never happened: {what}"
             time.sleep(0.05)
 
     def wait_for_jobs(self) -> None:

@@ -47,7 +47,7 @@ def store(shell: Shell, account: Account) -> Iterator[FakeStore]:
 
 
 @pytest.mark.parametrize("verb", [("launch", "-c", "c"), ("jobs", "launch")], ids=["launch", "jobs"])
-def test_launch_whose_nodes_could_not_reach_the_bucket_is_refused_before_money(
+def test_launch_whose_nodes_could_not_reach_the_bucket_is_refused_before_money_is_spent(
     shell: Shell, account: Account, store: FakeStore, verb: tuple[str, ...]
 ) -> None:
     store.arn = "arn:aws:sts::123456789012:assumed-role/AWSReservedSSO_Developer/me"

@@ -209,7 +209,7 @@ def test_a_plan_with_stale_prices_explains_how_to_update_them(market: Market) ->
 
 
 @pytest.mark.parametrize("arguments", [("gpus",), ("gpus", "A100:8"), ("prices", "p4d.24xlarge")])
-def test_lists_of_old_prices_say_so_as_a_plan_does(market: Market, arguments: tuple[str, ...]) -> None:
+def test_lists_of_old_prices_warn_as_a_plan_does(market: Market, arguments: tuple[str, ...]) -> None:
     done = market.shell.run(*arguments)
     assert "note: outdated prices:" in done.stderr and "spot on aws (2025-06-28" in " ".join(done.stderr.split())
     assert "update them with `broker catalog update" in done.stderr

@@ -11,7 +11,7 @@ from tests.cli.conftest import Shell
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
 
-def test_every_step_of_a_nodes_life_is_played_and_nothing_is_left(shell: Shell) -> None:
+def test_every_step_of_a_nodes_life_is_rehearsed_and_nothing_is_left(shell: Shell) -> None:
     bucket = shell.folder / "bucket"
     bucket.mkdir()
     shown = shell.run("check", "local", "--live", "--bucket", f"file://{bucket}").stdout

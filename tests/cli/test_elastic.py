@@ -40,7 +40,7 @@ def list_events(shell: Shell) -> str:
 
 @pytest.mark.slow
 def test_lost_nodes_are_replaced_during_the_work_within_the_first_attempt(shell: Shell) -> None:
-    """One is taken without notice, one with notice: the first node's program never hears of either."""
+    """One is taken without notice, one with notice: the first node's program notices neither."""
     task = shell.write("task.yaml", TASK % (shell.folder, shell.folder))
     shell.run("jobs", "launch", task, "--yes", "--detach-run")
     shell.wait_until(lambda: all(count_starts(shell, rank) == 1 for rank in range(3)), "all three run")
@@ -131,10 +131,8 @@ def find_ranks(shell: Shell) -> dict[int, int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("nodes_min", [1, 2])
-def test_training_outlives_its_first_node_and_takes_no_step_twice_but_the_one_under_way(
-    shell: Shell, nodes_min: int
-) -> None:
-    """With one node of three left to itself broker names the next leader; two of three meet by majority."""
+def test_training_outlives_its_first_node_and_repeats_at_most_the_step_under_way(shell: Shell, nodes_min: int) -> None:
+    """If one node may continue alone, broker names the next leader; if two are needed, they agree by majority."""
     text = TRAINING.format(nodes_min=nodes_min, root=ROOT, python=sys.executable, steps=STEPS, folder=shell.folder)
     shell.run("jobs", "launch", shell.write("task.yaml", text), "--yes", "--detach-run")
     shell.wait_until(lambda: len(list_steps(shell)) > 5, "it trains")
@@ -149,4 +147,4 @@ def test_training_outlives_its_first_node_and_takes_no_step_twice_but_the_one_un
     assert "attempt 2" not in list_events(shell)
     counts = Counter(list_steps(shell))
     assert max(counts) == STEPS and sum(counts.values()) <= STEPS + 1
-    assert len(set(range(1, STEPS + 1)) - set(counts)) <= 1, "a step whose loss the lost node did not report any more"
+    assert len(set(range(1, STEPS + 1)) - set(counts)) <= 1, "a step whose loss the lost node could no longer report"

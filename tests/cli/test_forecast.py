@@ -22,7 +22,7 @@ def screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Scree
     make_book(tmp_path / "cache" / "broker")
     with pytest.MonkeyPatch.context() as patch:
         yield open_screen(tmp_path, tmp_path / "cache", capsys, patch)
-    time.tzset()  # as the environment has it again
+    time.tzset()  # back to the environment's zone
 
 
 def read_forecast(screen: Screen, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:

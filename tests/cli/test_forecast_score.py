@@ -30,7 +30,7 @@ def screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Scree
     make_book(tmp_path / "cache" / "broker")
     with pytest.MonkeyPatch.context() as patch:
         yield open_screen(tmp_path, tmp_path / "cache", capsys, patch)
-    time.tzset()  # as the environment has it again
+    time.tzset()  # back to the environment's zone
 
 
 def submit_job(context: Context) -> Job:
@@ -85,7 +85,7 @@ def test_ten_jobs_that_contradict_their_forecasts_widen_the_next_plan(screen: Sc
     above = [each["usd"]["p90"] - each["usd"]["p50"] for each in (before, after)]
     assert above[1] == pytest.approx(factor * above[0])
     assert f"plans widen intervals {factor:.2f} times" in screen.show("forecast", "score")
-    # What is kept with a job is never widened: else the next score would judge its own correction.
+    # What is kept with a job is never widened: otherwise the next score would judge its own correction.
     again = submit_job(Context())
     assert store.forecasts.list()[again.id] == store.forecasts.list()[1]
     store.close()

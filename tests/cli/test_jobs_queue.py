@@ -62,7 +62,7 @@ LOOKS = [
 
 
 @pytest.mark.parametrize("arguments", LOOKS, ids=" ".join)
-def test_every_command_that_looks_at_live_jobs_starts_a_dead_daemon_again(
+def test_every_command_that_looks_at_live_jobs_restarts_a_dead_daemon(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []

@@ -11,7 +11,7 @@ from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
-# The first attempt speaks when it is told of its preemption, and then does not end by itself.
+# The first attempt prints a line when it is notified of its preemption, and does not end by itself.
 STUBBORN = f"""\
 name: stubborn
 resources: {{infra: local, use_spot: true}}

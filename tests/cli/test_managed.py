@@ -154,7 +154,7 @@ def test_a_cancelled_job_ends_with_its_machines(shell: Shell) -> None:
     assert read_ledger(shell)[-1][1] < 40
 
 
-def test_the_daemon_sends_the_folder_that_the_user_stood_in(shell: Shell) -> None:
+def test_the_daemon_sends_a_workdir_relative_to_the_users_folder(shell: Shell) -> None:
     (shell.folder / "code").mkdir()
     (shell.folder / "code" / "main.sh").write_text("echo I was sent\n")
     task = shell.write("code.yaml", "resources: {infra: local}\nworkdir: code\nrun: sh main.sh\n")
@@ -253,7 +253,7 @@ def test_job_whose_daemon_is_killed_at_its_start_runs_with_the_next_one(shell: S
     assert "the jobs daemon did not start: killed by signal 9" in done.stderr and "broker status" in done.stderr
     for command in (("status",), ("jobs", "queue")):
         looked = shell.run(*command)
-        assert "1 live managed job" in looked.stdout or "hello" in looked.stdout, "a look shows what is on record"
+        assert "1 live managed job" in looked.stdout or "hello" in looked.stdout, "both commands show what is on record"
         assert "killed by signal 9" in looked.stderr
     (shell.folder / "spared").touch()
     assert wait_for_end(shell)["status"] == "SUCCEEDED"

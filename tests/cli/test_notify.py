@@ -26,7 +26,7 @@ def test_failed_job_is_reported_to_every_destination(shell: Any) -> None:
         (shell.home / "config.toml").write_text(f'[notify]\nwebhook = "{webhook.url}"\n')
         shell.environment["BROKER_NOTIFY_TEAM"] = f"{slack.url}/CANARY"
         shell.run("jobs", "launch", shell.write("t.yaml", TASK), code=None)
-        shell.wait_until(lambda: webhook.bodies and slack.bodies, "both are told")
+        shell.wait_until(lambda: webhook.bodies and slack.bodies, "both are notified")
         seen = shell.home / "seen.txt"
         shell.wait_until(lambda: seen.exists() and "FAILED" in seen.read_text(), "the callback has run")
     (body,) = webhook.bodies

@@ -56,7 +56,7 @@ def test_misspelt_region_gets_its_near_miss_in_launch_as_in_plan() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("gpus", "H100:8"), ("prices", "p5.48xlarge")])
-def test_old_prices_are_said_to_be_old_where_they_are_listed(
+def test_lists_of_old_prices_warn_about_their_age(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SystemClock, "now_s", lambda clock: 4e9)

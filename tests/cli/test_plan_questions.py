@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_explanation_takes_zones_that_differ_in_nothing_once(tmp_path: Path) -> None:
+def test_explanation_lists_zones_without_a_difference_once(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text("resources: {infra: aws, accelerators: H100:8, use_spot: true}\ngoal: {work: 100h}\nrun: x\n")
     shown = broker("plan", str(path), "--explain").stdout

@@ -67,9 +67,9 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
     assert "describe-instance-type-offerings" in error
     assert count_launches(account) == 3 and account.instances == {}
     again = shell.run(*ordered, code=5).stderr
-    assert count_launches(account) == 3, "what refused a moment ago is remembered by the next command"
+    assert count_launches(account) == 3, "refusals of a moment ago are remembered by the next command"
     assert again.count("(earlier refusal, not retried yet)") == 3
-    assert set(find_hints(again)) == set(find_hints(error)), "what mends it is remembered as well"
+    assert set(find_hints(again)) == set(find_hints(error)), "the remedy is remembered as well"
 
 
 @pytest.mark.parametrize(

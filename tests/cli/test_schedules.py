@@ -30,7 +30,7 @@ run: echo "token has ${#TOKEN} letters"
 
 
 def make_due(shell: Shell) -> None:
-    """Set the next due time to two days before this year's, as if no controller had run since: that one is missed."""
+    """Move the next due time back by 367 days, as if no controller had run since."""
     database = shell.server.database if isinstance(shell, Served) else shell.database
     with closing(sqlite3.connect(database, timeout=60)) as connection:
         connection.execute("UPDATE schedules SET next_s = next_s - 366 * 86400 - 86400")

@@ -49,7 +49,7 @@ class Bed:
             return [each.kind for each in store.events.list(job_id=job_id)]
 
     def wait_for(self, job_id: int, kind: EventKind) -> None:
-        """Wait for an event. An unexpected one that there will be no archive fails at once, with its reason."""
+        """Wait for an event. Fail at once, with its reason, if `setup` is unexpectedly not kept."""
 
         def has_come() -> bool:
             with self.shell.open_store() as store:

@@ -126,9 +126,9 @@ def test_plan_on_a_terminal_is_coloured_without_rich() -> None:
 def test_ctrl_c_on_the_keyboard_ends_a_live_view_without_a_traceback(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """The terminal itself makes the signal of the key, for the process group in its foreground."""
+    """The terminal itself turns the key into a signal to its foreground process group."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        pytest.skip("a background job of a shell ignores the signal, and so does all that it starts")
+        pytest.skip("a background job of a shell ignores the signal, and so do all processes that it starts")
     given = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     given |= {"TERM": "xterm-256color", "BROKER_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment}
     code = "import os, sys, pty; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"

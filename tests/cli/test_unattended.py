@@ -58,7 +58,7 @@ def test_launch_shows_in_one_line_how_long_it_continues(
     done = shell.run("jobs", "launch", shell.write("t.yaml", TASK + more), code=None)
     told = [line for line in done.stderr.splitlines() if "without this machine" in line]
     assert told == [f"continues for up to {allowance} without this machine; preemptions are handled when it is back"]
-    assert shell.read_json("jobs", "queue") == [] and account.instances == {}, "told before anything is paid for"
+    assert shell.read_json("jobs", "queue") == [] and account.instances == {}, "shown before anything is paid for"
 
 
 def test_job_on_this_machine_is_launched_without_that_line(shell: Any) -> None:
@@ -92,7 +92,7 @@ def test_why_shows_how_long_a_job_elsewhere_continues(shell: Any, cloud: str, se
     assert "It continues" not in shell.run("jobs", "why", "1").stdout, "it has ended"
 
 
-def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:
+def test_invalid_setting_is_named_before_anything_starts(shell: Any) -> None:
     shell.home.mkdir()
     (shell.home / "config.toml").write_text('unattended = "1m"\n')
     done = shell.run("jobs", "launch", shell.write("t.yaml", "resources: {infra: local}\nrun: x\n"), "--yes", code=None)

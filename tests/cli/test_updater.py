@@ -89,7 +89,7 @@ def home(tmp_path: Path, mirror: Mirror) -> Iterator[Home]:
     signal_all(find_updaters(found.cache))
 
 
-def test_a_plan_on_prices_of_seven_hours_ago_starts_one_update_and_says_nothing_of_it(home: Home) -> None:
+def test_a_plan_on_prices_of_seven_hours_ago_starts_one_update_silently(home: Home) -> None:
     before = home.sum_prices()
     home.age(6.9)
     quiet = home.plan()
@@ -106,7 +106,7 @@ def test_a_plan_on_prices_of_seven_hours_ago_starts_one_update_and_says_nothing_
 
 
 @pytest.mark.parametrize("switch", spread(["BROKER_OFFLINE", "CI", "config"], every=3))
-def test_nothing_is_updated_where_that_is_switched_off(home: Home, switch: str) -> None:
+def test_nothing_is_updated_where_updates_are_switched_off(home: Home, switch: str) -> None:
     if switch == "config":
         home.shell.home.mkdir(exist_ok=True)
         (home.shell.home / "config.toml").write_text("[catalog]\nauto_update = false\n")
@@ -127,8 +127,8 @@ def test_help_of_a_command_updates_nothing(home: Home) -> None:
     assert not (home.cache / "price-updater.started").exists()
 
 
-def test_no_environment_of_a_test_loses_what_keeps_commands_offline() -> None:
-    """Whoever drops broker's variables says again that prices are not updated; those listed start trainers only."""
+def test_every_environment_of_a_test_keeps_commands_offline() -> None:
+    """A test that drops broker's variables switches updates off again; those listed start trainers only."""
     without = {
         "tests/docs/test_contributing.py", "tests/torture/references.py", "tests/trainers/conftest.py",
         "tests/trainers/strategies/conftest.py", "tests/trainers/test_bridge.py",
@@ -195,7 +195,7 @@ def test_a_cache_that_cannot_be_written_starts_nothing(home: Home, tmp_path: Pat
     assert not find_updaters(home.cache)
 
 
-# Kills itself at the numbered call of those by which an update leaves something on the disk.
+# Kills itself at the given one of the calls by which an update changes the disk.
 KILLED = """
 import os, runpy, signal, sqlite3, sys
 last = int(os.environ["KILL_AT"])
@@ -246,7 +246,7 @@ def test_update_killed_at_any_step_leaves_the_old_or_the_new_book(home: Home, tm
 
 @pytest.mark.parametrize("bytes_max", spread([100_000, 0, 6_000_000], every=3))
 def test_on_a_full_disk_the_old_prices_stay_and_a_later_update_succeeds(home: Home, bytes_max: int) -> None:
-    """A limit on the size of files fails writes as a full disk does, with another number."""
+    """A limit on the size of files fails writes as a full disk does, with another error code."""
     before = home.sum_prices()
     home.age(8)
     done = subprocess.run(
