@@ -56,7 +56,7 @@ class Bed:
 
     def throttle_next_create(self) -> None:
         """Throttle the next create."""
-        pytest.skip("this provider may be asked as often as one likes")
+        pytest.skip("this provider does not throttle")
 
     def leave_room(self, count: int) -> None:
         """Leave this many machines in the offer's zone."""
@@ -71,7 +71,7 @@ class Bed:
         pytest.skip("this provider has no tags")
 
     async def preempt(self, node: Node) -> None:
-        pytest.skip("this provider takes nothing back")
+        pytest.skip("this provider never preempts")
 
     async def kill_newborn(self, node: Node) -> str:
         """Terminate a machine before it runs; return the provider's reason, or a part of it."""
@@ -102,7 +102,7 @@ async def wait_for(bed: Bed, token: str, is_so: Callable[[Sequence[Node]], bool]
         if nodes and is_so(nodes):
             return nodes
         await bed.clock.sleep(bed.look_s)
-    raise AssertionError(f"never came true of {nodes}")
+    raise AssertionError(f"never came true for {nodes}")
 
 
 async def wait_state(bed: Bed, token: str, state: NodeState, count: int = 1) -> Sequence[Node]:

@@ -1,7 +1,7 @@
 """The contract of all clouds: one suite, run on each of them.
 
 A cloud's test file makes a `Bed` (a cloud with a simulated provider) in a fixture named `bed` and inherits
-`CloudContract`. A bed does not override what it cannot simulate, and the claim is skipped by that name.
+`CloudContract`. A bed overrides only what it can simulate; claims that need anything else are skipped.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RecordingSuite:
         create = world.cloud.create_nodes
 
         async def act() -> None:
-            recording = asyncio.ensure_future(world.make_recorder(world.told.append).run(1))
+            recording = asyncio.ensure_future(world.make_recorder(world.messages.append).run(1))
 
             async def create_and_interrupt(request: NodeRequest) -> Sequence[Node]:
                 nodes = await create(request)
@@ -85,7 +85,7 @@ class World:
     def __init__(self, bed: Bed, folder: Path) -> None:
         self.bed, self.out = bed, folder / "recorded"
         self.out.mkdir()
-        self.told = list[str]()
+        self.messages = list[str]()
         placement = Placement(offer=bed.offer, is_spot=True, node_count=2)
         self.plan = Plan(
             task=Task(num_nodes=2),
@@ -108,13 +108,13 @@ class World:
         """Record one look for each item: a number of machines left in the zone, or an event."""
         coming = iter(looks)
 
-        def go_on(text: str) -> None:
-            self.told.append(text)
+        def note_message(text: str) -> None:
+            self.messages.append(text)
             if text.startswith("sample"):
                 self._bring_about(next(coming, ROOM))
 
         self._bring_about(next(coming))
-        self.run(self.make_recorder(go_on).run(len(looks)))
+        self.run(self.make_recorder(note_message).run(len(looks)))
         return self.read()
 
     def _bring_about(self, what: int | Callable[[], None]) -> None:
@@ -123,10 +123,10 @@ class World:
         else:
             what()
 
-    def make_recorder(self, tell: Callable[[str], None]) -> Recorder:
+    def make_recorder(self, on_message: Callable[[str], None]) -> Recorder:
         return Recorder(
             self.provisioner, self.plan, self.plan.estimates, clock=self.bed.clock, owner=OWNER, out=self.out,
-            every_s=EVERY_S, on_message=tell,
+            every_s=EVERY_S, on_message=on_message,
         )  # fmt: skip
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -119,7 +119,7 @@ class SimulatedCloud:
         self._late: list[tuple[float, NodeRequest]] = []
         self._locked_until_s = self._blank_until_s = 0.0
         self._silent_until_s: dict[str, float] = {}  # by region
-        self._told: deque[tuple[float, Sequence[Node]]] = deque()  # recent lists, while they may be repeated
+        self._recent_lists: deque[tuple[float, Sequence[Node]]] = deque()  # while they may be repeated
 
     async def check(self) -> None:
         return
@@ -185,11 +185,11 @@ class SimulatedCloud:
 
     def _maybe_repeat(self, listed: Sequence[Node]) -> Sequence[Node]:
         now_s = self.clock.now_s()
-        self._told.append((now_s, listed))
-        while now_s - self._told[0][0] > self.timings.repeated_s:
-            self._told.popleft()
-        if len(self._told) > 1 and self._draw("list:repeated", self.faults.repeated):
-            return self._told[0][1]
+        self._recent_lists.append((now_s, listed))
+        while now_s - self._recent_lists[0][0] > self.timings.repeated_s:
+            self._recent_lists.popleft()
+        if len(self._recent_lists) > 1 and self._draw("list:repeated", self.faults.repeated):
+            return self._recent_lists[0][1]
         return listed
 
     def _list(self, nodes: Sequence[Node]) -> NodeList:
@@ -218,7 +218,7 @@ class SimulatedCloud:
         self.full_zones.clear()
         self.silent_regions.clear()
         self._silent_until_s.clear()
-        self._told.clear()
+        self._recent_lists.clear()
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """Terminate nodes. An id that lists do not show yet counts as already gone, as on EC2: no effect, no error."""
@@ -267,7 +267,7 @@ class SimulatedCloud:
 
     def observe(self) -> Sequence[Node]:
         """Return the true state without lag: for checkers and the simulated runtime only."""
-        self._do_late_deeds()
+        self._apply_late_effects()
         return [self._look(machine) for machine in self._machines.values()]
 
     def find(self, ids: Sequence[str]) -> Sequence[Node]:
@@ -317,7 +317,7 @@ class SimulatedCloud:
         )
         return node_id
 
-    def _do_late_deeds(self) -> None:
+    def _apply_late_effects(self) -> None:
         now_s = self.clock.now_s()
         due = [(due_s, request) for due_s, request in self._late if due_s <= now_s]
         self._late = [(due_s, request) for due_s, request in self._late if due_s > now_s]
@@ -354,7 +354,7 @@ class SimulatedCloud:
             raise QuotaError(f"the quota of {request.placement.offer.region} is used up")
 
     def _maybe_fail(self, call: str, cluster: str) -> None:
-        self._do_late_deeds()
+        self._apply_late_effects()
         if self._draw(f"{call}:auth", self.faults.auth, cluster):
             self._locked_until_s = self.clock.now_s() + self.timings.auth_s
         if self.clock.now_s() < self._locked_until_s:

@@ -56,7 +56,7 @@ class World:
     def __init__(self, bed: Bed, folder: Path, gang: PaperGang | None = None) -> None:
         self.bed, self.gang = bed, gang or PaperGang()
         self.store = Store(folder / "state.db", clock=bed.clock)
-        self.told: list[Step] = []
+        self.reported: list[Step] = []
 
     def play(self, cloud: Cloud, *, is_spot: bool = True, spend_usd_max: float = 100.0) -> list[tuple[str, str]]:
         trial = self.make_trial(cloud, is_spot=is_spot, spend_usd_max=spend_usd_max)
@@ -65,7 +65,7 @@ class World:
             await trial.run()
 
         self.bed.run(act())
-        assert self.told == trial.steps
+        assert self.reported == trial.steps
         return [(step.name, step.outcome.value) for step in trial.steps]
 
     def make_trial(self, cloud: Cloud, *, is_spot: bool = True, spend_usd_max: float = 100.0) -> Trial:
@@ -83,7 +83,7 @@ class World:
         )
         return Trial(
             f"{MARK}-{OWNER[:4]}", plan, cloud, provisioner=provisioner, gang=self.gang, store=self.store,  # type: ignore[arg-type]
-            clock=self.bed.clock, owner=OWNER, spend_usd_max=spend_usd_max, on_step=self.told.append,
+            clock=self.bed.clock, owner=OWNER, spend_usd_max=spend_usd_max, on_step=self.reported.append,
         )  # fmt: skip
 
     def check_nothing_left(self) -> None:
@@ -126,15 +126,15 @@ class TrialSuite:
         world = World(bed, tmp_path, PaperGang(failure=TransientError("ssh: no route")))
         outcomes = dict(world.play(bed.reopen()))
         assert (outcomes["connect"], outcomes["run"], outcomes["terminate"]) == ("failed", "skipped", "ok")
-        assert next(step for step in world.told if step.outcome is StepOutcome.FAILED).note == "ssh: no route"
+        assert next(step for step in world.reported if step.outcome is StepOutcome.FAILED).note == "ssh: no route"
         world.check_nothing_left()
 
     def test_the_spending_limit_ends_the_trial(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path, PaperGang(failure=TransientError("still booting")))
         outcomes = dict(world.play(bed.reopen(), spend_usd_max=0.01))
         assert outcomes["terminate"] == "ok" and "failed" in outcomes.values()
-        assert any("spending limit" in step.note for step in world.told)
-        assert 0.01 <= world.told[-1].spent_usd < 1.0
+        assert any("spending limit" in step.note for step in world.reported)
+        assert 0.01 <= world.reported[-1].spent_usd < 1.0
         world.check_nothing_left()
 
     def test_an_interrupted_trial_ends_its_node(self, bed: Bed, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_refused_connection_is_transient_and_a_missing_login_an_auth_error(
     bed.run(act())
 
 
-def test_region_that_amazon_still_looks_into_is_left_for_others(bed: AwsBed) -> None:
+def test_region_that_amazon_still_reviews_is_left_for_others(bed: AwsBed) -> None:
     """An account's first launch in a region may be under review; regions already in use stay open."""
     bed.account.fail("RunInstances", "PendingVerification")
 
@@ -249,7 +249,7 @@ def test_refusal_by_iam_is_cut_to_what_can_be_read() -> None:
     assert len(translate(refusal).message) < 400
 
 
-def test_unwritten_code_of_no_answer_is_unknown_for_a_create_only() -> None:
+def test_unlisted_code_without_a_status_is_an_unknown_outcome_for_a_create_only() -> None:
     assert find_kind("UnknownFaultError") == "unknown"
     refusal = ApiError("UnknownFaultError", "?", operation="run_instances", region="us-east-1")
     assert type(translate(refusal, is_create=True)) is UnknownOutcomeError

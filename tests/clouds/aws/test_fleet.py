@@ -293,7 +293,7 @@ def test_a_refused_fleet_leaves_its_template_only_while_it_may_be_repeated(bed: 
     bed.run(act())
 
 
-def test_one_reason_of_several_zones_is_told_once_and_a_quota_comes_first(bed: AwsBed) -> None:
+def test_one_reason_of_several_zones_is_reported_once_and_a_quota_comes_first(bed: AwsBed) -> None:
     bed.account.fleet_errors = dict.fromkeys(ZONES, "InsufficientInstanceCapacity")
 
     async def act() -> None:

@@ -140,7 +140,7 @@ def test_second_attempt_shares_the_cluster_group_and_adds_new_rules(bed: AwsBed)
     assert blocks == ["203.0.113.7/32", "198.51.100.0/24"]
 
 
-def test_unknown_own_address_refuses_instead_of_opening_to_everybody(bed: AwsBed) -> None:
+def test_unknown_own_address_refuses_instead_of_opening_to_all_addresses(bed: AwsBed) -> None:
     bed.settings = replace(bed.settings, address_url="http://127.0.0.1:9/")
     bed.cloud = bed.reopen()
 
@@ -154,7 +154,9 @@ def test_unknown_own_address_refuses_instead_of_opening_to_everybody(bed: AwsBed
 
 
 @pytest.mark.parametrize(("is_gpu", "node_count", "is_grouped"), [(True, 2, True), (True, 1, False), (False, 2, False)])
-def test_only_gangs_of_gpus_stand_close_together(bed: AwsBed, is_gpu: bool, node_count: int, is_grouped: bool) -> None:
+def test_only_gangs_of_gpus_are_placed_close_together(
+    bed: AwsBed, is_gpu: bool, node_count: int, is_grouped: bool
+) -> None:
     bed.offer = OFFER if is_gpu else replace(OFFER, **CPU)
     asked = launch(bed, node_count=node_count)
     assert ("Placement" in asked) is is_grouped
@@ -215,7 +217,7 @@ def test_image_matches_the_machine(instance_type: str, accelerator: str | None, 
         ("dl1.24xlarge", "Gaudi", "Habana's driver"),
     ],
 )
-def test_a_gpu_that_no_public_image_drives_is_refused_before_money_unless_an_image_is_named(
+def test_a_gpu_that_no_public_image_supports_is_refused_before_any_create_unless_an_image_is_named(
     bed: AwsBed, instance_type: str, accelerator: str, why: str
 ) -> None:
     bed.offer = replace(OFFER, instance_type=instance_type, accelerator=accelerator, vcpus=4)
@@ -363,7 +365,7 @@ def test_unreadable_quota_does_not_prevent_a_launch(bed: AwsBed) -> None:
     assert launch(bed)["MinCount"] == 1
 
 
-def test_region_that_is_off_names_the_command_that_turns_it_on(bed: AwsBed) -> None:
+def test_disabled_region_names_the_command_that_enables_it(bed: AwsBed) -> None:
     bed.account.disabled_regions = {"us-east-1"}
 
     async def act() -> None:
@@ -388,7 +390,7 @@ def test_group_that_is_not_yet_visible_is_queried_again(bed: AwsBed, zone: str |
     bed.run(act())
 
 
-def test_token_that_ec2_knows_and_lists_no_nodes_of_is_unknown(bed: AwsBed) -> None:
+def test_known_token_without_listed_nodes_is_an_unknown_outcome(bed: AwsBed) -> None:
     """They may be listed later: this is neither a refusal nor a list of nodes."""
     bed.account.fail("RunInstances", "IdempotentParameterMismatch")
 
@@ -487,7 +489,7 @@ def test_spot_zone_with_the_lowest_score_is_skipped_once(bed: AwsBed) -> None:
         ({"us-east-1a": 9}, True),
         ({"us-east-1a": 9, "us-east-1b": 1}, False),
     ],
-    ids=["nowhere better", "not hopeless", "not told", "on-demand"],
+    ids=["nowhere better", "not hopeless", "unknown", "on-demand"],
 )
 def test_other_scores_do_not_prevent_a_launch(bed: AwsBed, scores: dict[str, int], is_spot: bool) -> None:
     bed.account.scores = scores

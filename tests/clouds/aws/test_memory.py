@@ -1,4 +1,4 @@
-"""The adapter's memory and its lists: all pages are read, what is remembered is of one place, and it expires."""
+"""The adapter's memory and its lists: all pages are read, what is remembered belongs to one place, and it expires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def count_calls(bed: AwsBed, action: str) -> int:
 
 
 def test_a_sweep_reads_every_page_in_every_region(bed: AwsBed) -> None:
-    """A resource on a later page, or of another region than the first, must not stay and be billed for ever."""
+    """A resource on a later page, or in another region than the first, must not remain and be billed forever."""
     for region in ("us-east-1", "us-west-2"):
         for number in range(3):
             bed.account.volumes[f"vol-{region}-{number}"] = {

@@ -20,5 +20,5 @@ class TestRecording(RecordingSuite):
             bed.account.faults.clear()
 
         assert world.record([ROOM, break_down, come_back]).counts == (2, 2, 2)
-        assert any("no clear answer" in line for line in world.told)
+        assert any("no clear answer" in line for line in world.messages)
         world.check_nothing_left()

@@ -152,7 +152,7 @@ def test_gang_with_the_best_network_names_its_zone(world: World, bed: AwsBed) ->
     bed.run(act())
 
 
-def test_zone_that_refused_lately_is_left_out(world: World, bed: AwsBed) -> None:
+def test_zone_that_refused_recently_is_left_out(world: World, bed: AwsBed) -> None:
     places = [make_place(zone) for zone in ZONES]
     bed.account.full = {(ZONES[0], KIND)}
 

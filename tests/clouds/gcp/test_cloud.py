@@ -284,7 +284,7 @@ def test_a_full_zone_refuses_to_start_again(bench: Any, request_of: Make) -> Non
         bench.run(bench.cloud.start_nodes([node.id]))
 
 
-def test_terminate_asks_for_all_though_one_fails_and_twice_does_no_harm(bench: Any, request_of: Make) -> None:
+def test_terminate_tries_every_node_despite_a_failure_and_may_be_repeated(bench: Any, request_of: Make) -> None:
     nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=3)))
     failing = nodes[1].id.rpartition("/")[2]
     bench.gce.fail("DELETE", failing, status=503, code="backendError")

@@ -118,7 +118,7 @@ def test_ssh_comes_from_where_the_settings_say_or_from_where_we_are_seen(monkeyp
 
 
 @pytest.mark.parametrize("first", ["nowhere", "a login page"])
-def test_the_second_service_tells_our_address_if_the_first_does_not(
+def test_the_second_service_reports_our_address_if_the_first_does_not(
     monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """A hotel's network answers every request with a page of its own."""

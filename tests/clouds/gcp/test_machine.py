@@ -77,7 +77,7 @@ def test_nodes_act_as_the_account_of_the_settings_for_storage_only(request_of: M
         assert account["scopes"] == ["https://www.googleapis.com/auth/devstorage.read_write"]
 
 
-def test_ids_tell_project_zone_name_gang_and_rank() -> None:
+def test_ids_contain_project_zone_name_gang_and_rank() -> None:
     link = "https://www.googleapis.com/compute/v1/projects/google.com:p/zones/us-central1-a/instances/b-me-0a-12"
     where = names.NodeId.from_link(link)
     assert where is not None and str(where) == "google.com:p/us-central1-a/b-me-0a-12"

@@ -33,7 +33,7 @@ def test_nodes_on_every_page_are_listed_by_a_process_that_made_none(
 
 
 def test_the_end_of_a_node_is_found_on_any_page(bench: Any, request_of: Make) -> None:
-    """Each call to Google leaves an operation; the one that tells why is far from the first."""
+    """Each call to Google leaves an operation; the one with the reason is far from the first."""
     nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=3)))
     bench.gce.preempt(nodes[1].id.rpartition("/")[2])
     for number in range(1, 5):
@@ -119,7 +119,7 @@ def test_an_ended_node_is_listed_for_an_hour(bed: Any, request_of: Make) -> None
 
 
 def test_access_is_renewed_for_a_gang_of_which_one_node_still_runs(bench: Any, request_of: Make) -> None:
-    """Whichever of its nodes is named last."""
+    """This does not depend on which of its nodes is named last."""
     nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
     bench.gce.preempt(nodes[1].id.rpartition("/")[2])
     other = bench.run(bench.cloud.create_nodes(request_of(token="1" * 32)))

@@ -52,7 +52,7 @@ class ApiServer:
 
     async def _start(self) -> web.AppRunner:
         app = web.Application(middlewares=[self._answer_errors])
-        app.router.add_get("/version", self._tell_version)
+        app.router.add_get("/version", self._get_version)
         app.router.add_get("/api", self._list_versions)
         app.router.add_get("/apis", self._list_groups)
         app.router.add_get("/api/v1", self._list_resources)
@@ -96,7 +96,7 @@ class ApiServer:
             self._admit(request)
             return await handler(request)
         except ApiError as error:
-            return tell_status(error)
+            return make_status_response(error)
 
     def _admit(self, request: web.Request) -> None:
         if self.is_logged_out or request.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -111,7 +111,7 @@ class ApiServer:
             where = f' in the namespace "{namespace}"' if namespace else " at the cluster scope"
             raise ApiError(403, "Forbidden", f'{resource} is forbidden: User "test" cannot access "{resource}"{where}')
 
-    async def _tell_version(self, request: web.Request) -> web.Response:
+    async def _get_version(self, request: web.Request) -> web.Response:
         """Answer Debian's kubectl, which chooses its program by the server's version."""
         return web.json_response({"major": "1", "minor": "32", "gitVersion": "v1.32.0"})
 
@@ -135,7 +135,7 @@ class ApiServer:
         return web.json_response({**review, "status": {"allowed": is_allowed}}, status=201)
 
     async def _list_nodes(self, request: web.Request) -> web.Response:
-        return tell_list("NodeList", list(self.cluster.nodes.values()))
+        return make_list_response("NodeList", list(self.cluster.nodes.values()))
 
     async def _list_pods(self, request: web.Request) -> web.Response:
         wanted = [each.partition("=") for each in request.query.get("labelSelector", "").split(",") if each]
@@ -144,7 +144,7 @@ class ApiServer:
             labels = pod["metadata"].get("labels", {})
             return all(labels.get(key) == value for key, _, value in wanted)
 
-        return tell_list("PodList", self.cluster.list(request.match_info.get("namespace"), selects))
+        return make_list_response("PodList", self.cluster.list(request.match_info.get("namespace"), selects))
 
     async def _create_pod(self, request: web.Request) -> web.Response:
         if self.is_throttled:
@@ -180,11 +180,11 @@ class ApiServer:
         return await run_remote_command(request, request.query.getall("command"), environment)
 
 
-def tell_list(kind: str, items: list[Json]) -> web.Response:
+def make_list_response(kind: str, items: list[Json]) -> web.Response:
     return web.json_response({"apiVersion": "v1", "kind": kind, "metadata": {"resourceVersion": "1"}, "items": items})
 
 
-def tell_status(error: ApiError) -> web.Response:
+def make_status_response(error: ApiError) -> web.Response:
     """Return the Status object that the API server answers with."""
     status: dict[str, Any] = {
         "apiVersion": "v1", "kind": "Status", "metadata": {}, "status": "Failure", "message": error.message,

@@ -90,7 +90,7 @@ class Cluster:
                     f"pods={self.quota}, limited: pods={self.quota}",
                 )  # fmt: skip
             pod = copy.deepcopy(pod)
-            pod["metadata"] |= {"namespace": namespace, "uid": os.urandom(8).hex(), "creationTimestamp": tell_now()}
+            pod["metadata"] |= {"namespace": namespace, "uid": os.urandom(8).hex(), "creationTimestamp": format_now()}
             pod["status"] = {"phase": "Pending", "conditions": []}
             self.pods[namespace, name] = pod
             return self._touch(pod)
@@ -115,7 +115,7 @@ class Cluster:
                 set_condition(pod, "DisruptionTarget", "True", disruption)
             given_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
             self._begin_end(pod, given_s if grace_s is None else grace_s)
-            pod["metadata"].setdefault("deletionTimestamp", tell_now())
+            pod["metadata"].setdefault("deletionTimestamp", format_now())
             self._finish(pod)
             return copy.deepcopy(pod)
 
@@ -148,7 +148,7 @@ class Cluster:
                     kill_marked(pod["metadata"]["uid"])
                     set_condition(pod, "DisruptionTarget", "True", "DeletionByPodGC")
                     pod["status"]["phase"] = "Failed"
-                    pod["metadata"].setdefault("deletionTimestamp", tell_now())
+                    pod["metadata"].setdefault("deletionTimestamp", format_now())
 
     def wait_until(self, is_so: Callable[[list[Json]], bool]) -> None:
         """Wait until the list of all pods is as stated."""
@@ -213,7 +213,7 @@ class Cluster:
     def _start(self, pod: Json) -> None:
         """Start the container's first process, or report that its image is missing."""
         container, status = pod["spec"]["containers"][0], pod["status"]
-        status.setdefault("startTime", tell_now())
+        status.setdefault("startTime", format_now())
         if container["image"] in self.images_missing:
             state: Json = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
         else:
@@ -229,13 +229,13 @@ class Cluster:
                 "started_s": time.time(),
                 "podIP": f"127.77.{number >> 8}.{number % 250 + 1}",
             }
-            state = {"running": {"startedAt": tell_now()}}
+            state = {"running": {"startedAt": format_now()}}
         status["containerStatuses"] = [{"name": container["name"], "image": container["image"], "state": state}]
 
     def _note_end(self, pod: Json, code: int) -> None:
         shutil.rmtree(find_root() / pod["metadata"]["name"], ignore_errors=True)  # as its file system ends with it
         exit_code = code if code >= 0 else 128 - code
-        ended = {"exitCode": exit_code, "finishedAt": tell_now(), "reason": "Error" if exit_code else "Completed"}
+        ended = {"exitCode": exit_code, "finishedAt": format_now(), "reason": "Error" if exit_code else "Completed"}
         pod["status"]["containerStatuses"][0]["state"] = {"terminated": ended}
         pod["status"]["phase"] = "Failed" if exit_code else "Succeeded"
 
@@ -282,7 +282,7 @@ def set_condition(pod: Json, kind: str, value: str, reason: str, message: str = 
         old = {"type": kind}
         conditions.append(old)
     if old.get("status") != value:
-        old["lastTransitionTime"] = tell_now()
+        old["lastTransitionTime"] = format_now()
     old |= {"status": value, "reason": reason, "message": message}
 
 
@@ -309,6 +309,6 @@ def find_marked(uid: str) -> Iterator[int]:
             continue
 
 
-def tell_now() -> str:
+def format_now() -> str:
     """Return the time as the API server writes it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

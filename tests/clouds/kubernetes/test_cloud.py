@@ -150,7 +150,7 @@ def test_context_that_does_not_answer_is_unseen_and_the_others_are_listed(bed: K
     bed.run(act())
 
 
-def test_failed_list_is_no_empty_list(bed: KubernetesBed) -> None:
+def test_failed_list_is_not_an_empty_list(bed: KubernetesBed) -> None:
     for code, reason in ((500, "InternalError"), (503, "ServiceUnavailable"), (504, "Timeout")):
         bed.server.errors = [("GET /api/v1/", code, reason)]
         with pytest.raises(TransientError):
@@ -184,7 +184,7 @@ def test_node_that_vanishes_preempts_its_spot_pod(bed: KubernetesBed) -> None:
     bed.run(act())
 
 
-def test_pod_outlives_its_deadline_by_nothing(server: ApiServer) -> None:
+def test_pod_does_not_outlive_its_deadline(server: ApiServer) -> None:
     bed = KubernetesBed(server, hours_max=1 / 3600)
 
     async def act() -> None:

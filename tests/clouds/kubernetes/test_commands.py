@@ -40,10 +40,10 @@ run: |
 """
 
 
-def wait_until(is_so: Callable[[], bool], tell: Callable[[], str]) -> None:
+def wait_until(is_so: Callable[[], bool], describe: Callable[[], str]) -> None:
     end_s = time.monotonic() + STORY_S_MAX
     while not is_so():
-        assert time.monotonic() < end_s, tell()
+        assert time.monotonic() < end_s, describe()
         time.sleep(0.05)
 
 
@@ -94,27 +94,27 @@ def test_task_runs_in_a_pod_and_nothing_is_left(server: ApiServer, shell: Shell)
 def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, shell: Shell, tmp_path: Path) -> None:
     prepare(server, shell, "test: {usd_hour: 0.5}\n")
 
-    def tell() -> str:
+    def describe() -> str:
         return f"{shell.run('jobs', 'events', '1').stdout}\n{shell.run('jobs', 'logs', '1', code=None).stdout}"
 
     job_id = submit(shell, tmp_path / "shared", node_count=2)
-    wait_until(lambda: shell.get_status(job_id) is JobStatus.RUNNING, tell)
+    wait_until(lambda: shell.get_status(job_id) is JobStatus.RUNNING, describe)
     gang = list_live(server)
     assert len(gang) == 2
     (tmp_path / "shared" / "go").touch()  # no command runs from here to the eviction: the training is short
-    wait_until(lambda: any((tmp_path / "shared").rglob("manifest.json")), tell)
+    wait_until(lambda: any((tmp_path / "shared").rglob("manifest.json")), describe)
     server.cluster.evict(gang[1]["metadata"]["name"], grace_s=0)
-    wait_until(lambda: shell.get_status(job_id).is_terminal, tell)
-    assert shell.get_status(job_id) is JobStatus.SUCCEEDED, tell()
+    wait_until(lambda: shell.get_status(job_id).is_terminal, describe)
+    assert shell.get_status(job_id) is JobStatus.SUCCEEDED, describe()
     assert "recovered at step" in shell.run("jobs", "events", str(job_id)).stdout
     again = submit(shell, tmp_path / "shared", node_count=2)
-    wait_until(lambda: shell.get_status(again).is_terminal, tell)
+    wait_until(lambda: shell.get_status(again).is_terminal, describe)
     cut, whole = read_losses(shell, job_id), read_losses(shell, again)
     assert [step for step, _ in whole] == list(range(1, STEPS + 1))
     assert set(cut) == set(whole), "a repeated step comes to the same loss"
     repeated = sum(new <= old for (old, _), (new, _) in pairwise(cut))
     print(f"steps logged {len(cut)}, restarts in the log {repeated}")
-    wait_until(lambda: not list_live(server), tell)
+    wait_until(lambda: not list_live(server), describe)
 
 
 def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path) -> None:

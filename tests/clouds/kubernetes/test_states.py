@@ -129,7 +129,7 @@ def test_lost_node_of_a_spot_pool_is_a_preemption() -> None:
     assert find_state(pod, is_spot=False)[1] == "node lost"
 
 
-def test_node_pressure_is_no_preemption() -> None:
+def test_node_pressure_is_not_a_preemption() -> None:
     pod = make_pod("Failed", reason="Evicted", disruption="TerminationByKubelet")
     assert find_state(pod, is_spot=True)[1].startswith("evicted")
 

@@ -126,7 +126,7 @@ def test_a_gang_that_vanished_from_the_table_is_gone_as_a_whole(bed: Any, is_spo
     asyncio.run(act())
 
 
-def test_a_launch_that_is_called_off_never_comes_up(bed: Any) -> None:
+def test_a_cancelled_launch_never_comes_up(bed: Any) -> None:
     async def act() -> None:
         request = make_request(bed)
         (node,) = await bed.cloud.create_nodes(request)

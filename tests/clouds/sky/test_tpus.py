@@ -92,7 +92,7 @@ def test_it_has_the_abilities_of_the_google_adapter(cloud: TpuCloud) -> None:
 
 
 @pytest.mark.parametrize(("has_own", "has_behind", "kind"), [(0, 1, None), (1, 0, "own"), (1, 1, "both")])
-def test_skypilot_comes_in_where_there_is_a_login_for_google_and_it_has_google_enabled(
+def test_skypilot_is_added_if_there_is_a_login_for_google_and_it_has_google_enabled(
     bed: Any, monkeypatch: pytest.MonkeyPatch, has_own: int, has_behind: int, kind: str | None
 ) -> None:
     own, behind = object(), object()

@@ -31,10 +31,10 @@ run: |
 """
 
 
-def wait_until(is_so: Callable[[], bool], tell: Callable[[], str]) -> None:
+def wait_until(is_so: Callable[[], bool], describe: Callable[[], str]) -> None:
     end_s = time.monotonic() + STORY_S_MAX
     while not is_so():
-        assert time.monotonic() < end_s, tell()
+        assert time.monotonic() < end_s, describe()
         time.sleep(0.2)
 
 
@@ -68,21 +68,21 @@ def test_job_preempted_by_a_higher_partition_comes_back_and_finishes_bit_identic
     folder.mkdir()
     task = TASK.replace("SHARED", str(folder))
 
-    def tell() -> str:
+    def describe() -> str:
         events = shell.run("jobs", "events", "1").stdout
         return f"{events}\n{shell.run('jobs', 'logs', '1', code=None).stdout}\n{slurm.run('squeue', '-a', '-t', 'all')}"
 
     job_id = launch(shell, slurm, task)
-    wait_until(lambda: read_step(shell, job_id) >= 5, tell)
+    wait_until(lambda: read_step(shell, job_id) >= 5, describe)
     higher = slurm.submit("high", "sleep 5", "-N3", "-c4", "--mem=6000")
-    wait_until(lambda: slurm.get_state(higher) in ("RUNNING", "COMPLETED"), tell)
-    wait_until(lambda: shell.get_status(job_id).is_terminal, tell)
-    assert shell.get_status(job_id) is JobStatus.SUCCEEDED, tell()
+    wait_until(lambda: slurm.get_state(higher) in ("RUNNING", "COMPLETED"), describe)
+    wait_until(lambda: shell.get_status(job_id).is_terminal, describe)
+    assert shell.get_status(job_id) is JobStatus.SUCCEEDED, describe()
     events = shell.run("jobs", "events", str(job_id)).stdout
     assert "the cloud gave notice" in events, events
     assert "recovered at step" in events, events
     again = launch(shell, slurm, task)
-    wait_until(lambda: shell.get_status(again).is_terminal, tell)
+    wait_until(lambda: shell.get_status(again).is_terminal, describe)
     cut, whole = read_losses(shell, job_id), read_losses(shell, again)
     assert [step for step, _ in whole] == list(range(1, STEPS + 1))
     assert {loss for loss in cut} == set(whole), "a repeated step comes to the same loss"

@@ -105,7 +105,7 @@ def test_refused_capacity_excludes_the_partition_only() -> None:
     assert isinstance(error, CapacityError) and error.scope == "zone"
 
 
-def test_preemption_is_told_from_a_cancel() -> None:
+def test_preemption_is_distinguished_from_a_cancellation() -> None:
     assert find_state("PREEMPTED") == (NodeState.TERMINATED, NodeEnd.PREEMPTED)
     assert find_state("CANCELLED by 1000") == (NodeState.TERMINATED, NodeEnd.TERMINATED)
 

@@ -62,7 +62,7 @@ def test_host_is_free_again_after_all_processes_of_its_claim_were_killed(bed: Po
     asyncio.run(act())
 
 
-def test_silent_host_is_no_answer_and_not_an_end(bed: PoolBed) -> None:
+def test_silent_host_is_unseen_and_not_terminated(bed: PoolBed) -> None:
     asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
     bed.dead = {"h1"}
     listed = asyncio.run(bed.pool.list_nodes(OWNER))
@@ -106,9 +106,9 @@ def test_fenced_host_that_answers_again_is_believed(bed: PoolBed) -> None:
     bed.dead = {"h1"}
     asyncio.run(bed.pool.terminate_nodes(nodes))
     bed.dead = set()
-    assert [node.state for node in list_all(bed)] == [NodeState.RUNNING], "here the fence command did not do its work"
+    assert [node.state for node in list_all(bed)] == [NodeState.RUNNING], "here the fence command had no effect"
     bed.dead = {"h1"}
-    assert asyncio.run(bed.pool.list_nodes(OWNER)).unseen, "what was confirmed then does not hold any more"
+    assert asyncio.run(bed.pool.list_nodes(OWNER)).unseen, "what was confirmed then no longer holds"
 
 
 def test_end_kills_detached_processes_and_removes_files(bed: PoolBed) -> None:
