@@ -45,7 +45,7 @@ def fill(home: Path) -> None:
             story.store.jobs.set_progress(job_id, progress)
         lines += [f"step {step}/2000  loss {1.9 + 2.2 * 0.998**step + 0.05 * (step * 37 % 11 - 5) / 5:.4f}"
                   for step in range(first + 10, last + 1, 10)]  # fmt: skip
-        story.tell(job_id, make_event(EventKind.STARTED))
+        story.add_event(job_id, make_event(EventKind.STARTED))
     story.store.jobs.set_status(job_id, JobStatus.RUNNING)
     log = story.context.config.logs / "jobs" / f"{job_id}.log"
     log.parent.mkdir(parents=True)

@@ -134,8 +134,10 @@ class Story:
             ForecastRecord(usd=(1.6,) * len(QUANTILES), hours=(2.0,) * len(QUANTILES), usd_mean=1.6, hours_mean=2.0),
         )
         begin_s = self.now_s - 7200
-        self.tell(job_id, make_decision("move", work_left_hours=10.0, expected_usd={"spot": 1.6, "on-demand": 4.0}))
-        self.tell(job_id, make_decision("stay", work_left_hours=4.5, expected_usd={"spot": 0.5, "on-demand": 2.0}))
+        self.add_event(
+            job_id, make_decision("move", work_left_hours=10.0, expected_usd={"spot": 1.6, "on-demand": 4.0})
+        )
+        self.add_event(job_id, make_decision("stay", work_left_hours=4.5, expected_usd={"spot": 0.5, "on-demand": 2.0}))
         self.add_attempt(job_id, 1, begin_s=begin_s, end_s=begin_s + 3600)
         self.store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
         return job_id
@@ -157,7 +159,7 @@ class Story:
         for rank in range(ranks):
             recorder.record([(rank, make_sample(self.now_s - 10 * back, rank)) for back in reversed(range(count))])
 
-    def tell(self, job_id: int, event: Event) -> None:
+    def add_event(self, job_id: int, event: Event) -> None:
         self.store.events.add(event, job_id=job_id)
 
 
@@ -174,7 +176,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
     made.add_attempt(running, 2, begin_s=hour_ago_s + 1900, end_s=None)
     made.store.jobs.set_progress(running, Progress(step=31, total=100, loss=2.25, checkpoint_step=30))
     made.store.jobs.set_status(running, JobStatus.RUNNING)
-    made.tell(running, make_event(EventKind.NOTE, text="the newest event"))
+    made.add_event(running, make_event(EventKind.NOTE, text="the newest event"))
     made.store.jobs.set_status(failed, JobStatus.FAILED, f"exit code 3: {HOSTILE}")
     made.store.jobs.set_status(ended, JobStatus.SUCCEEDED)
     made.add_cluster("dev", begin_s=hour_ago_s)
@@ -200,10 +202,10 @@ class Served:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         context = Context(self._home)
-        await serve(context, host="127.0.0.1", port=0, on_ready=self._tell, until=self._stop.wait)
+        await serve(context, host="127.0.0.1", port=0, on_ready=self._note_link, until=self._stop.wait)
         context.close()
 
-    def _tell(self, link: str) -> None:
+    def _note_link(self, link: str) -> None:
         self.link = link
         self.base = link.partition("/login")[0]
         self._ready.set()

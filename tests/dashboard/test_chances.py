@@ -1,4 +1,4 @@
-"""The chance of the deadline as it moved: on the job page, and the same in `jobs why --json`."""
+"""The chance of meeting the deadline over time: on the job page, and the same in `jobs why --json`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_job_that_became_late_had_its_chance_before(frozen: Story) -> None:
 
 def test_a_decision_counts_with_the_work_that_it_knew(frozen: Story) -> None:
     job_id = add_late(frozen)
-    frozen.tell(job_id, make_decision("stay", work_left_hours=7.5, expected_usd={}))
+    frozen.add_event(job_id, make_decision("stay", work_left_hours=7.5, expected_usd={}))
     (decided,) = [each for each in read_points(frozen, job_id) if each.moment is Moment.DECIDED]
     assert decided.work_left_hours == pytest.approx(7.5)
 
@@ -102,7 +102,7 @@ def test_jobs_without_a_deadline_and_silent_programs_have_no_curve(frozen: Story
 def test_a_long_history_keeps_its_first_and_newest_points(frozen: Story) -> None:
     job_id = add_late(frozen)
     for _ in range(POINTS_MAX + 20):
-        frozen.tell(job_id, make_decision("stay", work_left_hours=6.0, expected_usd={}))
+        frozen.add_event(job_id, make_decision("stay", work_left_hours=6.0, expected_usd={}))
     points = read_points(frozen, job_id)
     assert len(points) == POINTS_MAX
     assert points[0].moment is Moment.SUBMITTED and points[-1].moment is Moment.NOW

@@ -185,7 +185,7 @@ def test_numbers_are_encoded_in_groups_of_seven_bits() -> None:
     assert encode_varint(0) == b"\0" and encode_varint(300) == b"\xac\x02" and len(encode_varint(-1)) == 10
 
 
-def test_login_is_that_of_mlflow_s_own_variables() -> None:
+def test_login_comes_from_mlflow_s_own_variables() -> None:
     assert make_login({"MLFLOW_TRACKING_TOKEN": "t", "MLFLOW_TRACKING_USERNAME": "u"}) == {"Authorization": "Bearer t"}
     login = make_login({"MLFLOW_TRACKING_USERNAME": "u", "MLFLOW_TRACKING_PASSWORD": "p"})
     assert login == {"Authorization": "Basic dTpw"} and make_login({}) == {}

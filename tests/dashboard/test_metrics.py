@@ -105,10 +105,10 @@ def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
 def test_launches_and_recoveries_are_counted_from_their_events_once(story: Story) -> None:
     place = make_place(PLACEMENT)
     cloud = PLACEMENT.offer.cloud
-    story.tell(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
-    story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
-    story.tell(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
-    story.tell(1, make_event(EventKind.NOTICED, rank=1, place=place))
+    story.add_event(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
+    story.add_event(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
+    story.add_event(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
+    story.add_event(1, make_event(EventKind.NOTICED, rank=1, place=place))
     page = MetricsPage()
     for _ in range(2):
         samples = read_samples(page.render(story.context))
@@ -123,7 +123,7 @@ def test_launches_and_recoveries_are_counted_from_their_events_once(story: Story
         assert buckets == [0, 1, 1]
         assert samples["broker_provision_seconds_sum", f'cloud="{cloud}"'] == 95.0
         assert samples["broker_recovery_seconds_count", ""] == 1
-    story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=200.0))
+    story.add_event(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=200.0))
     samples = read_samples(page.render(story.context))
     assert samples["broker_provision_seconds_count", f'cloud="{cloud}"'] == 2
 
@@ -191,7 +191,7 @@ def test_nodes_have_series_while_they_report_within_both_bounds(story: Story, mo
     assert samples["broker_node_gpu_errors_total", 'job="1",node="0",xid="79"'] == 1
     logs = story.context.config.logs
     assert list_nodes(logs, [2, 3], now_s=story.now_s) == []  # no live job
-    assert list_nodes(logs, [1], now_s=story.now_s + 300) == []  # nothing was heard for five minutes
+    assert list_nodes(logs, [1], now_s=story.now_s + 300) == []  # no reports for five minutes
     monkeypatch.setattr(node_metrics, "GPUS_MAX", 3)
     assert [row.rank for row in list_nodes(logs, [1], now_s=story.now_s)] == [0]
     monkeypatch.setattr(node_metrics, "GPUS_MAX", 256)

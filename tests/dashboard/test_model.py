@@ -103,9 +103,9 @@ def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFix
 
 def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
-    frozen.tell(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
+    frozen.add_event(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
     assert [row.job_id for row in read_overview(frozen.context).attention] == [1, 2]  # live jobs first
-    frozen.tell(1, make_event(EventKind.STARTED, attempt=2))
+    frozen.add_event(1, make_event(EventKind.STARTED, attempt=2))
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
 
 

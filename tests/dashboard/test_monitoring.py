@@ -37,10 +37,10 @@ def labels(story: Story) -> Mapping[str, set[str]]:
     story.store.leader.lead()
     story.store.leader.beat(DaemonStats())
     place = make_place(PLACEMENT)
-    story.tell(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
-    story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
-    story.tell(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
-    story.tell(1, make_event(EventKind.NOTICED, rank=1, place=place))
+    story.add_event(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
+    story.add_event(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
+    story.add_event(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
+    story.add_event(1, make_event(EventKind.NOTICED, rank=1, place=place))
     text = MetricsPage().render(story.context) + render_families(list_service_families([make_service_line()]))
     found: dict[str, set[str]] = {}
     for name, labels in read_samples(text):

@@ -18,7 +18,7 @@ SOLD = "p4d.24xlarge"  # in every price book
 
 def refuse(story: Story, placement: Placement) -> None:
     event = make_event(EventKind.PLACE_REFUSED, place=make_place(placement), took_s=2.0, error=HOSTILE)
-    story.tell(1, event)
+    story.add_event(1, event)
 
 
 def test_stays_and_preemptions_of_a_place_are_drawn(story: Story) -> None:

@@ -125,14 +125,14 @@ def test_files_beside_the_static_ones_are_not_served(served: Served) -> None:
         assert browser.get(path).status == 404, path
 
 
-def test_an_event_between_a_page_and_its_stream_is_told(
+def test_an_event_between_a_page_and_its_stream_is_sent(
     served: Served, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("broker.dashboard.changes.REFRESH_S", math.inf)
     browser = Browser(served)
     newest = re.search(r'data-newest="(\d+)"', browser.get("/").text)
     assert newest
-    story.tell(1, make_event(EventKind.NOTE, text="news"))
+    story.add_event(1, make_event(EventKind.NOTE, text="news"))
     connection = http.client.HTTPConnection(browser.host, timeout=300)
     connection.request("GET", f"/changes?after={newest[1]}", headers={"Cookie": browser.cookie})
     answer = connection.getresponse()
@@ -153,7 +153,7 @@ def test_an_event_reaches_an_open_stream_and_a_reconnect_misses_none(served: Ser
         answer = connection.getresponse()
         while not (line := answer.readline().decode()).startswith("id: "):
             if line == ": connected\n" and last is None:
-                story.tell(1, make_event(EventKind.NOTE, text="news"))
+                story.add_event(1, make_event(EventKind.NOTE, text="news"))
         connection.close()
         return int(line.removeprefix("id: "))
 

@@ -1,4 +1,4 @@
-"""Reads that pages share, and looks that streams share: how often, how old, and for whom."""
+"""Reads that pages share, and polls that streams share: how often, how old, and for whom."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_no_event_of_the_future_is_waited_for() -> None:
     drive(scene)
 
 
-def test_what_changed_without_an_event_is_seen_after_an_action() -> None:
+def test_change_without_an_event_is_seen_after_an_action() -> None:
     async def scene(pages: Pages) -> None:
         old = pages.ask()
         await settle()
@@ -174,7 +174,9 @@ def test_error_reaches_everyone_who_waits_and_the_next_request_tries_again() -> 
     asyncio.run(scene())
 
 
-def test_streams_share_their_looks_and_a_job_has_its_own_events(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_share_their_polls_and_a_job_gets_only_its_own_events(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene() -> None:
         clock, looks = HandClock(), 0
         events = story.store.events
@@ -199,9 +201,9 @@ def test_streams_share_their_looks_and_a_job_has_its_own_events(story: Story, mo
         streams = [asyncio.ensure_future(follow(name, job_id)) for name, job_id in pages.items()]
         await settle()
         opened = looks
-        story.tell(1, make_event(EventKind.NOTE, text="of job 1"))
+        story.add_event(1, make_event(EventKind.NOTE, text="of job 1"))
         await clock.move(LOOK_S)
-        story.tell(2, make_event(EventKind.NOTE, text="of job 2"))
+        story.add_event(2, make_event(EventKind.NOTE, text="of job 2"))
         await clock.move(LOOK_S)
         assert looks - opened == 2
         assert told["job 1"] == [begin + 1] and told["job 2"] == [begin + 2]
@@ -217,11 +219,11 @@ def test_streams_share_their_looks_and_a_job_has_its_own_events(story: Story, mo
     asyncio.run(scene())
 
 
-def test_job_with_events_before_its_stream_is_told_of_the_newest(story: Story) -> None:
+def test_stream_of_a_job_with_earlier_events_starts_with_the_newest(story: Story) -> None:
     async def scene() -> None:
         begin = story.store.events.get_newest_id()
-        story.tell(1, make_event(EventKind.NOTE, text="between page and stream"))
-        story.tell(2, make_event(EventKind.NOTE, text="of another job"))
+        story.add_event(1, make_event(EventKind.NOTE, text="between page and stream"))
+        story.add_event(2, make_event(EventKind.NOTE, text="of another job"))
         async with aclosing(ChangeFeed(story.store, HandClock()).follow(1, after=begin)) as changes:
             assert await anext(changes) == begin + 1
 

@@ -73,7 +73,7 @@ def test_spans_follow_the_attempts_and_lie_in_their_parents(story: Story) -> Non
 
 
 def test_attributes_have_the_names_and_forms_of_the_standard(story: Story) -> None:
-    story.tell(1, make_event(EventKind.LATE))
+    story.add_event(1, make_event(EventKind.LATE))
     job, attempt, *_ = list_spans(read_trace(story, 1))
     values = {each["key"]: each["value"] for each in attempt["attributes"]}
     assert values["cloud.region"] == {"stringValue": story.store.jobs.list_attempts(1)[0].placement.offer.region}

@@ -17,10 +17,10 @@ from tests.dashboard.conftest import HOSTILE, Story
 def test_only_what_changed_is_returned(story: Story) -> None:
     watcher = Watcher(story.context, None)
     changed, events = watcher.look()
-    assert [line.id for line in changed] == [1] and events == []  # the live job; events from before are not told
+    assert [line.id for line in changed] == [1] and events == []  # the live job; earlier events are not reported
     assert watcher.look() == ([], [])
-    story.tell(1, make_event(EventKind.NOTE, text="new"))
-    story.tell(2, make_event(EventKind.NOTE, text="of an ended job"))
+    story.add_event(1, make_event(EventKind.NOTE, text="new"))
+    story.add_event(2, make_event(EventKind.NOTE, text="of an ended job"))
     story.store.jobs.set_progress(1, Progress(step=32, total=100))
     changed, events = watcher.look()
     assert [line.step for line in changed] == [32] and [event.message for event in events] == ["new"]
@@ -51,7 +51,7 @@ def test_the_command_prints_lines_and_ends_with_the_job(story: Story, capsys: py
 def test_the_view_fits_eighty_columns_and_has_no_control_characters(story: Story) -> None:
     watcher = Watcher(story.context, None)
     story.add_job(HOSTILE * 4)
-    story.tell(1, make_event(EventKind.NOTE, text=f"{HOSTILE}\nsecond line " * 9))
+    story.add_event(1, make_event(EventKind.NOTE, text=f"{HOSTILE}\nsecond line " * 9))
     _, events = watcher.look()
     lines = list_view(list(watcher.lines.values()), events, now_s=story.now_s)
     assert len(events) == 1 and all(len(line) <= 80 and line.isprintable() for line in lines)

@@ -58,7 +58,7 @@ def test_kustomization_lists_every_manifest_and_sets_the_image_of_every_containe
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_what_a_deployment_names_exists(name: str) -> None:
+def test_everything_that_a_deployment_names_exists(name: str) -> None:
     deployment, pod = find("Deployment", name), find_pod(name)
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels

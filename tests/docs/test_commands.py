@@ -15,7 +15,7 @@ from broker.cli.commands import HIDDEN
 from broker.cli.main import app
 from tests.docs.pages import CHANGELOG, ROOT, Block, list_block_commands, list_blocks, list_commands, list_pages
 
-PAGES = [page for page in list_pages() if page != CHANGELOG]  # the changelog also tells of commands as they were
+PAGES = [page for page in list_pages() if page != CHANGELOG]  # the changelog also mentions former commands
 
 
 COMPLETION = ("--install-completion", "--show-completion")
@@ -24,7 +24,7 @@ COMPLETION = ("--install-completion", "--show-completion")
 def find_problem(words: tuple[str, ...]) -> str:
     """Parse as the command line does, running nothing; empty where it is accepted."""
     command: Any = typer.main.get_command(app)
-    if words and words[0] in COMPLETION:  # it acts while it is parsed, and on the files of whoever runs the tests
+    if words and words[0] in COMPLETION:  # it acts while it is parsed, on the files of the user who runs the tests
         return "" if words[0] in {flag for param in command.params for flag in param.opts} else "no such option"
     context, arguments = None, list(words)
     try:
@@ -47,7 +47,7 @@ def find_problem(words: tuple[str, ...]) -> str:
     except SystemExit:
         return ""
     except Exception as error:
-        if getattr(error, "exit_code", None) == 0:  # --help and --version answer and leave, each in its way
+        if getattr(error, "exit_code", None) == 0:  # --help and --version print and exit, each in its own way
             return ""
         return getattr(error, "message", "") or str(error)
 

@@ -1,4 +1,4 @@
-"""What people who join rely on: CI, hooks, templates and the picture of the README."""
+"""Things that new contributors rely on: CI, hooks, templates and the picture of the README."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_every_file_that_a_page_names_exists() -> None:
     missing = [
         f"{page.relative_to(ROOT)}:{line}: {name}"
         for page in list_pages()
-        if page != CHANGELOG  # tells of files as they were then
+        if page != CHANGELOG  # mentions files as they were then
         for line, text in list_prose(page)
         for name in FILE.findall(text)
         if not name.startswith(ELSEWHERE) and not is_there(page, name)

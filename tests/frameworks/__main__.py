@@ -1,7 +1,7 @@
 """Try task templates of other frameworks: `python -m tests.frameworks jax torchrun`, `make test-frameworks NAMES=jax`.
 
 Each runs on two nodes of the local cloud: one worker is killed with kill -9, then its node is preempted, and the end is
-compared with an undisturbed run. Rows are kept in tests/frameworks/results.json, from which docs/FRAMEWORKS.md is held.
+compared with an undisturbed run. Rows are kept in tests/frameworks/results.json, which docs/FRAMEWORKS.md must match.
 Programs of the templates that need GPUs run without a job, on CPUs (`rehearsals.py`), if they are named.
 """
 

@@ -65,13 +65,13 @@ def disturb(bed: Bed, framework: Framework) -> dict[str, Any]:
 
 
 def count_repeated(bed: Bed, framework: Framework) -> dict[str, int]:
-    """Return all steps that ran again, where the program counts them: it may repeat them long after a loss."""
+    """Return all steps that ran again, if the program counts them: it may repeat steps long after a loss."""
     lines = [line for line in bed.lines if "repeated" in line]
     if not lines:
         return {}
     ends = [line for line, after in pairwise(lines) if "start_cpu_s" in after]  # of a process
     total = sum(line["repeated"] for line in [*ends, lines[-1]])
-    losses = 2 + framework.part_count * framework.loses_first  # one part at a node, all at the first node
+    losses = 2 + framework.part_count * framework.loses_first  # one part per lost node, all for the first node
     assert total <= losses * SAVE_STEPS, f"{total} steps ran again after {losses} losses"
     return {"repeated_steps": total}
 

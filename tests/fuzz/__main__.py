@@ -1,7 +1,7 @@
 """`python -m tests.fuzz TARGET --minutes 10 --seed N`: fuzz until a crash or the end of the time.
 
 With atheris installed inputs are guided by coverage, else they are mutations of seeds. A crash leaves its input in
-`.fuzz/` and prints the command that plays it again: `python -m tests.fuzz TARGET --input FILE`.
+`.fuzz/` and prints the command that replays it: `python -m tests.fuzz TARGET --input FILE`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("target", choices=[*TARGETS, "all"])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--input", type=Path, help="play one input")
+    parser.add_argument("--input", type=Path, help="replay one input")
     parser.add_argument("--engine", choices=("atheris", "mutation"), help="atheris where it is installed")
     chosen = parser.parse_args()
     engine = chosen.engine or ("atheris" if importlib.util.find_spec("atheris") else "mutation")
@@ -67,16 +67,16 @@ def run_mutations(name: str, minutes: float, seed: int) -> int:
             try_input(target, data)
         except Exception:
             traceback.print_exc()
-            tell_crash(name, data)
+            report_crash(name, data)
             return 1
     wall_s = time.monotonic() - start_s
     print(f"{name}: {count:,} inputs in {wall_s:.0f} s, {count / wall_s:.0f} a second, no crash (mutation)")
     return 0
 
 
-def tell_crash(name: str, data: bytes) -> None:
+def report_crash(name: str, data: bytes) -> None:
     path = keep_input(name, data, FOLDER)
-    print(f"{name}: crash; play it again with: python -m tests.fuzz {name} --input {path}", flush=True)
+    print(f"{name}: crash; replay it with: python -m tests.fuzz {name} --input {path}", flush=True)
 
 
 def run_atheris(name: str, minutes: float, seed: int) -> int:
@@ -89,18 +89,18 @@ def run_atheris(name: str, minutes: float, seed: int) -> int:
     for data in seeds:
         keep_input("seed", data, corpus)
 
-    def tell(target: Target, data: bytes) -> None:
+    def run(target: Target, data: bytes) -> None:
         try:
             target(data)
         except Exception:
-            tell_crash(name, data)
+            report_crash(name, data)
             raise
 
     limits = [f"-max_total_time={max(1, int(minutes * 60))}", f"-rss_limit_mb={RSS_MIB_MAX}", "-timeout=120"]
     quiet = ["-print_final_stats=1", "-verbosity=0", f"-artifact_prefix={FOLDER.resolve()}/"]
     FOLDER.mkdir(exist_ok=True)
     atheris.Setup(
-        [sys.argv[0], *limits, *quiet, f"-seed={seed}", "-max_len=8192", str(corpus)], lambda data: tell(target, data)
+        [sys.argv[0], *limits, *quiet, f"-seed={seed}", "-max_len=8192", str(corpus)], lambda data: run(target, data)
     )
     atheris.Fuzz()
     return 0

@@ -1,6 +1,7 @@
 """Makes inputs by mutation: the engine of the default tests, and of `make fuzz` where atheris is not installed.
 
-The same seed makes the same inputs. It knows no coverage: it keeps what the target took longer words from, its seeds.
+The same seed makes the same inputs. Coverage does not guide it: longer valid sequences
+come only from the seeds of a target.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def fuzz_coordinator(data: bytes) -> None:
 
 
 def check_coordinator(gang: Gang, *, is_stranger: bool) -> None:
-    """Check that new members are heard; where only strangers came, that they run to a good end."""
+    """Check that new members are heard; if only strangers came, that a whole run succeeds."""
     if not is_stranger:
         taken = set(gang.coordinator._links)  # a member may have said a correct hello of any rank, once
         rank = next(rank for rank in (2, 0) if rank not in taken)
@@ -222,7 +222,7 @@ def make_hello(name: str, place: int = 0) -> dict[str, Any]:
 def open_rendezvous(
     count: int = 2, credential: Credential | None = None, **options: Any
 ) -> Iterator[tuple[Rendezvous, RendezvousServer]]:
-    """Open a rendezvous for two workers at least, `count` of which it waits for."""
+    """Open a rendezvous of at least two workers that waits for `count` of them."""
     others = list_threads()  # of a rendezvous that is open already
     rendezvous = Rendezvous(least=2, most=count, first_count=count, **options)
     server = RendezvousServer(rendezvous, "127.0.0.1", 0, credential or Credential(pem=make_pem("gang")))

@@ -1,4 +1,4 @@
-"""Every target stands a short, seeded run in the default tests; `make fuzz` runs each for ten minutes."""
+"""Every target survives a short, seeded run in the default tests; `make fuzz` runs each for ten minutes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_same_seed_makes_the_same_inputs() -> None:
     assert first != list(itertools.islice(make_inputs([b"abc", b"xyz"], 8), 50))
 
 
-def test_crash_leaves_an_input_and_the_command_that_plays_it_again(
+def test_crash_leaves_an_input_and_the_command_that_replays_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail_on_x(data: bytes) -> None:
@@ -73,7 +73,7 @@ def test_hang_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         try_input(hang, b"x")
 
 
-def test_one_input_is_played_again(tmp_path: Path) -> None:
+def test_one_input_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(b"run: x\n")
     command = [sys.executable, "-m", "tests.fuzz", "yaml", "--input", str(tmp_path / "input")]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "no crash\n"
