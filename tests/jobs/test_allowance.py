@@ -89,7 +89,7 @@ def test_no_lease_is_longer_than_allowed_nor_so_short_that_a_renewal_comes_late(
 def test_unattended_the_bill_exceeds_the_budget_by_less_than_one_renewal(
     budget_usd: float, usd_hour: float, gaps_s: list[float], node_count: int
 ) -> None:
-    """The bound holds however often the broker renewed before it left forever, if it did not overspend itself."""
+    """The bound holds however often the broker renewed before it left forever, unless the broker itself overspent."""
     task = Task(goal=Goal(budget_usd=budget_usd), num_nodes=node_count)
     now_s = ends_s = 0.0
     for gap_s in (0.0, *gaps_s):
@@ -122,20 +122,20 @@ def make_small_plan() -> Plan:
     ("text", "expected_s"),
     [("12h", 12 * HOUR), ("90m", 1.5 * HOUR), ("15m", 900.0), ("1d", 24 * HOUR), ("2", 2 * HOUR), ("0.25", 900.0)],
 )
-def test_task_says_how_long(text: str, expected_s: float) -> None:
+def test_task_sets_its_allowance(text: str, expected_s: float) -> None:
     (task,) = load_tasks_text(f"run: x\nunattended: {text}\n", "task.yaml")
     assert task.unattended_s == expected_s
 
 
 @pytest.mark.parametrize("text", ["0", "5m", "0.2", "14m59s", "0h", "-1", "soon", "[]"])
-def test_task_that_says_too_little_is_refused_with_its_place(text: str) -> None:
+def test_invalid_allowance_of_a_task_is_refused_with_its_place(text: str) -> None:
     with pytest.raises(TaskError) as caught:
         load_tasks_text(f"run: x\nunattended: {text}\n", "task.yaml")
     (issue,) = caught.value.issues
     assert (issue.line, issue.column) == (2, 13) and "`unattended` must be" in issue.message
 
 
-def test_users_default_holds_where_the_task_says_nothing(tmp_path: Path) -> None:
+def test_users_default_applies_to_tasks_without_an_allowance(tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner="me")
     assert read_unattended_s(config) == UNATTENDED_S
     (tmp_path / "config.toml").write_text('unattended = "3h"\ncheckpoints = "s3://b"\n')
@@ -147,7 +147,7 @@ def test_users_default_holds_where_the_task_says_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ['"5m"', "0", '"never"', "true", "[1]"])
-def test_users_default_that_says_too_little_names_the_setting(tmp_path: Path, text: str) -> None:
+def test_invalid_default_of_the_user_names_the_setting(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.toml").write_text(f"unattended = {text}\n")
     with pytest.raises(UsageError, match=r"config\.toml: `unattended` is") as caught:
         read_unattended_s(Config(home=tmp_path, owner="me"))

@@ -1,4 +1,4 @@
-"""Checkpoints outlive the nodes, or the user hears before paying that they would not."""
+"""Checkpoints outlive the nodes, or the user is warned before paying that they would not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task
     (settled,) = settle_tasks([task], "gs://b")
     assert settled.checkpoint.to == "gs://b" and check_checkpoints([plan(settled, "aws")]) == []
     (kept,) = settle_tasks([settled], "s3://other")
-    assert kept is settled, "what the task says goes before the default"
+    assert kept is settled, "the task takes precedence over the default"
 
 
 def test_task_that_only_has_torch_set_up_may_keep_its_state_elsewhere() -> None:

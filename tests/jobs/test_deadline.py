@@ -160,7 +160,7 @@ def test_a_policy_sees_the_remaining_work_and_the_open_places() -> None:
     assert "expected cost to finish: 3.00 USD by spot now, 9.50 USD by on-demand now and 4.25 USD by waiting" in text
 
 
-def test_starts_are_believed_as_long_as_they_were_seen() -> None:
+def test_starts_are_expected_to_take_as_long_as_measured() -> None:
     plan = plan_of(TASK)
     where = plan.choice.placement
     first = Attempt(
@@ -169,7 +169,7 @@ def test_starts_are_believed_as_long_as_they_were_seen() -> None:
     early = Attempt(job_id=1, number=2, cluster="b", placement=where, started_s=2000.0, resumed_s=3100.0)
     assert measure_start_hours([]) == 0.0
     assert measure_start_hours([first]) == 0.25
-    assert measure_start_hours([first, early]) == 0.25, "it could start at 3000 s only"
+    assert measure_start_hours([first, early]) == 0.25, "it could not start before 3000 s"
     situation = read_situation(
         make_job(attempts=(first,)), plan, now_s=3000.0, refusals=(), durations={}, availability={}, look_hours=0.0,
         spent_usd=0.0,
@@ -218,7 +218,7 @@ def test_a_program_saves_on_notice_if_its_last_two_preemptions_lost_no_step() ->
 
     assert judge(50, 50) and judge(20, 50, 50)
     assert not judge(50) and not judge(50, 40) and not judge(50, None) and not judge(50, 50, 40)
-    assert not judge(50, 50, kind=OutcomeKind.MOVED), "told by us, with more time"
+    assert not judge(50, 50, kind=OutcomeKind.MOVED), "notified by us, with more time"
 
 
 def test_a_plan_puts_the_target_first_and_keeps_its_pricing_model() -> None:
@@ -246,7 +246,7 @@ def test_own_history_is_evidence_that_fades() -> None:
     ]
     assert known == sorted(known) and known[-1] > 3 * known[0], "quiet hours lower it, preemptions raise it"
     assert known[0] < estimate_hazard(placement, {}) < known[-1]
-    band = hazard_per_node_hour(None)  # of each node, beside what is known of markets
+    band = hazard_per_node_hour(None)  # of each node, in addition to what is known of markets
     assert estimate_hazard(placement, {}) - estimate_hazard(alone, {}) == pytest.approx(band)
     assert estimate_hazard(replace(placement, is_spot=False), {}) == 0.0
     assert sum(gather_durations([young], now_s=36000.0)[place].open_ends) == pytest.approx(1.0, abs=0.5)
@@ -258,10 +258,10 @@ def test_a_checkpoint_is_advised_by_hazard_and_deadline() -> None:
     assert advise_every_s(free, 0.1) == pytest.approx(best_interval_s(1.0, 0.1))
     assert advise_every_s(free, 0.0) is None
     assert advise_every_s(replace(free, checkpoint=CheckpointSpec(every_s=77.0)), 0.0) == 77.0
-    assert advise_every_s(TASK, 1e-6) == pytest.approx(best_interval_s(1.0, 0.1)), "a deadline makes careful"
+    assert advise_every_s(TASK, 1e-6) == pytest.approx(best_interval_s(1.0, 0.1)), "a deadline adds caution"
 
 
-def test_with_a_deadline_saves_are_as_frequent_as_the_market_is_young_and_has_been_short_lived() -> None:
+def test_with_a_deadline_checkpoints_are_more_frequent_in_young_and_short_lived_markets() -> None:
     place = ("simulated", "east1", "east1a", "big")
     placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
     now_s = 100 * DAY_S
@@ -484,4 +484,4 @@ def test_the_program_receives_its_checkpoint_interval(tmp_path: Path) -> None:
     world.gang.start = hear  # type: ignore[method-assign,assignment]
     run_to_end(world, "plain")
     expected = best_interval_s(5.0, find_hazard() + 2 * hazard_per_node_hour(None))
-    assert heard == [pytest.approx(expected, rel=0.02)]  # a minute of its own is seen already
+    assert heard == [pytest.approx(expected, rel=0.02)]  # its own first minute is observed already

@@ -22,7 +22,7 @@ class UploadingGang(SimulatedGang):
 
     flushed_s = math.inf
     failure = ""
-    is_told = True  # that the program succeeded
+    reports_loss = True  # that the program succeeded, and its files did not arrive
 
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
         report = await super().poll(cluster, run_id)
@@ -33,7 +33,7 @@ class UploadingGang(SimulatedGang):
         if now_s < self.flushed_s:
             return replace(report, status=RunStatus.RUNNING, returncode=None, flush=NOTE)
         if self.failure:
-            unflushed = self.failure if self.is_told else ""
+            unflushed = self.failure if self.reports_loss else ""
             return replace(report, status=RunStatus.FAILED, returncode=74, flush=self.failure, unflushed=unflushed)
         return report
 
@@ -71,9 +71,9 @@ def list_notes(world: World) -> list[str]:
 def test_finished_cluster_is_kept_until_its_files_have_arrived(world: World) -> None:
     ended_s = play(world)
     job = world.get_job()
-    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, "uploading is no stall"
+    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, "uploading is not a stall"
     assert isinstance(world.gang, UploadingGang) and ended_s >= world.gang.flushed_s
-    assert list_notes(world) == [NOTE], "told once"
+    assert list_notes(world) == [NOTE], "reported once"
 
 
 def test_cancelled_cluster_is_kept_until_its_files_have_arrived(world: World) -> None:
@@ -96,9 +96,9 @@ def test_files_that_did_not_arrive_are_reported(world: World) -> None:
     assert describe_outcome(job.attempts[0].outcome) == "files were not uploaded"
 
 
-def test_the_exit_code_by_itself_is_the_programs(world: World) -> None:
+def test_exit_code_without_a_report_of_lost_files_is_the_programs(world: World) -> None:
     assert isinstance(world.gang, UploadingGang)
-    world.gang.failure, world.gang.is_told = "written files did not arrive", False
+    world.gang.failure, world.gang.reports_loss = "written files did not arrive", False
     play(world)
     assert len(world.get_job().attempts) > 1, "a death at a later step than before is a restart"
 

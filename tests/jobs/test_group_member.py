@@ -69,7 +69,7 @@ def test_the_cause_of_a_restart_is_a_loss_of_the_present_generation(tmp_path: Pa
     assert job is not None and group.member.name_cause(job) == "late"
 
 
-def test_that_the_program_may_start_is_one_commit_and_on_the_disk(tmp_path: Path) -> None:
+def test_the_release_of_the_program_is_one_durable_commit(tmp_path: Path) -> None:
     group = Group(tmp_path)
     group.put(1, 1, generation=1)
     group.put(2, 1, generation=1)

@@ -122,7 +122,7 @@ def make_signals(
     )  # fmt: skip
 
 
-def test_lowest_survivor_takes_over_and_all_are_told(tmp_path: Path) -> None:
+def test_lowest_survivor_takes_over_and_all_are_notified(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.step()
     stage.lose(0)

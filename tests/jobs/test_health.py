@@ -60,7 +60,7 @@ def test_silence_is_a_loss_only_when_it_is_both_repeated_and_long(ranks: tuple[i
     assert (MISSES_MIN, UNREACHABLE_S_MIN, GANG_UNREACHABLE_S_MIN) == (3, 120.0, 600.0)
 
 
-def test_nodes_that_are_confirmed_gone_are_none_of_those_that_could_answer() -> None:
+def test_nodes_that_are_confirmed_gone_do_not_count_among_those_that_could_answer() -> None:
     three = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
     assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(0, 1))) == GANG_UNREACHABLE_S_MIN
     assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN

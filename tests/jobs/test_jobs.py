@@ -225,7 +225,7 @@ def test_a_job_that_cannot_be_started_ends_with_the_reason_and_leaves_no_node(
     assert not world.list_live_nodes()
 
 
-def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_path: Path) -> None:
+def test_a_login_that_expires_during_a_job_only_makes_it_wait(tmp_path: Path) -> None:
     world = World(tmp_path)
     create, asked, refused = world.cloud.create_nodes, 0, 0
 
@@ -455,7 +455,7 @@ def test_a_daemon_suspended_during_its_replacement_writes_nothing_afterwards(tmp
     check(world, JobStatus.SUCCEEDED)
 
 
-def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_daemon_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner=OWNER)
     store = Store(config.database, clock=SystemClock())
     with pytest.raises(StateError, match="no such thing"):
@@ -488,7 +488,7 @@ def test_the_daemon_finishes_every_job_though_one_controller_is_broken_and_then_
         await world.clock.sleep(1.0)
         before_s = world.clock.now_s()
         await second
-        assert world.clock.now_s() - before_s < 2.0, "the second daemon leaves the first in peace"
+        assert world.clock.now_s() - before_s < 2.0, "the second daemon does not disturb the first"
         await first
 
     world.clock.run(work)

@@ -103,7 +103,7 @@ def read(plan: Plan, job: Job, steps: dict[int, StepRange] | None = None, *, now
 
 
 def test_a_dear_kind_has_places_among_many_of_a_cheap_one() -> None:
-    """Before, the first three on-demand places were all A100s: none was in time once 25 h were left."""
+    """With one limit for all kinds, every on-demand place would be of A100s, and none in time with 25 h left."""
     plan = plan_of(*ZONES, *(replace(DEAR_H100, zone=f"zone{number}a") for number in range(5)))
     chosen = choose_places(plan, None)
     kinds = [(each.placement.offer.accelerator, each.placement.is_spot) for each in chosen]
@@ -114,7 +114,7 @@ def test_a_dear_kind_has_places_among_many_of_a_cheap_one() -> None:
     assert isinstance(found, Move) and found.target.placement.offer.accelerator == "H100"
 
 
-def test_one_kind_has_the_places_that_it_had() -> None:
+def test_a_single_kind_has_eight_spot_and_three_on_demand_places() -> None:
     alone = replace(TASK, resources=TASK.resources[:1])
     plan = plan_of(*ZONES, task=alone)
     assert [each.placement for each in choose_places(plan, None)] == [
@@ -150,7 +150,7 @@ def test_machines_that_are_no_longer_offered_are_as_fast_as_others_of_their_kind
     assert current.placement == here.placement and current.speed == alike.speed > 1.5
 
 
-def test_failover_on_spot_stays_with_the_kind_and_on_demand_goes_on_to_the_fastest() -> None:
+def test_failover_on_spot_stays_with_the_kind_and_on_demand_continues_to_the_fastest() -> None:
     zones = [replace(A100, zone="east1b"), A100, H100, replace(H100, zone="east1b")]
     plan = plan_of(*zones)
     spot = Candidate(placement=Placement(offer=H100, is_spot=True, node_count=1))
@@ -175,8 +175,8 @@ def test_speeds_are_those_of_data_sheets_until_the_job_has_measured_its_own() ->
     assert list(told) == ["H100:8", "A100:8"], "the fastest first"
 
 
-def test_a_measured_kind_is_believed_and_others_are_not_believed_to_exceed_what_they_were_told() -> None:
-    """4,000 steps are 40 h on A100s as told; they did 800 in 10 h, so 0.8 of the told speed."""
+def test_measurements_of_a_kind_correct_its_speed_and_never_raise_that_of_others() -> None:
+    """4,000 steps are planned as 40 h on A100s, which did 800 in 10 h: 0.8 of the planned speed."""
     plan, here = plan_of(A100, H100), stay(1, A100, 0.0, 10.0)
     steps = {1: StepRange(first_step=0, last_step=800, checkpoint_step=800)}
     told = speeds_of(read(plan, make_job()))
@@ -186,7 +186,7 @@ def test_a_measured_kind_is_believed_and_others_are_not_believed_to_exceed_what_
     fast = {1: StepRange(first_step=0, last_step=1500, checkpoint_step=1500)}
     seen = speeds_of(read(plan, make_job(here, step=1500), fast, now_s=11 * HOUR_S))
     assert seen["A100:8"].speed == pytest.approx(1.5, rel=0.03)
-    assert seen["H100:8"].speed == pytest.approx(told["H100:8"].speed), "not faster than told"
+    assert seen["H100:8"].speed == pytest.approx(told["H100:8"].speed), "not faster than planned"
 
 
 def test_each_kind_has_its_own_measurement() -> None:
@@ -214,7 +214,7 @@ def test_a_short_look_a_few_steps_or_a_small_difference_changes_nothing(
 
 
 def test_one_kind_is_never_corrected() -> None:
-    """What decides for one kind is the work left, which its steps measure."""
+    """A single kind is judged by the work left, which its steps measure."""
     candidates = [Candidate(placement=Placement(offer=A100, is_spot=spot, node_count=1)) for spot in (True, False)]
     job = make_job(stay(1, A100, 0.0, 10.0), step=400)
     steps = {1: StepRange(first_step=0, last_step=400, checkpoint_step=400)}

@@ -101,7 +101,7 @@ def test_a_suspicious_report_asks_for_a_list_at_once(suspicious: GangReport) -> 
     assert not watch.is_suspicious(report()) and not watch.is_suspicious(report(RunStatus.SUCCEEDED))
 
 
-def test_silence_counts_looks_and_seconds_as_they_were_seen_to_pass() -> None:
+def test_silence_counts_observed_seconds_and_bounds_each_gap_between_looks() -> None:
     watch = AttemptMonitor("c")
     looks = [watch.record_silence(1000.0 + 10.0 * look) for look in range(14)]
     assert looks.index(True) == UNREACHABLE_S_MIN / 10.0, "from the first silent look on"
@@ -126,7 +126,7 @@ def test_a_silence_continues_from_what_an_earlier_process_recorded_until_an_answ
     watch = AttemptMonitor("c", silent_s=300.0)
     looks = [watch.read_signals(report(unreachable=(1,)), CLUSTER, 1000.0 + 10.0 * look) for look in range(3)]
     assert [look.unreachable_s for look in looks] == [300.0, 310.0, 320.0]
-    assert [look.misses for look in looks] == [1, 2, 3], "but a restarted process looks three times itself"
+    assert [look.misses for look in looks] == [1, 2, 3], "but a restarted process makes three observations of its own"
     watch.read_signals(report(), CLUSTER, 1030.0)
     assert watch.read_signals(report(unreachable=(1,)), CLUSTER, 1040.0).unreachable_s == 0.0
 
@@ -142,7 +142,7 @@ def test_a_silence_is_recorded_once_a_minute_and_its_end_at_once() -> None:
 
 
 @pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.FAILED_SETUP])
-def test_a_failure_is_as_old_as_its_first_look_and_forgotten_when_it_is_taken_back(status: RunStatus) -> None:
+def test_a_failure_is_as_old_as_its_first_observation_and_forgotten_when_it_is_retracted(status: RunStatus) -> None:
     watch = AttemptMonitor("c")
     assert watch.read_signals(report(status, returncode=3), CLUSTER, 1000.0).failed_s == 0.0
     signals = watch.read_signals(report(status, returncode=3), CLUSTER, 1004.0)

@@ -55,7 +55,7 @@ class FollowingGang(ElasticGang):
         await super().start(cluster, task, run_id=run_id, **options)
         number = self._runs[cluster.name, run_id].number
         if head is not None:
-            assert self.heads[number][head.epoch] == head.rank, "a new node is sent to a head that was never told"
+            assert self.heads[number][head.epoch] == head.rank, "a new node is sent to a head that was never notified"
         self.heads.setdefault(number, {0: 0})
         self._members.setdefault(number, set()).update(node.id for node in live(cluster))
 
@@ -66,7 +66,7 @@ class FollowingGang(ElasticGang):
         self._reach(replace(cluster, nodes=tuple(cluster.nodes[rank] for rank in {head.rank, *members})))
         told = self.heads[self._runs[cluster.name, run_id].number]
         assert told.setdefault(head.epoch, head.rank) == head.rank, "two heads of one epoch"
-        assert head.epoch == max(told), "an older head is told again"
+        assert head.epoch == max(told), "nodes are notified of an older head again"
         return True
 
     async def poll(self, cluster: Cluster, run_id: int) -> Report:

@@ -82,7 +82,7 @@ class Stage:
         self.world: Any = world(self.clock)
         self.replacer = NodeReplacer(self.store, self.world, self.world, self.clock)
 
-    def list_told(self, kind: EventKind) -> list[str]:
+    def list_recorded(self, kind: EventKind) -> list[str]:
         return [event.message for event in self.store.events.list(job_id=self.job.id) if event.kind is kind]
 
     def step(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
@@ -107,15 +107,15 @@ def test_a_loss_is_recorded_once_and_a_full_place_is_retried_with_backoff_up_to_
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(stage.world.asked)]
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
     assert {rank for _, rank in stage.world.asked} == {1} and stage.world.started == [(1, 900.0)]
-    [shrunk] = stage.list_told(EventKind.SHRUNK)
+    [shrunk] = stage.list_recorded(EventKind.SHRUNK)
     assert "on 1 of 2 nodes" in shrunk
-    assert len(stage.list_told(EventKind.REPLACEMENT_FAILED)) == len(stage.world.asked)
+    assert len(stage.list_recorded(EventKind.REPLACEMENT_FAILED)) == len(stage.world.asked)
 
 
 def test_a_node_that_is_gone_is_not_ended_again_although_its_setup_failed(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.step(stage.cluster, replace(CALM, unfit=((1, "setup exited with 3 on rank 1"),)), until_s=40.0)
-    assert not stage.world.ended and not stage.list_told(EventKind.UNFIT)
+    assert not stage.world.ended and not stage.list_recorded(EventKind.UNFIT)
     assert {rank for _, rank in stage.world.asked} == {1}
 
 
@@ -134,14 +134,14 @@ def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     stage.store.clusters.put(gone)
     stage.step(gone, CALM, until_s=50.0)
     assert [rank for _, rank in stage.world.asked] == [1]
-    [told] = stage.list_told(EventKind.UNFIT)
+    [told] = stage.list_recorded(EventKind.UNFIT)
     assert told.startswith("setup exited with 3 on rank 1") and f"`broker jobs logs {stage.job.id}`" in told
     assert "(rank1)" in told and "in 30 s" in told
-    assert not stage.list_told(EventKind.SHRUNK), "told once"
+    assert not stage.list_recorded(EventKind.SHRUNK), "reported once"
 
 
 def test_a_bug_during_a_replacement_does_not_count_as_missing_capacity(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Faulty)
     with pytest.raises(ZeroDivisionError):
         stage.step(stage.cluster, CALM, until_s=10.0)
-    assert not stage.list_told(EventKind.REPLACEMENT_FAILED)
+    assert not stage.list_recorded(EventKind.REPLACEMENT_FAILED)

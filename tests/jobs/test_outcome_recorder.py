@@ -96,7 +96,7 @@ class Stage:
     def see(self) -> tuple[JobStatus, Outcome | None, str, float | None]:
         return self.job.status, self.attempt.outcome, self.job.failure, self.attempt.lost_s
 
-    def list_told(self) -> list[tuple[EventKind, str]]:
+    def list_recorded(self) -> list[tuple[EventKind, str]]:
         return [(event.kind, event.message) for event in self.store.events.list(job_id=self.job_id)]
 
 
@@ -113,7 +113,7 @@ def test_a_success_ends_attempt_and_job(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED, 0)
     assert stage.see() == (JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "", None)
     assert stage.job.outcome_kind is OutcomeKind.SUCCEEDED
-    assert stage.list_told() == [(EventKind.ENDED, "SUCCEEDED")]
+    assert stage.list_recorded() == [(EventKind.ENDED, "SUCCEEDED")]
 
 
 def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
@@ -121,7 +121,7 @@ def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
     stage.recorder.record_loss(stage.attempt, "node 0 gone", lost_s=START_S + 10.0)
     lost = Outcome(kind=OutcomeKind.PREEMPTED, detail="node 0 gone")
     assert stage.see() == (JobStatus.RECOVERING, lost, "", START_S + 10.0)
-    assert stage.list_told() == [(EventKind.ATTEMPT_LOST, "preempted: node 0 gone")]
+    assert stage.list_recorded() == [(EventKind.ATTEMPT_LOST, "preempted: node 0 gone")]
     stage.begin(2)
     stage.recorder.record_loss(stage.attempt, "again")
     assert stage.attempt.lost_s == START_S + 30.0, "without a known time, it is now"
@@ -138,7 +138,7 @@ def test_only_a_market_preempts(stage: Stage) -> None:
         (EventKind.ATTEMPT_LOST, "node 0 gone after step 7"),
         (EventKind.ATTEMPT_LOST, "the cluster was taken down"),
     ]
-    assert stage.list_told() == told
+    assert stage.list_recorded() == told
 
 
 def test_an_expired_lease_is_not_a_preemption(stage: Stage) -> None:
@@ -146,7 +146,7 @@ def test_an_expired_lease_is_not_a_preemption(stage: Stage) -> None:
     outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert stage.see() == (JobStatus.RECOVERING, outcome, "", START_S - 9.0)
     told = "the unattended allowance of 12 h expired after step 7; restarting on new nodes"
-    assert stage.list_told() == [(EventKind.LEASE_EXPIRED, told)]
+    assert stage.list_recorded() == [(EventKind.LEASE_EXPIRED, told)]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_final_outcomes_end_the_job(
     stage.conclude(verdict, returncode)
     assert stage.see() == (status, Outcome(kind=kind, exit_code=returncode), failure, None)
     assert stage.job.outcome_kind is kind
-    assert stage.list_told() == [(EventKind.ENDED, f"{status.value}: {failure}")]
+    assert stage.list_recorded() == [(EventKind.ENDED, f"{status.value}: {failure}")]
 
 
 def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> N
         stage.begin(number + 1)
     stage.conclude(Verdict.FAILED, 3)
     assert stage.job.status is JobStatus.FAILED
-    assert [kind for kind, _ in stage.list_told()] == [
+    assert [kind for kind, _ in stage.list_recorded()] == [
         EventKind.PROGRAM_RESTARTED,
         EventKind.PROGRAM_RESTARTED,
         EventKind.ENDED,
@@ -207,7 +207,7 @@ def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Sta
         outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=step, exit_code=137)
         assert stage.see()[:2] == (JobStatus.RECOVERING, outcome)
         told = f"the program exited with code 137 ({cause}) at step {step}; restarting on new nodes"
-        assert stage.list_told()[-1] == (EventKind.PROGRAM_RESTARTED, told)
+        assert stage.list_recorded()[-1] == (EventKind.PROGRAM_RESTARTED, told)
         stage.begin(number + 1)
 
 
@@ -295,7 +295,7 @@ def test_the_last_lines_of_the_rank_that_died_first_are_kept(stage: Stage) -> No
     stage.conclude(Verdict.FAILED, 1, lines=("step 8", "RuntimeError: CUDA out of memory"))
     assert stage.job.failure == "`run` exited with code 1 (out of GPU memory)"
     title = "last lines of rank 1 in attempt 1:"
-    assert stage.list_told()[0] == (EventKind.LAST_LINES, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
+    assert stage.list_recorded()[0] == (EventKind.LAST_LINES, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
 
 
 def test_a_preemption_is_not_a_failure_of_the_program(tmp_path: Path) -> None:
@@ -323,14 +323,14 @@ def test_deaths_at_different_steps_are_counted_separately(stage: Stage) -> None:
         assert stage.attempt.outcome == replace(BROKEN, step=step or 0)
         stage.begin(number + 1)
     stage.recorder.record_stall(stage.job, stage.attempt, 60.0, RunEnd(progress=Progress(step=7)))
-    assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
+    assert stage.job.status is JobStatus.RECOVERING, "a stall is not a broken gang"
 
 
 def test_a_second_end_changes_and_records_nothing(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED)
-    told = stage.list_told()
+    told = stage.list_recorded()
     stage.recorder.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.REFUSED, "late")
-    assert stage.job.status is JobStatus.SUCCEEDED and stage.list_told() == told
+    assert stage.job.status is JobStatus.SUCCEEDED and stage.list_recorded() == told
 
 
 def test_outcome_and_status_are_one_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

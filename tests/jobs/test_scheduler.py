@@ -102,7 +102,7 @@ def test_queued_due_time_starts_once_the_previous_job_has_ended(store: Store, la
 
 
 @pytest.mark.parametrize("when", ["plan", "submit"])
-def test_refusal_is_recorded_and_the_schedule_goes_on(
+def test_refusal_is_recorded_and_the_schedule_continues(
     store: Store, launcher: Launcher, clock: Hands, when: str
 ) -> None:
     made, scheduler = add(store), Scheduler(store, launches=launcher)

@@ -138,7 +138,7 @@ def start_daemon(config: Config, offset: Path) -> subprocess.Popen[bytes]:
 def wait_for(is_so: Callable[[], bool]) -> None:
     end_s = time.monotonic() + RUN_S_MAX
     while not is_so():
-        assert time.monotonic() < end_s, "it never came to this"
+        assert time.monotonic() < end_s, "the condition never became true"
         time.sleep(0.02)
 
 
@@ -161,7 +161,7 @@ def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(config: Config, tmp_
     wait_for(lambda: is_half_done(config, job))
     (tmp_path / "offset").write_text(str(jump_s))
     before = read_beat_s(config)
-    wait_for(lambda: abs(read_beat_s(config) - before) > 1800)  # it goes by the new time
+    wait_for(lambda: abs(read_beat_s(config) - before) > 1800)  # the daemon uses the new time
     let_go(config, job)
     _, errors = daemon.communicate(timeout=RUN_S_MAX)
     assert daemon.returncode == 0, errors

@@ -1,4 +1,4 @@
-"""The terms on which nodes keep a setup, counted by hand; its results are told once; archives expire."""
+"""The terms on which nodes keep a setup, counted by hand; its results are reported once; archives expire."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def make_report(*setups: SetupResult) -> Report:
     return Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None, setups=setups)
 
 
-def test_each_result_is_told_once_even_by_a_new_controller(bed: Bed) -> None:
+def test_each_result_is_reported_once_even_by_a_new_controller(bed: Bed) -> None:
     job, attempt = bed.add_job()
     kept = SetupResult(rank=0, result="kept", setup_s=60.0, size_bytes=2**30)
     used = [SetupResult(rank=rank, result="used", setup_s=60.0, took_s=10.0 * (1 + rank)) for rank in (0, 1)]
@@ -196,7 +196,7 @@ def fill(folder: Path, name: str, *, age_days: float, now_s: float, used_days: f
 
 
 @pytest.mark.parametrize("make_place", [str, lambda path: f"file://{path}"])
-def test_archives_expire_after_their_last_use_and_halves_of_them_too(
+def test_archives_expire_after_their_last_use_and_so_do_incomplete_ones(
     tmp_path: Path, make_place: Callable[[Path], str]
 ) -> None:
     now_s, place = 1e9, make_place(tmp_path)

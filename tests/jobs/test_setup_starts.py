@@ -80,7 +80,7 @@ def log(tmp_path: Path) -> Log:
     return Log(tmp_path)
 
 
-def test_before_any_restored_start_setup_is_replaced_by_the_read(log: Log) -> None:
+def test_before_any_restored_start_the_read_time_is_expected_instead_of_setup(log: Log) -> None:
     log.start(700.0)
     assert log.start_s is None, "nothing is kept yet"
     log.start(710.0, EventKind.SETUP_KEPT)
@@ -94,7 +94,7 @@ def test_restored_starts_replace_the_estimate_and_the_longest_of_three_counts(lo
         assert log.start_s == expected_s
 
 
-def test_start_that_ran_setup_again_ends_the_belief_until_the_next_archive(log: Log) -> None:
+def test_start_that_ran_setup_again_ends_the_expectation_until_the_next_archive(log: Log) -> None:
     log.start(700.0, EventKind.SETUP_KEPT)
     log.start(690.0, placement=OTHER_KIND)
     assert log.start_s == pytest.approx(154.0), "other machines have another key"
@@ -104,7 +104,7 @@ def test_start_that_ran_setup_again_ends_the_belief_until_the_next_archive(log: 
     assert log.start_s == pytest.approx(134.0)
 
 
-def test_restart_on_the_same_machines_tells_nothing_about_the_archive(log: Log) -> None:
+def test_restart_on_the_same_machines_says_nothing_about_the_archive(log: Log) -> None:
     log.start(700.0, EventKind.SETUP_KEPT)
     log.start(20.0, cluster="c-1")
     assert log.start_s == pytest.approx(154.0)

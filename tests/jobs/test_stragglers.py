@@ -1,4 +1,4 @@
-"""A node that slows its gang down is named once, and a pause is none."""
+"""A node that slows its gang down is named once; a pause is not a slow node."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_job_that_runs_or_has_succeeded_is_not_retried(store: Store) -> None:
     assert store.jobs.count() == 2
 
 
-def test_only_the_newest_of_a_line_of_retries_is_retried(store: Store) -> None:
+def test_only_the_newest_of_a_chain_of_retries_is_retried(store: Store) -> None:
     first = end(store, store.jobs.add("a", Task()))
     end(store, store.jobs.add("another", Task()))
     second = retry_job(store, first, secrets={})
@@ -197,7 +197,7 @@ def test_the_retry_of_one_task_names_the_command_for_its_group(
     assert store.jobs.count() == 2
 
 
-def test_only_the_newest_of_a_line_of_groups_is_retried(store: Store) -> None:
+def test_only_the_newest_of_a_chain_of_groups_is_retried(store: Store) -> None:
     first = submit_group(store, *FAILED_GROUP)
     second = retry_group(store, first, secrets={})
     with pytest.raises(UsageError) as caught:

@@ -20,7 +20,7 @@ from tests.state.samples import Hands
 
 
 class Requests:
-    """A provisioner that does what it is told, and counts."""
+    """A provisioner with a scripted answer that records its calls."""
 
     def __init__(self, answer: Callable[[], Awaitable[Cluster]]) -> None:
         self.answer = answer
@@ -71,7 +71,7 @@ def test_a_refusal_delays_the_next_machines_and_a_quota_refusal_ends_the_overlap
     asyncio.run(play())
 
 
-def test_refusals_in_a_row_are_waited_out_longer_and_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successive_refusals_lead_to_longer_and_longer_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
 
     def draw(count: int, *, base_s: float, cap_s: float) -> float:
