@@ -140,7 +140,7 @@ def test_missing_bucket_is_found_before_money_is_spent(config: Config, google: F
     assert "gcloud storage buckets create gs://typo" in refused.value.hints[0]
 
 
-def test_users_own_service_account_wins_at_google_only(config: Config, google: FakeGoogle) -> None:
+def test_users_own_service_account_takes_precedence_at_google_only(config: Config, google: FakeGoogle) -> None:
     (config.home / "gcp.toml").write_text('service_account = "mine@vision.iam.gserviceaccount.com"\n')
     granter = GcsGranter(config, clock=SystemClock())
     assert granter.find_own(make_task(PLACE), "gcp") and not granter.find_own(make_task(PLACE), "aws")

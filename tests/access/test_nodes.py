@@ -86,7 +86,7 @@ def read_login(node: Node) -> Any:
     return json.loads((find_access(node) / "aws.json").read_text())
 
 
-def test_program_mount_outcome_and_log_reach_the_bucket_by_the_grant(
+def test_program_mount_outcome_and_log_reach_the_bucket_through_the_grant(
     rig: Rig, config: Config, store: FakeStore
 ) -> None:
     from broker.storage.mounts import add_mounts

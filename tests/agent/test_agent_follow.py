@@ -255,7 +255,7 @@ def test_older_follower_ends_for_a_newer_agent(start: Callable[..., Session], tm
     assert session.wait() == 0
 
 
-def test_a_broker_that_only_answers_heartbeats_counts_as_heard(start: Callable[..., Session], home: Path) -> None:
+def test_a_broker_that_only_answers_heartbeats_counts_as_in_contact(start: Callable[..., Session], home: Path) -> None:
     """Otherwise a node whose program has ended would switch itself off although a broker is there."""
     session = start()
     session.open()

@@ -143,7 +143,7 @@ def test_peer_that_never_comes_costs_its_own_pairs_only(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_stranger_without_the_token_is_no_peer(tmp_path: Path) -> None:
+def test_stranger_without_the_token_is_not_a_peer(tmp_path: Path) -> None:
     ports = find_ports(2)
     stop = threading.Event()
 

@@ -77,7 +77,7 @@ class Bed:
 
 
 def make_stranger(folder: Path, pem: str | None) -> ssl.SSLContext:
-    """A client that trusts anything and presents this certificate."""
+    """Make the context of a client that trusts anything and presents this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if pem is not None:

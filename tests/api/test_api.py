@@ -52,7 +52,7 @@ def home(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read_example(file: str) -> str:
-    """The first Python block of a page."""
+    """Return the first Python block of a page."""
     return (ROOT / file).read_text().partition("```python\n")[2].partition("```")[0]
 
 

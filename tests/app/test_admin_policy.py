@@ -1,4 +1,4 @@
-"""An administrator's policy sees each task before it is planned; without its consent nothing is planned or started."""
+"""An administrator's policy sees each task before it is planned; without its approval nothing is planned or started."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ def test_refusal_has_the_policy_s_words_and_nothing_is_planned(context: Context,
         ("missing", "cannot load .*no attribute 'missing'"),
     ],
 )
-def test_policy_that_does_not_work_lets_nothing_start(context: Context, choose: Set, name: str, reason: str) -> None:
+def test_broken_policy_prevents_a_start(context: Context, choose: Set, name: str, reason: str) -> None:
     choose(name)
     with pytest.raises(StateError, match=reason) as failed:
         prepare(context, [read_task("run: 'true'\n")], JobTarget(context=context))
     assert any("ask your administrator" in hint for hint in failed.value.hints)
 
 
-def test_missing_module_lets_nothing_start(context: Context, home: Path) -> None:
+def test_missing_module_of_the_policy_prevents_a_start(context: Context, home: Path) -> None:
     (home / "config.toml").write_text('admin_policy = "no_such_package.rules:govern"\n')
     with pytest.raises(StateError, match="no_such_package"):
         context.resolve(Task())

@@ -20,7 +20,7 @@ def task_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_flags_win_over_the_env_file_and_that_over_the_task(
+def test_flags_override_the_env_file_which_overrides_the_task(
     task_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".env").write_text("# secrets of mine\nexport B='from file'\n\nC=file too\n")

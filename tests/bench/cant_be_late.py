@@ -90,7 +90,7 @@ class TickedLife(Life):
         self.gap_hours = gap_hours
 
     def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
-        """Carry the decision out tick by tick, until it does not hold any more or anything changes."""
+        """Carry the decision out tick by tick, until it no longer holds or anything changes."""
         until = self.hour + max(decision.hours, self.gap_hours) + 1e-9
         change = self._next_event()
         while not self.is_over and self.hour + self.gap_hours <= until:

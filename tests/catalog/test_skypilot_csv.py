@@ -83,7 +83,7 @@ def test_a_file_of_another_format_is_refused() -> None:
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_offers_faults_or_a_source_error(text: str) -> None:
+def test_any_text_yields_offers_faults_or_a_source_error(text: str) -> None:
     try:
         offers, _ = parse_vms("InstanceType,Price,Region,SpotPrice,GpuInfo\n" + text, cloud="x", file="f")
     except SourceError:

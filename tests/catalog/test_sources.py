@@ -122,7 +122,7 @@ def spoil(value: Any, draw: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
-def test_answers_with_anything_wrong_in_them_are_offers_or_a_source_error(name: str) -> None:
+def test_corrupted_answers_yield_offers_or_a_source_error(name: str) -> None:
     outcomes = collections.Counter[str]()
     for seed in range(300):
         draw = random.Random(seed)
@@ -137,7 +137,7 @@ def test_answers_with_anything_wrong_in_them_are_offers_or_a_source_error(name: 
             outcomes["believed"] += 1
         except SourceError:
             outcomes["refused"] += 1
-    assert outcomes["believed"] > 10 and outcomes["refused"] > 10, "both kinds were met"
+    assert outcomes["believed"] > 10 and outcomes["refused"] > 10, "both kinds occurred"
 
 
 def test_aws_joins_list_prices_spot_history_and_bands() -> None:
@@ -174,7 +174,7 @@ def test_of_several_spot_prices_of_a_place_the_newest_counts_whatever_their_orde
             yield from ({"SpotPriceHistory": page} for page in pages)
 
     found = AwsSource(make_client=Pages())._read_spot("us-east-1", NOW_S)
-    assert found == {("p5.48xlarge", "a"): (0.3, ""), ("p5.48xlarge", "b"): (0.2, "")}, "0 is no price"
+    assert found == {("p5.48xlarge", "a"): (0.3, ""), ("p5.48xlarge", "b"): (0.2, "")}, "0 is not a price"
 
 
 def test_aws_without_a_login_raises_an_auth_error() -> None:

@@ -53,7 +53,7 @@ class Home(Market):
             os.utime(mark, (mark.stat().st_atime, mark.stat().st_mtime - hours * 3600))
 
     def wait(self) -> None:
-        """Wait until no updater that was started runs any more."""
+        """Wait until every updater that was started has ended."""
         while find_updaters(self.cache):
             time.sleep(0.02)
 

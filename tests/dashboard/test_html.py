@@ -12,7 +12,7 @@ from broker.formatting import strip_control
 
 
 class Reader(HTMLParser):
-    """What a browser would see: tags, attributes and text."""
+    """Reads the tags, attributes and text that a browser would see."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

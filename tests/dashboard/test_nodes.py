@@ -85,7 +85,7 @@ def make_history(*times_s: float, is_current: bool = True) -> NodeHistory:
     )
 
 
-def test_lines_are_cut_where_nothing_was_heard_of_a_node() -> None:
+def test_lines_are_cut_where_a_node_did_not_report() -> None:
     read, is_share = MEASURES["CPU"]
     chart = draw_measure("CPU", [make_history(0, 10, 20 + GAP_S, 30 + GAP_S)], read, is_share)
     assert chart is not None and chart.count("<polyline") == 2 and "CPU: 50%" in chart

@@ -210,7 +210,7 @@ def test_streams_share_their_polls_and_a_job_gets_only_its_own_events(
         assert all(told[name] == [begin + 1, begin + 2] for name, job_id in pages.items() if job_id is None)
         for _ in range(math.ceil(REFRESH_S / LOOK_S)):
             await clock.move(LOOK_S)
-        assert told["job 1"] == [begin + 1, begin + 1]  # steps and costs are no events
+        assert told["job 1"] == [begin + 1, begin + 1]  # steps and costs are not events
         for each in streams:
             each.cancel()
         await asyncio.gather(*streams, return_exceptions=True)

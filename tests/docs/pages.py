@@ -46,7 +46,7 @@ class Command:
 
 
 def list_pages() -> list[Path]:
-    """All Markdown that a reader may open: top level, docs and the templates of the repository."""
+    """List all Markdown that a reader may open: top level, docs and the templates of the repository."""
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 
 
@@ -86,7 +86,7 @@ def _read_block(page: Path, lines: list[str], start: int, *, is_run: bool) -> tu
 
 
 def list_prose(page: Path) -> Iterator[tuple[int, str]]:
-    """Lines outside code blocks, with their numbers."""
+    """List the lines outside code blocks, with their numbers."""
     blocked: set[int] = set()
     for block in list_blocks(page):
         blocked |= set(range(block.line, block.line + block.text.count("\n") + 2 * bool(block.language)))
@@ -103,7 +103,7 @@ def list_links(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def list_anchors(page: Path) -> set[str]:
-    """As GitHub makes them: lower case, no punctuation, hyphens for spaces, `-1` after a repeated one."""
+    """List anchors as GitHub makes them: lower case, no punctuation, hyphens for spaces, `-1` after a repeated one."""
     found: set[str] = set()
     for _, line in list_prose(page):
         if heading := HEADING.match(line):
@@ -119,7 +119,7 @@ def list_anchors(page: Path) -> set[str]:
 
 
 def list_commands(page: Path) -> Iterator[Command]:
-    """Every `broker ...` of a code block, and every one in backticks within a sentence."""
+    """List every `broker ...` of a code block, and every one in backticks within a sentence."""
     for block in list_blocks(page):
         if block.language in ("", "sh", "bash", "console"):
             yield from _read_script(block)
@@ -144,7 +144,7 @@ def _read_script(block: Block) -> Iterator[Command]:
 
 
 def split_command(text: str) -> tuple[str, ...]:
-    """The words after `broker`, up to a comment or to what the shell takes for itself."""
+    """Return the words after `broker`, up to a comment or to what the shell takes for itself."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words = list(lexer)[1:]
@@ -157,7 +157,7 @@ def split_command(text: str) -> tuple[str, ...]:
 
 
 def expand(words: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """`state info|backup` stands for two commands; the splitter keeps `|` as a word of its own."""
+    """Expand `state info|backup` to two commands; the splitter keeps `|` as a word of its own."""
     choices: list[list[str]] = []
     is_joined = False
     for word in words:

@@ -22,7 +22,7 @@ COMPLETION = ("--install-completion", "--show-completion")
 
 
 def find_problem(words: tuple[str, ...]) -> str:
-    """Parse as the command line does, running nothing; empty where it is accepted."""
+    """Parse as the command line does, running nothing; return an empty text if it is accepted."""
     command: Any = typer.main.get_command(app)
     if words and words[0] in COMPLETION:  # it acts while it is parsed, on the files of the user who runs the tests
         return "" if words[0] in {flag for param in command.params for flag in param.opts} else "no such option"
@@ -74,7 +74,7 @@ def list_marked() -> list[Block]:
 
 
 def run_broker(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """From the top of the repository, without a login, with all state below `folder`."""
+    """Run at the top of the repository, without a login, with all state below `folder`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_"))}
     logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
     nowhere = dict.fromkeys(logins, str(folder / "no-login"))
@@ -87,7 +87,7 @@ def run_broker(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", list_marked(), ids=lambda block: f"{block.page.name}:{block.line}")
 def test_marked_commands_run(block: Block, tmp_path: Path) -> None:
-    """One after the other, as a reader would type them."""
+    """They run one after the other, as a reader would type them."""
     try:
         for command in list_block_commands(block):
             done = run_broker(tmp_path, *command.words)

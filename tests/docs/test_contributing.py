@@ -34,7 +34,7 @@ def load_example(path: str) -> types.ModuleType:
 
 
 def find_registry_line(registry: str) -> tuple[str, str]:
-    """The line that the page says to add, as name and target."""
+    """Return the line that the page says to add, as name and target."""
     match = re.search(rf'^    "([\w-]+)": "({registry}[\w.:]+)",$', PAGE.read_text(), re.MULTILINE)
     assert match, f"the text shows no line for {registry}"
     return match[1], match[2]
@@ -100,7 +100,7 @@ def test_policy_waits_for_spot_of_age_and_keeps_the_deadline(monkeypatch: pytest
 
 
 def train(folder: Path, strategy: str, workers: int) -> list[float]:
-    """Losses of a short run on this machine, with the example registered as its text says."""
+    """Return the losses of a short run on this machine, with the example registered as its text says."""
     name, target = find_registry_line("trainers.strategies.")
     folder.mkdir()
     (folder / "example_mean.py").write_text(EXAMPLES["trainers/strategies/mean.py"])

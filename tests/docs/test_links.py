@@ -8,14 +8,14 @@ from pathlib import Path
 from tests.docs.pages import CHANGELOG, ROOT, list_anchors, list_links, list_pages, list_prose
 
 PACKAGES = ("broker", "trainers", "tests", "docs", "task_templates")
-# `broker/jobs/node_replacement.py`, `jobs/mending.py`, `dag*.py`; a file of the user's own (`train.py`) has no folder.
+# `broker/jobs/node_replacement.py`, `jobs/controller.py`, `dag*.py`; a file of the user (`train.py`) has none.
 FILE = re.compile(r"`([\w./*{},-]+/[\w.*{},-]+\.(?:py|md|toml|c|yaml|json|svg))`")
 # Files of a user, a node or a service, which the repository does not have.
 ELSEWHERE = ("~/", "/", "gcp/nodes.json", "delivery.json", "$", "secrets/")
 
 
 def find_link_problem(page: Path, target: str) -> str:
-    """Empty where the link is good, or leads out of the repository."""
+    """Return an empty text if the link is good, or leads out of the repository."""
     if re.match(r"[a-z]+:", target):
         return ""
     path, _, anchor = target.partition("#")
@@ -38,7 +38,7 @@ def test_every_relative_link_and_anchor_resolves() -> None:
 
 
 def is_there(page: Path, name: str) -> bool:
-    """From the top, below `broker/` (as ARCHITECTURE.md names modules), or beside the page."""
+    """Look from the top, below `broker/` (as ARCHITECTURE.md names modules), or beside the page."""
     patterns = [name]
     if braces := re.search(r"\{([^}]*)\}", name):
         patterns = [name.replace(braces[0], choice) for choice in braces[1].split(",")]

@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def read_table(heading: str) -> list[list[str]]:
-    """Cells of the first table after a heading, without its head."""
+    """Read the cells of the first table after a heading, without its head."""
     lines = README.partition(f"{heading}\n")[2].partition("\n## ")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
@@ -51,7 +51,7 @@ def test_tour_names_every_command() -> None:
 
 
 def list_tasks() -> list[Block]:
-    """Blocks that are whole task files."""
+    """List the blocks that are whole task files."""
     found = []
     for page in list_pages():
         for block in list_blocks(page):

@@ -17,7 +17,7 @@ GENERATED = {"index.md", "COMMANDS.md"}
 
 
 def list_nav() -> list[str]:
-    """Pages of the navigation, read as text: the file's hooks and tags need mkdocs."""
+    """List the pages of the navigation, read as text: the file's hooks and tags need mkdocs."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     return re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
 

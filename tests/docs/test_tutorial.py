@@ -17,7 +17,7 @@ WAIT_S_MAX = 300
 
 
 class Reader(Shell):
-    """Types what the page says, and has the patience of a reader."""
+    """A reader who types what the page says, and waits patiently."""
 
     def type(self, *words: str) -> str:
         process = self.open(*words)

@@ -69,7 +69,7 @@ class Bed:
             self._read[path] = max(start, end)
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """Read until `is_so`. Raises StuckError if the job ends before, or after the limit."""
+        """Read until `is_so`. Raises StuckError if the job ends first, or after the limit."""
         end_s = time.monotonic() + WAIT_S_MAX
         while True:
             self.read()

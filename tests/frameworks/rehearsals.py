@@ -51,7 +51,7 @@ class Run:
         return [json.loads(line) for line in content.splitlines(keepends=True) if line.endswith("\n")]
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """Raises StuckError if all ranks end before, or after the limit."""
+        """Wait. Raises StuckError if all ranks end first, or after the limit."""
         end_s = time.monotonic() + WAIT_S_MAX
         while not is_so():
             if self.process.poll() is not None or time.monotonic() > end_s:

@@ -183,7 +183,7 @@ def fuzz_coordinator(data: bytes) -> None:
 
 
 def check_coordinator(gang: Gang, *, is_stranger: bool) -> None:
-    """Check that new members are heard; if only strangers came, that a whole run succeeds."""
+    """Check that new members are served; if only strangers came, that a whole run succeeds."""
     if not is_stranger:
         taken = set(gang.coordinator._links)  # a member may have said a correct hello of any rank, once
         rank = next(rank for rank in (2, 0) if rank not in taken)
@@ -279,7 +279,7 @@ def fuzz_rendezvous(data: bytes) -> None:
 def fuzz_current(payload: bytes, hello: bytes) -> None:
     """Let one of three workers send the payload and drop out.
 
-    The others hear of it, unless it reported that all is done.
+    The others are notified, unless it reported that all is done.
     """
     with open_rendezvous(3) as (rendezvous, server):
         wires = [come(server, name, place) for place, name in enumerate("ab")]

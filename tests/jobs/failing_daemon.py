@@ -1,6 +1,6 @@
 """The real daemon, killed (as by kill -9) at the CRASH_AT-th effect: a commit, or a call to the local cloud.
 
-Its wall clock is off by the seconds in the file CLOCK_OFFSET, whenever that changes; by none without such a file.
+Its wall clock is off by the seconds in the file CLOCK_OFFSET, which may change at any time; without a file, by none.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_no_lease_is_longer_than_allowed_nor_so_short_that_a_renewal_comes_late(
     assert 0 < lease_s <= (UNATTENDED_S if task.unattended_s is None else task.unattended_s)
     budget_usd = task.goal.budget_usd if task.goal else None
     left_s = math.inf if budget_usd is None or not usd_hour else max(0.0, budget_usd - spent_usd) / usd_hour * 3600
-    assert lease_s > min(left_s, 10 * LEASE_EVERY_S), "the money is used up before the node goes, or renewals have time"
+    assert lease_s > min(left_s, 10 * LEASE_EVERY_S), "it lasts until the money is used up, or leaves time for renewals"
 
 
 @given(

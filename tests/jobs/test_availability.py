@@ -58,7 +58,7 @@ def test_a_place_that_preempted_the_nodes_counts_as_refused_without_a_request() 
     here = look(look({}, 1e5, is_open=True), 1.5e5, is_open=True, attempts=ran)
     lost = (attempt(1e5, lost_s=2e5),)
     found = look(here, 2e5 + 20, is_open=True, attempts=lost)
-    assert found[PLACE].is_open and found[PLACE].since_s == 2e5 + 20, "it may be requested; its open period starts anew"
+    assert found[PLACE].is_open and found[PLACE].since_s == 2e5 + 20, "it may be requested; a new open period begins"
     refused = look(found, 2e5 + 60, is_open=False, attempts=lost)
     assert not refused[PLACE].is_open and refused[PLACE].since_s == 2e5
     forgetful = look({}, 2e5 + 60, is_open=False, attempts=lost)

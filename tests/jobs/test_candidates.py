@@ -90,7 +90,7 @@ SPOTS = [make_estimate(f"s{n}") for n in range(12)]
 ONDEMANDS = [make_estimate(f"d{n}", is_spot=False) for n in range(5)]
 
 
-def test_the_first_of_each_pricing_model_are_looked_at_and_where_the_job_is() -> None:
+def test_the_first_places_of_each_pricing_model_and_the_present_one_are_considered() -> None:
     plan = make_plan(*SPOTS, *ONDEMANDS)
     first = [f"s{n}" for n in range(SPOT_MAX)] + [f"d{n}" for n in range(ONDEMAND_MAX)]
     assert (SPOT_MAX, ONDEMAND_MAX) == (8, 3)

@@ -234,7 +234,7 @@ def test_a_silent_gang_is_given_up_after_ten_minutes_although_its_broker_restart
     assert first.ended_s is not None, "and its nodes are terminated"
 
 
-def test_time_without_a_broker_is_no_evidence_of_silence(world: World) -> None:
+def test_time_without_a_broker_is_not_evidence_of_silence(world: World) -> None:
     controller = begin(world)
     silence(world)
     watch(world, controller, 400.0)
@@ -293,7 +293,7 @@ def test_a_gang_that_works_keeps_its_lease_whether_lists_answer_or_not(world: Wo
         (Progress(step=40, checkpoint_step=40), False),
         (Progress(step=45, checkpoint_step=40), True),
     ],
-    ids=["nothing yet", "from nothing", "just restored", "first heard of five steps later"],
+    ids=["nothing yet", "from nothing", "just restored", "first reported five steps later"],
 )
 def test_a_recovery_ends_with_the_first_step_past_what_was_restored(
     world: World, progress: Progress, is_resumed: bool

@@ -330,7 +330,7 @@ class Stage:
 
 
 def make_moving_stage(folder: Path, task: Task = TASK) -> Stage:
-    """Make a stage on which the job runs at a dear place, and a cheap one appears after a while."""
+    """Make a stage on which the job runs at an expensive place, and a cheap one appears after a while."""
     stage = Stage(folder, make_offer("east1a", usd_hour=10.0), task=task)
     stage.later = (100.0, (make_offer("east1a", usd_hour=10.0), make_offer("west1a", usd_hour=1.0)))
     return stage

@@ -54,7 +54,7 @@ class Agents:
 
 
 class Forgetful(HeadMover):
-    """The planted bug: the choice is not committed before the nodes are told."""
+    """The planted bug: the choice is not committed before the nodes are notified."""
 
     def _name_next(self, attempt: Attempt, signals: HealthSignals) -> Attempt:
         rank = find_next_head(signals)

@@ -74,7 +74,7 @@ def test_runs_of_a_cluster_are_numbered_by_its_attempts(tmp_path: Path) -> None:
         (RunStatus.RUNNING, (RunStatus.RUNNING, RunStatus.RUNNING), False),
     ],
 )
-def test_a_program_has_ended_when_it_has_on_every_node_that_knows_it(
+def test_a_program_has_ended_once_every_node_that_knows_it_reports_so(
     status: RunStatus, statuses: tuple[RunStatus | None, ...], is_over: bool
 ) -> None:
     report = Report(status=status, returncode=None, unreachable=(), progress=None, statuses=statuses)

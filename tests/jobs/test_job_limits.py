@@ -226,7 +226,7 @@ def test_task_file_accepts_durations_and_the_spelling_of_dstack(text: str, expec
 
 
 @pytest.mark.parametrize("text", ["30s", "never", "0"])
-def test_task_file_refuses_what_is_no_usable_duration(text: str) -> None:
+def test_task_file_refuses_unusable_durations(text: str) -> None:
     with pytest.raises(TaskError, match="max_duration"):
         load_tasks_text(f"run: x\nmax_duration: {text}", "t.yaml")
 

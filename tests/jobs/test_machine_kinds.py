@@ -102,7 +102,7 @@ def read(plan: Plan, job: Job, steps: dict[int, StepRange] | None = None, *, now
 # -- which places a policy sees ---------------------------------------------------------------------------------------
 
 
-def test_a_dear_kind_has_places_among_many_of_a_cheap_one() -> None:
+def test_an_expensive_kind_has_places_among_many_of_a_cheap_one() -> None:
     """With one limit for all kinds, every on-demand place would be of A100s, and none in time with 25 h left."""
     plan = plan_of(*ZONES, *(replace(DEAR_H100, zone=f"zone{number}a") for number in range(5)))
     chosen = choose_places(plan, None)
@@ -203,7 +203,7 @@ def test_each_kind_has_its_own_measurement() -> None:
 @pytest.mark.parametrize(
     ("hours", "steps", "is_believed"), [(0.05, 20, False), (1.0, 5, False), (1.0, 98, False), (1.0, 50, True)]
 )
-def test_a_short_look_a_few_steps_or_a_small_difference_changes_nothing(
+def test_a_short_observation_few_steps_or_a_small_difference_change_nothing(
     hours: float, steps: int, is_believed: bool
 ) -> None:
     job = make_job(stay(1, A100, 0.0, hours), step=steps)

@@ -37,7 +37,7 @@ GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_co
     ("lost", "elsewhere", "retention_s"),
     [
         (1, Elsewhere(usd_hour=8.0), 140.0 * 4 / 3),
-        (1, Elsewhere(usd_hour=24.0), 140.0 * 4),  # the dearer the others are, the longer
+        (1, Elsewhere(usd_hour=24.0), 140.0 * 4),  # the more expensive the others are, the longer
         (1, Elsewhere(usd_hour=2400.0), RETENTION_S_MAX),
         (1, None, RETENTION_S_MAX),
         (2, Elsewhere(usd_hour=8.0), 0.0),  # two come one after the other: over 280 s

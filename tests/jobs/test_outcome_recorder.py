@@ -221,7 +221,7 @@ def test_a_program_that_dies_three_times_at_one_step_has_failed(stage: Stage) ->
     assert stage.job.failure == "`run` exited with code 139 (SIGSEGV: segmentation fault), 3 times at step 7"
 
 
-def test_preemptions_between_two_deaths_at_one_step_are_no_headway(stage: Stage) -> None:
+def test_preemptions_between_two_deaths_at_one_step_are_not_headway(stage: Stage) -> None:
     for number in (1, 3):
         make_headway(stage, 7)
         stage.conclude(Verdict.FAILED, 1)
@@ -258,7 +258,7 @@ def test_before_any_step_only_a_signal_of_one_that_saves_is_worth_another_try(
     assert stage.job.status is (JobStatus.RECOVERING if is_restarted else JobStatus.FAILED)
 
 
-def test_nodes_are_kept_where_all_are_well_until_a_restart_on_them_brings_no_headway(stage: Stage) -> None:
+def test_nodes_are_kept_if_all_are_well_until_a_restart_on_them_brings_no_headway(stage: Stage) -> None:
     kept: list[float | None] = []
     for number, (verdict, code, step) in enumerate(
         [(Verdict.FAILED, 137, 7), (Verdict.APART, None, 9), (Verdict.FAILED, 1, 9)], start=1
@@ -271,7 +271,7 @@ def test_nodes_are_kept_where_all_are_well_until_a_restart_on_them_brings_no_hea
     assert kept == [START_S + END_S_MAX, START_S + END_S_MAX, None]
 
 
-def test_nodes_are_given_back_where_one_is_not_well_or_records_may_lack_attempts(stage: Stage) -> None:
+def test_nodes_are_given_back_if_one_is_not_well_or_records_may_lack_attempts(stage: Stage) -> None:
     make_headway(stage, 7)
     stage.conclude(Verdict.FAILED, 137, is_whole=False)
     assert stage.attempt.kept_until_s is None

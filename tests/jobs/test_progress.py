@@ -1,4 +1,4 @@
-"""The silence of nodes is seen again after a power cut; its end is not, and a gang would be given up too soon."""
+"""After a power cut a silence is observed again, but its end is not: a gang would be given up too soon."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_coverage_bias_and_brier_score_of_four_jobs() -> None:
     assert found.hours_coverage == (0.5, 0.75, 0.75)
     assert found.usd_bias == pytest.approx(404 / 458 - 1)
     assert found.brier == pytest.approx((3 * 0.25**2 + 0.75**2) / 4)
-    assert found.interval_factor == 1.0  # four jobs are no evidence
+    assert found.interval_factor == 1.0  # four jobs are not enough evidence
 
 
 def test_jobs_without_a_deadline_are_not_in_the_brier_score() -> None:

@@ -143,7 +143,7 @@ def test_starts_are_those_of_the_forecast_or_as_many_as_before(
     assert expect_starts(job, attempt, preemptions) == starts
 
 
-def test_job_for_which_nothing_is_offered_any_more_has_no_forecast(bed: Bed) -> None:
+def test_job_without_any_remaining_offer_has_no_forecast(bed: Bed) -> None:
     bed.preemptions = None
     order = bed.order(*bed.add_job(replace(TASK, goal=Goal(work_hours=10.0))))
     assert order is not None and order["starts"] == 1.0
@@ -215,7 +215,7 @@ def test_archives_expire_after_their_last_use_and_so_do_incomplete_ones(
     assert {each.name for each in list_archives(place)} == {"new", "old-but-used"}
 
 
-def test_places_are_remembered_once_and_a_damaged_row_is_written_anew(bed: Bed) -> None:
+def test_places_are_remembered_once_and_a_damaged_row_is_rewritten(bed: Bed) -> None:
     for place in ("s3://a", "s3://b", "s3://a"):
         record_place(bed.store, place)
     assert list_places(bed.store) == ["s3://a", "s3://b"]

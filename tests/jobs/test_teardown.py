@@ -58,7 +58,7 @@ def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[
     return clock.time_s - START_S
 
 
-def test_an_attempt_costs_what_its_cluster_did_less_the_earlier_attempts_on_it(tmp_path: Path) -> None:
+def test_an_attempt_costs_what_its_cluster_cost_minus_earlier_attempts_on_it(tmp_path: Path) -> None:
     clock, unused = Hands(), SimpleNamespace()
     store = Store(tmp_path / "state.db", clock=clock)
     teardown = AttemptTeardown(store, unused, unused, clock, Config(home=tmp_path, owner=OWNER))  # type: ignore[arg-type]

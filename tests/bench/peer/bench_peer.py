@@ -139,7 +139,7 @@ def compare(
     tasks: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]],
     *, imported_s: float, sky_s: float, broker_s: float, is_verbose: bool,
 ) -> int:  # fmt: skip
-    """Print the table; return 1 if broker is dearer for any task, or finds nothing where SkyPilot does."""
+    """Print the table; return 1 if broker costs more for any task, or finds nothing where SkyPilot does."""
     dearer, both, only_ours, neither = list[int](), 0, 0, 0
     cheaper = dict[str, list[float]](accelerators=[], cores=[])
     for i, (own, its) in enumerate(zip(ours, theirs, strict=True)):

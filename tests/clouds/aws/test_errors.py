@@ -179,7 +179,7 @@ def test_documented_code_of_a_launch_becomes_our_class_and_leaves_nothing(
     bed.run(act())
 
 
-def test_launch_is_sent_once_and_a_look_several_times(bed: AwsBed) -> None:
+def test_launch_is_sent_once_and_a_read_several_times(bed: AwsBed) -> None:
     """botocore would retry a launch itself; the caller must decide what a missing response means."""
     bed.account.fail("RunInstances", "Unavailable", status=503)
     bed.account.fail("DescribeSubnets", "Unavailable", status=503)

@@ -64,7 +64,7 @@ def test_pages_without_an_end_are_an_error_and_the_last_allowed_page_is_read(
         assert len((await bed.cloud.list_nodes(OWNER)).nodes) == 3
         monkeypatch.setattr(clients, "PAGES_MAX", 2)
         listed = await bed.cloud.list_nodes(OWNER)
-        assert listed.unseen.keys() == {"us-east-1"} and not listed.nodes, "a part of a list is no list"
+        assert listed.unseen.keys() == {"us-east-1"} and not listed.nodes, "a part of a list is not a list"
 
     bed.run(act())
 

@@ -120,7 +120,7 @@ def test_a_fleet_is_ranked_by_its_tags_or_else_by_id_whatever_the_order_of_the_l
     assert odd.rank == 1
 
 
-def test_a_machine_that_does_not_carry_our_tags_is_no_node() -> None:
+def test_a_machine_that_does_not_carry_our_tags_is_not_a_node() -> None:
     bare, foreign = make_instance(1), make_instance(2)
     del bare["Tags"]
     foreign["Tags"] = [{"Key": "Name", "Value": "web"}]

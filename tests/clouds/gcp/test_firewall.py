@@ -76,7 +76,7 @@ def test_a_lone_node_without_ports_has_one_rule_of_its_own(bench: Any, request_o
 
 
 @pytest.mark.parametrize("how", ["terminated", "preempted"])
-def test_rules_go_with_the_last_node_of_their_gang(bench: Any, request_of: Make, how: str) -> None:
+def test_rules_are_deleted_with_the_last_node_of_their_gang(bench: Any, request_of: Make, how: str) -> None:
     nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
     names = [node.id.rpartition("/")[2] for node in nodes]
     bench.gce.preempt(names[0])

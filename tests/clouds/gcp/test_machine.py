@@ -29,7 +29,7 @@ def test_every_instance_state_is_known() -> None:
     assert set(STATES) == {each.name for each in compute_v1.Instance.Status}
 
 
-def test_quotas_go_by_names_that_google_has() -> None:
+def test_quotas_have_names_that_google_uses() -> None:
     known = {each.name for each in compute_v1.Quota.Metric}
     for metric in quotas.GPU_METRICS.values():
         assert {metric, f"PREEMPTIBLE_{metric}"} <= known

@@ -191,7 +191,7 @@ def test_a_minute_of_creates_shares_one_look_for_this_machines_address(bed: Any,
 
 
 def test_nothing_is_swept_while_a_zone_does_not_answer(bench: Any, request_of: Make) -> None:
-    """A gang that cannot be seen now would lose its rules, and could not be reached any more."""
+    """A gang that cannot be seen now would lose its rules, and could no longer be reached."""
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.folder = bench.folder / "another"
     bench.gce.silent_zones = {node.zone}

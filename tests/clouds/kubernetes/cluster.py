@@ -156,7 +156,7 @@ class Cluster:
             time.sleep(TICK_S)
 
     def find(self, name: str) -> Json:
-        """Return the pod of this name, in whatever namespace."""
+        """Return the pod of this name, in any namespace."""
         return next(pod for pod in self.list() if pod["metadata"]["name"] == name)
 
     def make_environment(self, pod: Json) -> dict[str, str]:

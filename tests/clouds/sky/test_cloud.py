@@ -194,7 +194,7 @@ def test_a_request_that_never_arrived_is_repeated(bed: Any, monkeypatch: pytest.
     asyncio.run(act())
 
 
-def test_spot_is_looked_at_more_often_than_skypilot_does(bed: Any) -> None:
+def test_spot_is_refreshed_more_often_than_by_skypilot(bed: Any) -> None:
     async def act() -> None:
         for is_spot in (False, True):
             request = make_request(bed, is_spot=is_spot)

@@ -120,7 +120,7 @@ def test_end_kills_detached_processes_and_removes_files(bed: PoolBed) -> None:
         return await asyncio.create_subprocess_exec("sleep", "600", env=env, start_new_session=True)
 
     async def act() -> None:
-        beside = await start_beside()  # as a shell on the node, which is no child of its machine
+        beside = await start_beside()  # as a shell on the node, which is not a child of its machine
         (folder / "home/file").write_text("x")
         await bed.pool.terminate_nodes([node])
         assert await beside.wait() == -signal.SIGKILL
