@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.docs.pages import CHANGELOG, ROOT, list_anchors, list_links, list_pages, list_prose
 
 PACKAGES = ("broker", "trainers", "tests", "docs", "task_templates")
-# `broker/jobs/node_replacement.py`, `jobs/controller.py`, `dag*.py`; a file of the user (`train.py`) has none.
+# `broker/jobs/node_replacement.py`, `jobs/controller.py`, `dag*.py`; a user's file (`train.py`) has no folder.
 FILE = re.compile(r"`([\w./*{},-]+/[\w.*{},-]+\.(?:py|md|toml|c|yaml|json|svg))`")
 # Files of a user, a node or a service, which the repository does not have.
 ELSEWHERE = ("~/", "/", "gcp/nodes.json", "delivery.json", "$", "secrets/")
