@@ -1,4 +1,4 @@
-"""The serving model against published figures, and what it recommends."""
+"""The serving model against published figures, and its recommendations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node reports of itself, from made-up kernel files and a fake nvidia-smi; and its file of bounded size."""
+"""Samples of a node, from made-up kernel files and a fake nvidia-smi; and their file of bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who pays for which bill: the request that was admitted, else the recorded owner, else this machine."""
+"""The payer of each bill: the request that was admitted, else the recorded owner, else this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to watch a job: polled every half second, and over one kept session per node.
+"""The cost of watching a job: polled every half second, and over one kept session per node.
 
     python -m tests.bench.bench_channel [--polled 3] [--kept 20] [--seconds 40] [--jobs 1000]
 

@@ -1,4 +1,4 @@
-"""What machines of two kinds in one job are worth: `python -m tests.bench.bench_kinds`.
+"""The value of machines of two kinds in one job: `python -m tests.bench.bench_kinds`.
 
 Not collected by pytest. Each setting (prices, speed, work, deadline) has several draws of a market of slow machines and
 one of fast ones. The job runs on either kind alone and on both. Its mean cost on both is compared with that on the

@@ -1,4 +1,4 @@
-"""What open pages of the dashboard cost the controllers of jobs, on a state of ten thousand jobs.
+"""The cost of open dashboard pages for the controllers of jobs, on a state of ten thousand jobs.
 
     python -m tests.bench.bench_pages [--jobs 10000] [--live 100] [--pages 20] [--pairs 40]
 

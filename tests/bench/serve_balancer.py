@@ -1,4 +1,4 @@
-"""What the balancer costs: processor time per request, latency, memory per idle stream, time to see a death."""
+"""The cost of the balancer: processor time per request, latency, memory per idle stream, time to see a death."""
 
 from __future__ import annotations
 

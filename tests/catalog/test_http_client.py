@@ -90,6 +90,6 @@ def test_keys_in_query_strings_do_not_appear_in_messages(server: Server, url: st
 @pytest.mark.parametrize(
     "url", ["http://prices.example/list", "http://127.0.0.1.example/list", "ftp://127.0.0.1/list", "file:///etc/passwd"]
 )
-def test_prices_are_fetched_over_https_only(url: str) -> None:
+def test_prices_are_not_fetched_over_insecure_schemes(url: str) -> None:
     with pytest.raises(SourceError, match="https"):
         HttpGet(lambda wait_s: None)(url)

@@ -1,4 +1,4 @@
-"""What the nodes of a job use: on its page as in `jobs why --json`, and in the lists of the terminal."""
+"""The resource usage of the nodes of a job: on its page as in `jobs why --json`, and in the lists of the terminal."""
 
 from __future__ import annotations
 

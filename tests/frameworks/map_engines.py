@@ -31,7 +31,7 @@ WAIT_S_MAX = 900.0  # far more than required, on a busy machine
 POLL_S = 0.05
 NOTICE_S = 15
 WORDS_PER_ITEM = 60
-# What a worker of each engine looks like in a list of processes.
+# How a worker of each engine appears in a list of processes.
 WORKERS = {
     "dask": r"dask worker tls:",
     "ray": r"^ray::.*(MapWorker|ShardMapper)",

@@ -1,4 +1,4 @@
-"""What `make test-frameworks` runs: a template, the process to kill, and what has to survive."""
+"""The runs of `make test-frameworks`: a template, the process to kill, and what has to survive."""
 
 from __future__ import annotations
 

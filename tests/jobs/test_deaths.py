@@ -1,4 +1,4 @@
-"""What an exit code says about a program's death, and when the program is restarted."""
+"""The cause of a program's death by its exit code, and when the program is restarted."""
 
 from __future__ import annotations
 

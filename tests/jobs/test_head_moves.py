@@ -185,7 +185,7 @@ def play(steps: Sequence[str], ranks: Sequence[int], maker: type[HeadMover]) -> 
             elif step == "replace" and rank not in live and stage.step():
                 stage.replace_node(rank)
         stage.agents.fails = []
-        assert stage.step(), "it never comes to rest"
+        assert stage.step(), "it never settles"
         assert all(len(each) == 1 for each in stage.agents.leaders.values()), stage.agents.leaders
         report = Report(status=RUNNING, returncode=None, unreachable=(), progress=None, statuses=tuple(stage.statuses))
         heads = {stage.agents.known[rank] for rank in list_members(report, stage.cluster)}

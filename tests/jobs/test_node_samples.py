@@ -1,4 +1,4 @@
-"""What nodes report of themselves is kept once, in files of bounded size, and summed up for the job."""
+"""Samples that nodes take of themselves are kept once, in files of bounded size, and summed up for the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of due times is decided from values: one start at most, and a record for everything else."""
+"""The handling of due times is decided from values: one start at most, and a record for everything else."""
 
 from __future__ import annotations
 
