@@ -54,7 +54,7 @@ def measure_start(rounds: int) -> None:
 
 
 def compare_start(workers: int, rounds: int) -> None:
-    """Run a resumed run and bare imports in turns."""
+    """Alternate resumed runs and bare imports."""
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "progress.jsonl"

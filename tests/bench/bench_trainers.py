@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def compare_throughput(workers: int, steps: int) -> None:
-    """Both programs run step by step in turn, the other one halted: a disturbance of the machine affects both alike."""
+    """Run both programs step by step in turn, the other one halted: a disturbance of the machine affects both alike."""
     flags = ["--train.steps", str(steps), "--checkpoint.every_steps", "0", "--sample.tokens", "0"]
     commands = {"ours": ["trainers.lm", "--strategy", "ddp", *flags], "bare": ["tests.bench.bare_loop", str(steps)]}
     with tempfile.TemporaryDirectory() as folder:
