@@ -52,7 +52,7 @@ def main() -> int:
             line = {"name": name, "cpu_s": took_s, "functions": reader.read(), "deeds": result.points}
             print(json.dumps(line), flush=True)
         if result.failure:
-            print(f"TOLD {name}: {result.failure}")
+            print(f"DETECTED {name}: {result.failure}")
             return 1
     return 0
 

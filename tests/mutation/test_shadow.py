@@ -128,7 +128,7 @@ print(ended.returncode)
 
 @pytest.mark.skipif(find_prefix() == (), reason="no PID namespace can be made here")
 def test_a_program_that_kills_all_it_sees_reaches_none_outside(tmp_path: Path) -> None:
-    """Kills what carries the mark of this test, so that a failure of it does not end the machine's processes."""
+    """Kill only processes with the mark of this test, so that its failure ends no other process of the machine."""
     mark = str(tmp_path)
     sleep = [sys.executable, "-c", "import time; time.sleep(600)", mark]
     program = f"""
@@ -193,7 +193,7 @@ def test_functions_of_the_trainers_are_recorded_too(tmp_path: Path) -> None:
         assert "trainers/manifest.py CheckpointName.__str__" in Reader(log).read()
 
 
-def test_entered_functions_are_recorded_although_a_test_lets_no_file_be_opened(tmp_path: Path) -> None:
+def test_entered_functions_are_recorded_even_if_a_test_forbids_opening_files(tmp_path: Path) -> None:
     code = """
 import os
 from broker.provision.hedge_timer import learn
@@ -206,7 +206,7 @@ learn(None, 1.0)
         assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
 
-def test_entered_functions_are_recorded_for_each_test_although_a_test_loads_agent_modules(tmp_path: Path) -> None:
+def test_entered_functions_are_recorded_for_each_test_even_if_a_test_loads_agent_modules(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
