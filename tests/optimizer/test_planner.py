@@ -134,7 +134,7 @@ def test_a_placement_of_another_task_takes_the_first_alternative_that_admits_it(
     assert find_alternative(other, made.choice.placement) == 1
     (small,) = load_tasks_text("resources: {accelerators: T4}", "t")
     assert find_alternative(small, made.choice.placement) == 0
-    assert made.choice.placement.get_resources(small) == small.resources[0], "it lost its second alternative since"
+    assert made.choice.placement.get_resources(small) == small.resources[0], "it has since lost its second alternative"
 
 
 def test_an_hour_is_worth_a_share_of_the_on_demand_price_unless_the_task_says_otherwise() -> None:

@@ -172,7 +172,7 @@ def list_outcomes(case: Case) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_no_possible_choice_is_cheaper_in_time_or_sooner(block: int) -> None:
+def test_no_possible_choice_is_cheaper_within_the_deadline_or_faster(block: int) -> None:
     for seed in range(block * 75, block * 75 + 75):
         each = draw_case(seed, tasks_max=5)
         outcomes = list_outcomes(each)
@@ -238,7 +238,7 @@ def test_trees_are_solved_alike_by_labels_and_by_search(seed: int, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_chain_meets_its_deadline_at_the_least_cost(seed: int) -> None:
-    """Compared with the plain programme over all (USD, hours) pairs, without pruning."""
+    """Compared with the plain dynamic program over all (USD, hours) pairs, without pruning."""
     draw = random.Random(seed)
     names = [f"t{i}" for i in range(12)]
     gib = {name: draw.uniform(0, 100) for name in names}
