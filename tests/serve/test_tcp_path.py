@@ -27,7 +27,7 @@ CONNECTIONS = 1_000
 
 
 class Echo:
-    """A program that says its port, and then echoes; `bye` ends its answer to the end of input."""
+    """A program that sends its port and then echoes; at the end of input it sends `bye`."""
 
     def __init__(self) -> None:
         self.port = 0
