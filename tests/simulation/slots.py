@@ -64,7 +64,7 @@ def _draw_queued(random: Random, job: JobSpec, priority: int) -> JobSpec:
 
 @dataclass
 class SlotWatch:
-    """Check the slots of one history; `seen` counts what its name says that has happened."""
+    """Check the slots of one history; `seen` counts what occurred, by name."""
 
     universe: SharedUniverse
     limits: SlotLimits

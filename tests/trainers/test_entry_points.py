@@ -188,7 +188,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def find_planted_errors(_: list[str]) -> int:
-    """In a world of two ranks: a collective that does nothing is found out, one that works is not."""
+    """Check in a world of two ranks that a collective that does nothing is detected, and a working one is not."""
     from trainers.collectives import create_collective
     from trainers.ranks import join_ranks, leave_ranks
 

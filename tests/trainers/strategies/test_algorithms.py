@@ -40,7 +40,7 @@ def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strat
 @pytest.mark.parametrize("strategy", ["diloco", "gossip"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_island_restores_its_own_optimizer_state(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
-    """With as many ranks its own weights and moments; otherwise both are of the first island, never of two islands."""
+    """With equally many ranks its own weights and moments; otherwise both are the first island's, never a mixture."""
     island_checks = "tests.trainers.strategies.island_checks"
     ended = worlds.call(tmp_path, f"{island_checks}:save_islands", [strategy, str(tmp_path)], ranks=2)
     assert ended.codes == [0] * 2, ended.errors
