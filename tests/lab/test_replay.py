@@ -209,7 +209,7 @@ def test_a_job_works_through_the_overlapped_part_of_a_start_and_pays_both_machin
     assert found.usd == pytest.approx(1 + overlapped + SPOT * (0.5 + 3.5 - overlapped))
 
 
-def test_machines_that_are_lost_while_they_start_beside_a_job_cost_only_their_price() -> None:
+def test_machines_that_are_lost_while_they_start_for_a_running_job_cost_only_their_price() -> None:
     case = case_of(0, 0, 1, 0, 0, 0, 0, 0, start=1.5, overlap_hours=1.5)
     found = replay(case, leave_for_the_last)
     assert (found.hours, found.preemptions, found.moves) == (pytest.approx(1.5 + 4), 0, 1)

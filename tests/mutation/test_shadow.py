@@ -249,7 +249,7 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     (shadow.folder / file).write_text(PROBES)
 
 
-def test_a_room_beside_the_default_ones_is_surveyed_by_the_tests_that_mirror_it() -> None:
+def test_a_room_other_than_the_default_ones_is_surveyed_by_the_tests_that_mirror_it() -> None:
     assert list_folders(["broker/jobs/monitor.py"]) == [*FOLDERS]
     assert list_folders(["broker/jobs/monitor.py", "broker/agent/agent.py"]) == [*FOLDERS, *RUNTIME]
     other = ["broker/spot/policies/greedy.py", "broker/clouds/aws/cloud.py", "trainers/checkpoint.py"]
@@ -257,7 +257,7 @@ def test_a_room_beside_the_default_ones_is_surveyed_by_the_tests_that_mirror_it(
     assert list_folders(["broker/spot/hazard.py", "broker/state/jobs.py"]) == [*FOLDERS, "tests/spot"]
 
 
-def test_readers_of_a_constant_are_found_in_a_room_beside_the_default_ones() -> None:
+def test_readers_of_a_constant_are_found_in_a_room_other_than_the_default_ones() -> None:
     assert "broker/spot/interval.py best_interval_s" in find_readers(find("broker/spot/interval.py", "1.0 -> 10.0"))
 
 

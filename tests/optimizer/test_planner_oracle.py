@@ -199,7 +199,7 @@ def test_the_whole_ranking_is_in_the_order_of_cost_and_the_value_of_time(hour_va
     assert len(found) == 8 and scores[1:] == sorted(scores[1:]) and scores[0] <= min(scores) * SAME_SCORE
 
 
-def test_a_few_minutes_on_demand_are_not_listed_beside_the_hours_on_spot() -> None:
+def test_a_few_minutes_on_demand_are_not_listed_next_to_the_hours_on_spot() -> None:
     (found,) = plan("resources: {accelerators: H100:8, use_spot: true}\ngoal: {work: 10h}", [offer()]).estimates
     assert found.breakdown is not None
 

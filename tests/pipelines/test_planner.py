@@ -422,7 +422,7 @@ class TestOrder:
     def order(self, **needs: Sequence[str]) -> tuple[str, ...]:
         return order_tasks([Task(name=name, needs=dict.fromkeys(each, 1.0)) for name, each in needs.items()])
 
-    def test_needs_come_first_and_else_the_order_of_writing_stays(self) -> None:
+    def test_needs_come_first_and_otherwise_the_written_order_is_kept(self) -> None:
         assert self.order(c=(), b=(), a=()) == ("c", "b", "a")
         assert self.order(train=["data"], report=["train"], data=(), notes=()) == ("data", "train", "report", "notes")
 

@@ -98,7 +98,7 @@ def test_answering_agents_outweigh_lists_of_another_owner(world: World) -> None:
 
 @pytest.mark.long
 def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotten(world: World) -> None:
-    """No attempt starts beside it, and its nodes are terminated once the login is correct again."""
+    """No attempt starts alongside it, and its nodes are terminated once the login is correct again."""
 
     async def scenario(controller: Any) -> None:
         first = {node.id for node in world.list_live_nodes()}

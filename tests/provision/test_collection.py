@@ -215,7 +215,7 @@ def test_a_cluster_that_this_process_brings_up_is_spared(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("status", [ClusterStatus.UP, ClusterStatus.STOPPED])
-def test_a_surplus_gang_is_given_back(stage: Stage, status: ClusterStatus) -> None:
+def test_a_surplus_gang_is_released(stage: Stage, status: ClusterStatus) -> None:
     stage.put_cluster("c", status)
     stage.put_intent("c", "t")
     stage.put_intent("c", "elsewhere", cloud="one that is not set up here")
@@ -239,7 +239,7 @@ def test_a_failed_termination_is_not_counted_and_blocks_no_other(stage: Stage) -
     assert stage.collect() == 1 and (stage.downed, stage.terminated) == ([], [])
 
 
-def test_gangs_are_given_back_concurrently(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gangs_are_released_concurrently(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gang whose end takes minutes to confirm must not delay the others."""
     stage.put_cluster("c")
     stage.put_cluster("going", ClusterStatus.TERMINATING)

@@ -73,7 +73,7 @@ def test_another_region_is_requested_soon_and_zones_of_the_suspect_one_are_skipp
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_the_next(
+def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_while_the_next_one_runs(
     tmp_path: Path, fault: Callable[[str], CloudError]
 ) -> None:
     search = Search(tmp_path, fault)
@@ -165,7 +165,7 @@ def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypat
     assert search.asked == [*EAST, EAST[0]], "a plan may have thousands of places: only a limited number is remembered"
 
 
-def test_a_place_that_has_refused_is_not_requested_again_beside_a_launch_that_makes_its_region_suspect(
+def test_a_place_that_has_refused_is_not_requested_again_while_a_launch_makes_its_region_suspect(
     tmp_path: Path,
 ) -> None:
     random.seed(1)  # of the retries in `east1b`: with other pauses, its region may be clear when `west1a` refuses

@@ -223,7 +223,7 @@ def test_if_every_region_is_forbidden_the_refusal_itself_is_raised(world: World)
     assert asked == ["east1a", "west1a"] and not world.store.intents.list_open()
 
 
-def test_a_full_region_beside_a_forbidden_one_is_a_capacity_error(world: World) -> None:
+def test_a_full_region_and_a_forbidden_one_are_a_capacity_error(world: World) -> None:
     asked = refuse_regions(world, "east1")
     world.cloud.full_zones["west1a"] = world.clock.now_s() + 1e6
     with pytest.raises(CapacityError) as caught:

@@ -114,7 +114,7 @@ def test_without_hedging_the_search_waits_for_the_answer(tmp_path: Path) -> None
     assert world.cloud.asked[1][1] - world.cloud.asked[0][1] > HANG_S
 
 
-def test_the_gang_of_a_slow_placement_is_given_back_and_confirmed_gone(tmp_path: Path) -> None:
+def test_the_gang_of_a_slow_placement_is_released_and_confirmed_gone(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 40.0})
     messages: list[str] = []
     cluster = up(world, messages=messages)
@@ -223,7 +223,7 @@ def test_nodes_of_a_lost_answer_are_adopted_once_lists_show_all_of_them(tmp_path
     assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
 
 
-def test_what_an_unanswered_call_made_is_given_back_although_the_next_call_was_refused(tmp_path: Path) -> None:
+def test_nodes_of_an_unanswered_call_are_released_although_the_next_call_was_refused(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     placement = make_plan(world.task).estimates[0].placement
     request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
@@ -373,7 +373,7 @@ def check_end(world: World) -> None:
     assert world.gang.starts <= 1 + len(world.get_job().attempts)
 
 
-def test_a_command_killed_while_giving_back_leaves_that_to_the_collector_and_keeps_the_cluster(tmp_path: Path) -> None:
+def test_a_command_killed_during_a_release_leaves_it_to_the_collector_and_keeps_the_cluster(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     provisioner = world.make_provisioner()
 

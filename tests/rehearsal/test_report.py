@@ -36,7 +36,7 @@ def make_line(step: int, *, loss: float | None = 1.0, saved: int | None = None, 
 
 
 def make_trial(number: int, steps: range, *, every: int = 5, loss_shift: float = 0.0) -> ReportedAttempt:
-    """A program that saves every few steps and first reports where it resumed, like the bundled trainer."""
+    """Make a trial that saves every few steps and first reports where it resumed, like the bundled trainer."""
     begin = steps.start - 1
     first = make_line(begin, loss=None, saved=begin or None)
     rest = [make_line(step, loss=1 / step + loss_shift, saved=step // every * every or None) for step in steps]

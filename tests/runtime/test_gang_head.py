@@ -264,7 +264,7 @@ def test_program_never_reads_half_a_name(stage: Stage, is_planted: bool, monkeyp
 
 
 def check_cut_off_head(stage: Stage) -> None:
-    """A member that follows another head is not admitted by the old one, whatever it says of its epoch."""
+    """Check that the old head does not admit a member that follows another head, whatever epoch it states."""
     stage.first._gone.add(2)
     with socket.create_connection(("127.0.0.1", stage.port), timeout=60) as connection:
         wire = agent_wire.Wire(connection, agent_wire.make_context(make_pem("gang"), is_server=False), is_server=False)

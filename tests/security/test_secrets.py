@@ -45,7 +45,7 @@ def list_files(folder: Path) -> list[Path]:
 def find_in_files(folder: Path, words: tuple[str, ...]) -> dict[str, set[Path]]:
     found: dict[str, set[Path]] = {word: set() for word in words}
     for path in list_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # rewritten while we look
+        with contextlib.suppress(FileNotFoundError):  # rewritten while it is read
             data = path.read_bytes()
             for word in words:
                 if word.encode() in data:

@@ -329,7 +329,7 @@ def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_
         found = read_file(path, kind)
         if kind is Load:
             reads.append(found)
-            write_file(path, late)  # the balancer reports after the controller's first look
+            write_file(path, late)  # the balancer reports after the controller's first observation
         return found
 
     monkeypatch.setattr("broker.serve.observing.read_file", read)

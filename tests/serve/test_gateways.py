@@ -51,7 +51,7 @@ class GatewayWorld(World):
         return folder.path / "gateway-program"
 
     def launch_balancer(self, folder: ServiceFolder) -> bool:
-        raise AssertionError("a service with gateways has no balancer beside its controller")
+        raise AssertionError("a service with gateways has no balancer next to its controller")
 
     async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
         self.calls += 1
@@ -114,7 +114,7 @@ class GatewayWorld(World):
         assert len(set(others)) == len(others) and all("-gateway-" in (name or "") for name in others)
 
 
-def test_each_gateway_gets_its_own_key_and_nothing_of_the_service_beside_what_it_needs(tmp_path: Path) -> None:
+def test_each_gateway_gets_its_own_key_and_nothing_of_the_service_beyond_what_it_needs(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path)
     create_key(world.folder, "ann", now_s=world.clock.now)
     world.settle(10)

@@ -63,7 +63,7 @@ class Mix:
     owner_every_s: float = math.inf  # the owner file is lost, and restored
     login_every_s: float = math.inf  # the next start is with a login for another account
     offset_s: float = 0.0  # of the broker's wall clock to the cloud's
-    bucket_silence: float = 0.0  # chance that a look into a bucket gets no answer
+    bucket_silence: float = 0.0  # chance that a read of a bucket gets no answer
     drift: float = 0.0  # seconds that it gains in one
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0

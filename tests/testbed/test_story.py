@@ -69,7 +69,7 @@ def test_training_moves_between_regions_and_clouds_and_continues_from_its_bucket
     cuts = [(old, new) for old, new in pairwise(numbers) if new != old + 1]
     assert len(cuts) <= 2, "with notice no step is lost where two seconds were enough to save"
     assert all(old - new < 10 for old, new in cuts), (
-        f"else those since the newest checkpoint, of each fifth step: {cuts}"
+        f"otherwise those since the newest checkpoint, of each fifth step: {cuts}"
     )
     # Machines that vanish at once take their last lines with them; the result of those steps is in the checkpoint.
     untold = {step for old, new in cuts[:1] for step in range(old + 1, new)}

@@ -60,7 +60,7 @@ def find_wrong_results(_: list[str]) -> int:
 
 
 def measure_with_a_clock_of_its_own(_: list[str]) -> int:
-    """In a world: each run takes a second times the rank, by a clock that only runs move."""
+    """Measure in a world in which each run takes as many seconds as its rank, by a clock that only runs advance."""
     from trainers.ranks import join_ranks, leave_ranks
 
     ranks = join_ranks()

@@ -33,7 +33,7 @@ class Ear:
         self.received.append(message)
 
     def take(self) -> list[str]:
-        """Kinds and verdicts since the last look."""
+        """Return kinds and verdicts since the last call."""
         kinds = [each.get("verdict") or each["kind"] for each in self.received]
         self.received.clear()
         return kinds
@@ -229,7 +229,7 @@ def test_part_that_one_of_sixteen_holds_comes_to_all_in_four_rounds() -> None:
 
 
 def come_from(member: Ears, *, generation: int, former: str, lost: str = "a") -> Ears:
-    """A survivor whose rendezvous was lost, at another one."""
+    """Make a survivor that comes to another rendezvous after the loss of its own."""
     again = make_member(member.id, order=(0, 0), step=7)
     again.generation, again.former, again.lost = generation, tuple(former), lost
     return again
@@ -371,7 +371,7 @@ def test_invalid_bounds_are_refused(text: str) -> None:
 
 
 def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
-    """Every step once, with the loss of a run that nothing disturbed: no sample was left out or taken twice.
+    """Check that each step was taken once, with the loss of an undisturbed run: no sample was left out or repeated.
 
     The first rank may lose a peer between moving the parameters and receiving the others' losses: that step is taken
     without reporting a loss.

@@ -172,7 +172,7 @@ def test_safetensors_in_several_files_are_read_by_their_index(tmp_path: Path) ->
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """By the format's description, apart from the writer."""
+    """Read a file by the format's description, independently of the writer."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

@@ -14,7 +14,7 @@ MISTIMED, UNTIMED = 41, 42
 
 
 def train_and_watch(arguments: Sequence[str]) -> int:
-    """A rank's main: `MISTIMED` where something was collected beside or by a pass, or by another thread."""
+    """Run a rank; return `MISTIMED` where something was collected during a pass or by another thread."""
     from trainers import loop
     from trainers.lm import main
 

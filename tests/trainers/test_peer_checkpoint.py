@@ -215,7 +215,7 @@ def await_losses(process: "subprocess.Popen[str]", count: int) -> None:
 
 
 def check_exact(worlds: Worlds, folder: TrainingFolder, path: Path, *, strategy: str, gaps_max: int) -> None:
-    """Every step has the bits of undisturbed runs with the same numbers of ranks, each continuing from the last.
+    """Check that every step has the bits of undisturbed runs with as many ranks, each continuing from the last.
 
     The first rank may lose a peer before it has received the others' losses: that step is taken, its loss not reported.
     """

@@ -146,7 +146,7 @@ def test_start_has_a_limit_of_its_own_and_the_first_beat_ends_it(monkeypatch: py
 
 
 def run_rank(rank: int, port: int, scenario: str, path: Path, answers: Any) -> None:
-    """One of two processes."""
+    """Run one of two processes."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         answers.put((rank, SCENARIOS[scenario](path)))
@@ -211,7 +211,7 @@ def time_out(seconds: float) -> None:
 
 
 def restore_damaged(path: Path) -> Any:
-    """A byte of what rank 1 alone wrote flips in the newest checkpoint."""
+    """Flip a byte of what rank 1 alone wrote in the newest checkpoint, and restore."""
     ranks = join_ranks(start_s=300.0, checkpoint_s=300.0)
     save_two(path, ranks)
     if ranks.is_first:

@@ -248,7 +248,7 @@ def test_torch_that_does_not_work_after_all_fails_the_setup(tmp_path: Path, inde
     assert not (tmp_path / "python/venv/complete").exists()
 
 
-def test_image_with_torch_gets_what_a_bucket_needs_beside_it(tmp_path: Path, index: Path) -> None:
+def test_image_with_torch_gets_what_a_bucket_needs_in_addition(tmp_path: Path, index: Path) -> None:
     path = write_python(tmp_path / "bin/python")
     path.write_text(path.read_text() + '[ "$1" = tell ] && echo "$PYTHONPATH"\ntrue\n')
     run_setup(tmp_path, f"{tmp_path}/bin:{SYSTEM}", UV_DEFAULT_INDEX=str(index), BROKER_CHECKPOINT_DIR="s3://b/c")
