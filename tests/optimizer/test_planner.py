@@ -117,7 +117,7 @@ def test_choice_is_the_minimum_of_all_estimates(rows: list[tuple[float, float, f
     assert len(scores) == 2 * len(rows)
 
 
-def test_each_placement_knows_its_alternative_and_a_place_of_two_is_of_the_first() -> None:
+def test_each_placement_has_its_alternative_and_one_that_fits_two_has_the_first() -> None:
     text = "{accelerators: H100:8, any_of: [{use_spot: false}, {use_spot: true}, {use_spot: true, disk_size: 9}]}"
     made = plan(f"resources: {text}", [offer(), offer("gcp")])
     assert len(made.estimates) == 4

@@ -401,7 +401,7 @@ class TestTransfer:
         assert self.move("aws/a", "gcp/a") == (near(0.09), False)
         assert self.move("gcp/a", "aws/a") == (near(0.12), False)
 
-    def test_a_region_of_its_own_price_beats_the_clouds_default(self) -> None:
+    def test_a_price_of_the_region_overrides_the_clouds_default(self) -> None:
         assert self.move("aws/far", "gcp/a") == (near(0.15), False)
         assert self.move("aws/far", "aws/a") == (near(0.02), False)
 
@@ -410,7 +410,7 @@ class TestTransfer:
         assert self.move("vast/a", "vast/b") == (near(ASSUMED_USD_PER_GB), True)
         assert self.move("vast/a", "vast/a") == (0.0, False)
 
-    def test_time_goes_with_size_and_is_longer_out_of_the_region(self) -> None:
+    def test_time_grows_with_size_and_is_longer_out_of_the_region(self) -> None:
         ends = [estimate(place, 1.0).placement.offer for place in ("aws/a", "aws/a", "gcp/a")]
         near_by = price_transfer(ends[0], ends[1], 100.0, self.table).hours
         far = price_transfer(ends[0], ends[2], 100.0, self.table).hours

@@ -242,7 +242,7 @@ def test_member_that_closes_by_tls_is_lost() -> None:
         member.close()
 
 
-def test_rank_that_is_taken_is_not_given_again() -> None:
+def test_taken_rank_is_not_assigned_again() -> None:
     with open_gang() as gang:
         gang.join(1)
         with pytest.raises(ConnectionError):
@@ -315,7 +315,7 @@ def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_trickling", [False, True], ids=["silent", "a byte at a time"])
-def test_handshake_has_an_end(is_trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_has_a_time_limit(is_trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_link, "HANDSHAKE_S", 0.3)
     with open_gang() as gang, socket.create_connection(("127.0.0.1", gang.port), timeout=HANG_S) as stranger:
         stop = threading.Event()

@@ -158,7 +158,7 @@ def test_host_with_an_unexpected_key_is_sent_nothing(tmp_path: Path, keys: Keys)
     assert "Accepted" not in (sshd.folder / "sshd.log").read_text()
 
 
-def test_many_commands_at_once_take_one_connection(sshd: Sshd, keys: Keys) -> None:
+def test_many_simultaneous_commands_use_one_connection(sshd: Sshd, keys: Keys) -> None:
     transport = SshTransport(keys, clock=SystemClock())
     sshd.start()
 

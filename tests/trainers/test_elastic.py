@@ -182,7 +182,7 @@ def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
     assert [each.ear.take() for each in again] == [["joiner"], ["joiner"], []]
 
 
-def test_parts_take_turns_as_they_did_so_that_few_have_to_be_sent() -> None:
+def test_parts_alternate_in_their_order_so_that_few_have_to_be_sent() -> None:
     parts = [("a", 1), ("b", 1), ("c", 0), ("d", 0)]
     members = [make_member(name, order=(0, place), holding=(9, index, 2)) for place, (name, index) in enumerate(parts)]
     older, newcomer = make_member("e", order=(0, 4), holding=(8, 0, 2)), make_member("f", order=(1, 0))
@@ -248,7 +248,7 @@ def test_world_of_a_lost_rendezvous_forms_at_the_next_one_with_a_newcomer() -> N
     assert again[0].ear.received[0]["generation"] == 2 and again[0].ear.received[0]["members"] == ["b", "c", "x"]
 
 
-def test_part_of_a_world_that_is_not_more_than_half_never_forms_one() -> None:
+def test_at_most_half_of_a_world_never_forms_a_new_one() -> None:
     """A leader cut off from two peers of three, given two new ones, and the two peers: only those may continue."""
     leader, (a, b, c) = gather(is_movable=True)
     leader.depart(b)

@@ -125,7 +125,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert find_bus_factor("all_reduce", 8) == 1.75
 
 
-def test_one_rank_alone_and_a_size_that_is_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_size_and_an_unknown_collective_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in (
         (["--largest", "1T"], "`1T` is not a size"),
         (["--collectives", "all_to_all"], "`all_to_all`"),
@@ -135,7 +135,7 @@ def test_one_rank_alone_and_a_size_that_is_none_are_refused(capsys: pytest.Captu
         assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_weights_leave_as_safetensors_whatever_strategy_saved_them(
+def test_weights_are_exported_as_safetensors_whatever_strategy_saved_them(
     worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for strategy, ranks in (("ddp", 1), ("fsdp", 2)):

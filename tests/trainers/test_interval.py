@@ -24,7 +24,7 @@ def test_interval_takes_hardly_more_time_than_the_best_of_all(stall_s: float, ha
     assert count_time(2 * chosen, stall_s, hazard_per_hour) > best * 1.001
 
 
-def test_interval_heeds_slow_writes_and_caution() -> None:
+def test_interval_is_bounded_by_slow_writes_and_a_maximum() -> None:
     assert find_interval_s(0.0, 20.0, 1.0) == 200.0  # a tenth of the time
     assert find_interval_s(10.0, 0.0, 0.0) == find_interval_s(300.0, 0.0, 0.01) == INTERVAL_S_MAX
     assert find_interval_s(10.0, 4000.0, 1.0) == 4000.0  # no sooner than the last is written

@@ -53,7 +53,7 @@ def test_checkpoint_of_asynchronous_workers_is_a_clean_cut(worlds: Worlds, tmp_p
     assert ended.codes == [0] * 3, ended.errors
 
 
-def test_moves_of_part_of_a_step_go_as_far_together_as_one() -> None:
+def test_partial_moves_of_a_step_add_up_to_a_whole_one() -> None:
     """Under a gradient that stays the same, Adam moves by its learning rate; the decay is set aside."""
     config = TrainConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0)
     whole, parts = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))
