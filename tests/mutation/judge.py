@@ -156,10 +156,10 @@ def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, floa
     """Draw kills in scenes that enter the function, at effects that the mutant's own seed draws."""
     random = Random(" ".join(mutant.identity))
     points = [
-        (f"kill {deed} {play.name.removeprefix('scene ')}", play.cpu_s)
+        (f"kill {place} {play.name.removeprefix('scene ')}", play.cpu_s)
         for play in plays
         if play.name.startswith("scene ")
-        for deed in range(1, play.deeds + 1)
+        for place in range(1, play.effects + 1)
     ]
     return random.sample(points, min(KILLS, len(points)))
 

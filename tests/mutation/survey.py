@@ -34,7 +34,7 @@ class Reached:
     name: str
     cpu_s: float
     functions: frozenset[str]
-    deeds: int = 0
+    effects: int = 0
 
     def enters(self, mutant: Mutant) -> bool:
         """Return whether it may reach the mutant.
@@ -119,7 +119,7 @@ def read_line(line: dict[str, Any]) -> Reached:
         name=line["name"],
         cpu_s=line["cpu_s"] + nodes_s,
         functions=frozenset(line["functions"]),
-        deeds=line.get("deeds", 0),
+        effects=line.get("effects", 0),
     )
 
 

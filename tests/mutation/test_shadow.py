@@ -276,7 +276,7 @@ def test_tests_of_the_mutants_room_come_first() -> None:
 
 
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
-    found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), deeds=30) for n in range(3)]
+    found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), effects=30) for n in range(3)]
     assert take(found, 2.5) == found[:2] and take(found, 0.1) == found[:1]
     one, two = (find("broker/provision/hedge_timer.py", end) for end in ("8 -> 0", "4 -> 0"))
     assert draw_kills(found, one) == draw_kills(found, one) != draw_kills(found, two)

@@ -34,7 +34,7 @@ class Here(MachineTransport):
         return node.handle
 
 
-def test_a_command_runs_in_the_node_and_its_answer_has_the_time_that_the_relay_takes(rig: Rig) -> None:
+def test_a_command_runs_in_the_node_with_its_input(rig: Rig) -> None:
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
         done = await Here(clock=SystemClock()).run(node, ["sh", "-c", "cat; pwd"], timeout_s=10.0, stdin=b"in ")

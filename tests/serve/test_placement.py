@@ -157,7 +157,7 @@ def test_place_of_lost_replicas_is_left_out_until_one_runs_there() -> None:
     assert observe_places([A, B], [lost, running])[0].open_hours == 3.0
 
 
-def test_many_replicas_are_placed_in_blocks_and_none_is_short() -> None:
+def test_many_replicas_are_placed_and_none_is_short() -> None:
     places = [make_place(zone, 0.3 + 0.01 * index, 0.5) for index, zone in enumerate("abcdefgh")]
     for count in (8, 9, 100):
         found = place_replicas(count, places, ondemand_usd_hour=1.0, cold_start_hours=0.2, availability=0.99)

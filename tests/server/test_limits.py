@@ -70,7 +70,7 @@ def test_limit_of_a_project_counts_all_of_its_users(store: Store) -> None:
         ask(store, [make_estimate()], user="cleo")
 
 
-def test_job_counts_until_it_ends_and_its_cost_counts_afterwards(store: Store, clock: Hands) -> None:
+def test_job_counts_until_it_ends_and_its_unspent_estimate_is_free_again(store: Store, clock: Hands) -> None:
     limit(store, usd=100.0, gpus=8)
     job = store.jobs.add("train", Task(run="true"))
     commitment = ask(store, [make_estimate(usd=60.0)])

@@ -65,7 +65,7 @@ def test_a_stored_job_is_read_back_with_its_updates(store: Store, clock: Hands) 
     assert (ended.ended_s, ended.failure, ended.status) == (START_S + 10.0, "code 3", JobStatus.FAILED)
 
 
-def test_a_live_status_has_no_end_and_only_live_jobs_can_be_cancelled(store: Store) -> None:
+def test_a_live_status_has_no_end_and_an_unknown_job_cannot_be_cancelled(store: Store) -> None:
     job = store.jobs.add("j", Task())
     assert store.jobs.set_status(job.id, JobStatus.RECOVERING)
     assert get(store, job).ended_s is None and not get(store, job).cancel_requested

@@ -111,7 +111,7 @@ def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
     assert not store.events.list()
 
 
-def test_an_intent_stays_open_until_closed_and_its_first_outcome_stands(store: Store) -> None:
+def test_an_intent_stays_open_until_closed_and_its_token_remains(store: Store) -> None:
     request = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
     store.intents.put(request)
     store.intents.put(request)

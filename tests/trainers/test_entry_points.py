@@ -152,7 +152,7 @@ def test_weights_are_exported_as_safetensors_whatever_strategy_saved_them(
     assert "no complete checkpoint is in" in capsys.readouterr().err
 
 
-def test_half_precision_weights_are_rounded_and_the_file_is_aligned(tmp_path: Path) -> None:
+def test_half_precision_weights_are_read_back_and_the_file_is_aligned(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3).bfloat16(), "a": torch.arange(6).view(2, 3), "c": torch.tensor(True)}
     write_safetensors(tmp_path / "x", tensors, {"format": "pt"})
     assert struct.unpack("<Q", (tmp_path / "x").read_bytes()[:8])[0] % 8 == 0
