@@ -1,4 +1,4 @@
-"""Property tests draw the same examples in every run, so that a red run is about the change; `--hypothesis-profile
+"""Property tests draw the same examples in every run, so that a failure comes from the change; `--hypothesis-profile
 explore` draws fresh ones."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=100)
 settings.load_profile("repeatable")
-os.environ["BROKER_OFFLINE"] = "1"  # no command of a test updates prices in the background
+os.environ["BROKER_OFFLINE"] = "1"  # commands run by tests do not update prices in the background
 # Tests start thousands of Python processes. Without cached bytecode each compiles our modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# A fifth of a simulation's time was the collector's, which looked for cycles after every 700 new objects.
+# Garbage collection took a fifth of a simulation's time: it looked for cycles after every 700 new objects.
 gc.set_threshold(20_000, 50, 50)
-# The files with the longest tests, the longest first (see `pytest_collection_modifyitems`).
+# Files with the longest tests, longest first (see `pytest_collection_modifyitems`).
 LONGEST = (
     "tests/torture/test_smoke.py",
     "tests/trainers/test_elastic.py",
@@ -64,7 +64,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> Iterator[None]:
-    """The node's agent makes its files private for its whole process, which in some tests is pytest itself."""
+    """Restore the umask: the node agent sets its own for the whole process, which in some tests is pytest itself."""
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -72,9 +72,9 @@ def usual_umask() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files on every worker: `--dist worksteal` gives each an equal stretch of the items.
+    """Run the longest files first on every worker: `--dist worksteal` gives each an equal share of the items.
 
-    A worker that is done takes over what lies at the end of another's stretch, so only short tests may lie there.
+    An idle worker steals from the end of another's share, so only short tests may be there.
     """
     worker_count = getattr(config, "workerinput", {}).get("workercount", 1)
     longest: dict[str, list[pytest.Item]] = {name: [] for name in LONGEST}
@@ -82,11 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         longest.get(item.nodeid.partition("::")[0], others).append(item)
     files = list(longest.values())
-    stretch = -(-len(items) // worker_count)
+    share = -(-len(items) // worker_count)
     items.clear()
     for worker in range(worker_count):
         first = [item for file in files[worker::worker_count] for item in file]
-        room = max(0, stretch - len(first))
+        room = max(0, share - len(first))
         items += [*first, *others[:room]]
         del others[:room]
     items += others

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to each that still runs."""
+    """Send a signal to each process that is still running."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

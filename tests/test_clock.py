@@ -43,7 +43,7 @@ def test_a_sleeper_waits_until_the_clock_is_released() -> None:
     assert asyncio.run(play()) == (False, True)
 
 
-def test_a_new_rate_applies_to_present_sleepers() -> None:
+def test_a_new_rate_applies_to_current_sleepers() -> None:
     clock = ScaledClock(rate=1e-6)  # at this rate the sleep would last for years
 
     async def play() -> None:
@@ -57,7 +57,7 @@ def test_a_new_rate_applies_to_present_sleepers() -> None:
     assert clock.now_s() - start_s >= HOUR_S
 
 
-def test_time_never_runs_backwards_over_changes_of_rate() -> None:
+def test_time_never_runs_backwards_when_the_rate_changes() -> None:
     clock = ScaledClock(rate=1e6)
     seen = []
     for rate in (1.0, 1e6, 1e-3, 50.0):

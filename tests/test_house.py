@@ -1,4 +1,4 @@
-"""The house keeps its shape: layers, circles, sizes, registries, templates, dependencies. Ruff checks the rest."""
+"""The house keeps its shape: layers, no cycles, sizes, registries, templates, dependencies. Ruff checks the rest."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_trainers_and_broker_never_import_each_other() -> None:
     assert not offences, report(offences)
 
 
-def test_no_import_circle() -> None:
+def test_no_import_cycle() -> None:
     names = {module_name(path): path for package in ("broker", "trainers") for path in list_modules(package)}
     edges = {
         name: {target for target in list_imports(path, top_level_only=True) if target in names and target != name}
@@ -240,7 +240,7 @@ MODULES = {
     "google-cloud-compute": "google.cloud.compute_v1",
     "skypilot": "sky",
 }
-# What no module of ours imports: where it is used instead, and by which words.
+# Distributions that no module of ours imports: where each is used instead, and the text that shows it.
 USES = {
     "numpy": ("trainers/safetensors.py", ".numpy()"),
     "mkdocs-material": ("Makefile", "mkdocs build"),

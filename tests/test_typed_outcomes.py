@@ -27,7 +27,7 @@ MATCHERS = {"match", "fullmatch", "search", "findall", "finditer"}  # of `re`, a
 EXEMPT = {
     "broker/state/sentences.py",  # the migration: it reads what older versions recorded, once
 }
-SHORTENED = {  # texts that are cut to be shown; nothing is decided by them
+SHORTENED = {  # texts that are shortened for display; no decision depends on them
     "broker/app/market.py: wider.message.partition('\\n')",
     "broker/cli/what_if.py: error.message.splitlines()",
     "broker/clouds/aws/startable.py: error.message.rpartition(': ')",
@@ -54,7 +54,7 @@ def list_text_reads(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Also where it is only made a string, or lowered, before it is read."""
+    """Include text that is only converted to a string, or to lower case, before it is read."""
     if isinstance(node, ast.Attribute):
         return node.attr in WORDS
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -86,7 +86,7 @@ def test_no_behaviour_reads_a_sentence() -> None:
     ]
     wrong = [f"{read} (line {line})" for read, line in found if read not in SHORTENED]
     assert not wrong, "compare kinds or classes, not text:\n" + "\n".join(wrong)
-    assert {read for read, _ in found} >= SHORTENED, "an exception that is needed no more"
+    assert {read for read, _ in found} >= SHORTENED, "an exception that is no longer needed"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_every_event_carries_the_data_that_its_words_need() -> None:
             assert names <= set(parameters), f"{path}:{line}: {kind} has no {names - set(parameters)}"
             missing = needed - names - ({"in_place"} if kind.endswith("_RESTARTED") else set())
             assert has_more or not missing, f"{path}:{line}: {kind} lacks {missing}"
-    assert made == {kind.name for kind in EventKind}, "each kind is told somewhere"
+    assert made == {kind.name for kind in EventKind}, "each kind is made somewhere"
 
 
 def test_every_outcome_has_words() -> None:

@@ -31,8 +31,8 @@ def search_ticks(
     start: int,
     ratios: list[list[float]] | None = None,
 ) -> float:
-    """Every plan that decides tick by tick; starts and work are whole ticks, so nothing finer can be better by more
-    than what the last tick holds too much. `ratios` scales the price of each zone tick by tick."""
+    """Search every plan that decides tick by tick. Starts and work are whole ticks, so a finer plan saves at most the
+    unused part of the last tick. `ratios` scales the price of each zone tick by tick."""
 
     @cache
     def best(tick: int, left: int, mode: int, owed: int) -> float:
@@ -78,7 +78,7 @@ def test_one_zone_equals_an_exhaustive_search(counts: list[int], work: int, star
 @settings(max_examples=examples(60), deadline=None)
 @example(
     [0] * 5 + [1] * 5 + [0, 0, 1, 1], [0] * 10 + [1, 1, 0, 0], 8, 0, 0.5
-)  # the dearer zone is needed for an hour only
+)  # the more expensive zone is needed for only an hour
 @given(bits, bits, st.integers(2, 8), st.integers(0, 2), st.sampled_from((0.3, 0.5, 1.2)))
 def test_two_zones_equal_an_exhaustive_search(
     one: list[int], two: list[int], work: int, start: int, usd_hour: float
@@ -99,8 +99,8 @@ ratios = st.lists(st.sampled_from((1.0, 1.5, 2.0, 4.0)), min_size=14, max_size=1
 def test_the_optimum_equals_an_exhaustive_search_where_prices_move(
     one: list[int], two: list[int], first: list[float], second: list[float], work: int, start: int
 ) -> None:
-    """Work bought at one price is never taken back at another. The end of a run is not cut where prices move, so that a
-    plan may hold one tick too much."""
+    """Work bought at one price is never returned at another. Where prices move, a run's end is not trimmed, so a plan
+    may have one tick too many."""
     sites = [
         make_site(
             Trace(name=name, gap_hours=1.0, counts=tuple(counts), prices=tuple(prices)), start_hours=start,
@@ -144,7 +144,7 @@ def test_a_pause_that_costs_less_than_a_start_is_filled() -> None:
     assert plan.work == pytest.approx(4.5) and plan.usd == pytest.approx(0.9)
 
 
-def test_the_optimum_over_made_up_markets_pays_at_least_the_lowest_price() -> None:
+def test_the_optimum_over_synthetic_markets_pays_at_least_the_lowest_price() -> None:
     sites = [make_site(each, start_hours=1 / 12, spot_usd_hour=0.1) for each in make_default_traces()]
     lowest = min(usd for each in list_intervals(sites, 228.0, 60.0) for _, usd in each.open_sites)
     assert find_optimum(sites, work_hours=40, deadline_hours=60, from_hour=228.0) >= lowest * 40

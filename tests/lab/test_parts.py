@@ -45,12 +45,12 @@ def test_replays_and_optima_cost_what_slower_versions_found() -> None:
 @pytest.mark.long
 def test_several_processes_find_the_same_results_as_one() -> None:
     scenes = [Scene(case=each.case, from_hour=hour) for each in draw_scenes() for hour in range(65)]
-    told = list[tuple[int, int, str]]()
+    steps = list[tuple[int, int, str]]()
     alone, shared = (
         run_study(
-            scenes, ["on-demand", "greedy"], optima_count=30, workers=workers, on_step=lambda *at: told.append(at)
+            scenes, ["on-demand", "greedy"], optima_count=30, workers=workers, on_step=lambda *at: steps.append(at)
         )
         for workers in (1, 2)
     )
     assert shared == alone
-    assert 2 * len(scenes) + 30 >= REPLAYS_SHARED_MIN and told[-1][:2] == (420, 420)
+    assert 2 * len(scenes) + 30 >= REPLAYS_SHARED_MIN and steps[-1][:2] == (420, 420)

@@ -1,4 +1,4 @@
-"""Replays with the knowledge of production: requests that are refused, and machines kept until others are granted."""
+"""Replays that know what production knows: requests are refused, and machines kept until others are granted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_case(*traces: Trace) -> Case:
     return Case(sites=sites, work_hours=12.0, deadline_hours=18.0)
 
 
-def test_a_market_that_is_always_open_costs_what_the_watched_one_costs() -> None:
+def test_an_always_open_market_costs_the_same_whether_or_not_its_state_is_observed() -> None:
     case, policy = make_case(Trace(name="t", gap_hours=1.0, counts=(1,))), load_policy("adaptive")
     assert replay_production(case, policy).usd == pytest.approx(replay(case, policy).usd)
 
@@ -34,10 +34,10 @@ def test_only_requests_reveal_a_closed_location() -> None:
 
     found = replay_production(case, policy)
     assert found.spot_hours == 0 and not found.is_late
-    assert seen[0] and not all(seen) and any(seen[10:]), "refused, then asked again and again"
+    assert seen[0] and not all(seen) and any(seen[10:]), "refused, then requested again and again"
 
 
-def test_no_deadline_is_missed_and_keeping_machines_saves_money() -> None:
+def test_no_deadline_is_missed_and_keeping_machines_costs_at_most_1_percent_more() -> None:
     totals = {True: 0.0, False: 0.0}
     for seed in range(3):
         case = make_case(make_trace(f"a{seed}", seed), make_trace(f"b{seed}", seed + 50))

@@ -1,4 +1,4 @@
-"""The table of recorded runs: made of recordings, and true between its nodes."""
+"""The table of recorded runs: made from recordings, and accurate between its nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from broker.lab.traces import make_trace, write_trace
 from broker.spot.policies import load_policy
 from broker.spot.recorded_runs import interpolate_runs, parse_scenarios
 
-HOURS = 10  # of submission in each market: single runs jump between the nodes, their mean does not
+HOURS = 10  # of submission in each market: single runs jump between nodes, but their mean does not
 
 
 @pytest.mark.long

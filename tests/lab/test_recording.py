@@ -1,4 +1,4 @@
-"""Recording a spot market: what each look found, at its time, in a file that is whole at any moment."""
+"""Recording a spot market: each observation with its time, in a file that is complete at any moment."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FULL, UNCLEAR = CapacityError("full"), ThrottledError("slow down")
 
 
 def fail(cause: Exception) -> CapacityError:
-    """As a search ends: no place gave the nodes, and this is why."""
+    """Return the error of a search in which no place granted the nodes, with its cause."""
     error = CapacityError("no place gave the nodes")
     error.__cause__ = cause
     return error
 
 
 class Provisioner:
-    """Answers each look at a zone with the next of its answers; None gives the nodes."""
+    """Gives each request for a zone the next of its answers; None grants the nodes."""
 
     def __init__(self, **answers: list[Exception | None]) -> None:
         self.answers = answers
@@ -55,7 +55,7 @@ class Provisioner:
 
 class Stage:
     def __init__(self, folder: Path, provisioner: Provisioner, *zones: str, every_s: float = 600.0) -> None:
-        self.folder, self.clock, self.told = folder, Hands(), list[str]()
+        self.folder, self.clock, self.messages = folder, Hands(), list[str]()
         self.provisioner = provisioner
         chosen = tuple(
             Estimate(placement=Placement(offer=replace(OFFER, zone=zone), is_spot=True, node_count=2)) for zone in zones
@@ -65,7 +65,7 @@ class Stage:
         recorded_by: Any = provisioner
         self.recorder = Recorder(
             recorded_by, plan, chosen, clock=self.clock, owner="owner-1", out=folder, every_s=every_s,
-            on_message=self.told.append,
+            on_message=self.messages.append,
         )  # fmt: skip
 
     def run(self, ticks: int) -> None:
@@ -85,16 +85,16 @@ def test_each_place_has_a_file_with_its_samples(tmp_path: Path) -> None:
         "prices": [2.0, 2.0, 2.0],
     }
     assert stage.read("b")["data"] == [0, 0, 2]
-    assert stage.told == [
+    assert stage.messages == [
         f"sample {n} of 3: {given} of 2 locations have capacity" for n, given in ((1, 1), (2, 0), (3, 2))
     ]
     assert stage.clock.time_s == START_S + 2 * 600.0, "the first sample is immediate"
-    assert not provisioner.up_now and len(provisioner.downs) == 12, "before each sample, too: an earlier one was killed"
+    assert not provisioner.up_now and len(provisioner.downs) == 12, "before each sample, too: the last run may be dead"
     assert set(provisioner.downs) == {"broker-trace-owne-0", "broker-trace-owne-1"}
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
 
 
-def test_looks_keep_their_times_however_long_one_takes(tmp_path: Path) -> None:
+def test_observations_keep_their_schedule_however_long_one_takes(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Provisioner(a=[None, None]), "a")
     up = stage.provisioner.up
 
@@ -113,7 +113,7 @@ def test_an_unclear_observation_repeats_the_previous_one(tmp_path: Path) -> None
     found = stage.read("a")
     assert found["data"] == [2, 2, 0, 0]
     assert found["metadata"]["started_s"] == START_S + 600.0, "it begins with the first clear answer"
-    assert sum("no clear answer" in line for line in stage.told) == 3
+    assert sum("no clear answer" in line for line in stage.messages) == 3
 
 
 def test_a_permanent_error_ends_the_recording_and_keeps_its_data(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_nodes_that_cannot_be_terminated_are_reported_and_terminated_before_the_
     provisioner.down = down_failing_once  # type: ignore[method-assign]
     stage.run(2)
     assert stage.read("a")["data"] == [2, 2] and not provisioner.up_now
-    assert any("broker down broker-trace-owne-0" in line for line in stage.told)
+    assert any("broker down broker-trace-owne-0" in line for line in stage.messages)
 
 
 def test_an_offer_without_a_spot_price_has_no_prices(tmp_path: Path) -> None:

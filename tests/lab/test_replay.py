@@ -65,7 +65,7 @@ def test_prices_follow_the_recording() -> None:
     assert found.usd == pytest.approx(SPOT * (2 + 2 * 2))
 
 
-def test_moving_between_zones_pays_the_way_and_never_the_same_way_twice() -> None:
+def test_moving_between_zones_pays_each_transfer_once() -> None:
     sites = tuple(
         make_site(Trace(name=name, gap_hours=1.0, counts=counts), start_hours=0.0, spot_usd_hour=SPOT)
         for name, counts in (("a", (1, 0, 0, 0, 0, 0)), ("b", (0, 1, 1, 1, 1, 1)))
@@ -98,18 +98,18 @@ def test_program_saves_before_its_machines_are_released_on_purpose() -> None:
 
 
 def test_an_oracle_knows_the_end_of_the_period_and_others_only_the_notice() -> None:
-    told = list[float | None]()
+    notices = list[float | None]()
 
     def listen(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-        told.append(candidates[0].closes_in_hours)
+        notices.append(candidates[0].closes_in_hours)
         return Stay() if view.current is not None else Move(target=candidates[0 if candidates[0].is_open else 1])
 
     case = case_of(1, 1, 1, 0, notice_hours=0.25)
     replay(case, listen)
-    assert told[0] is None and told[1] == pytest.approx(0.25)
-    told.clear()
+    assert notices[0] is None and notices[1] == pytest.approx(0.25)
+    notices.clear()
     replay(case, listen, is_oracle=True)
-    assert told[0] == pytest.approx(3.0)
+    assert notices[0] == pytest.approx(3.0)
 
 
 def test_a_study_compares_policies_with_each_other_and_with_the_optimum() -> None:
@@ -137,7 +137,7 @@ def outcomes_of(*usd: float) -> list[ReplayOutcome]:
 def test_an_optimum_known_for_some_replays_ranks_policies_as_their_mean_costs_do() -> None:
     cheap, dear = outcomes_of(1, 1, 10), outcomes_of(5, 5, 5)
     best = estimate_optimum([dear, cheap], [None, None, 4.0])
-    # The cheaper policy paid 2.5 times the optimum where that is known, the dearer one 1.25 times.
+    # The cheaper policy paid 2.5 times the optimum where that is known, the more expensive one 1.25 times.
     assert best == pytest.approx(4 / 10 * 4)
     assert estimate_optimum([cheap], [1.0, 1.0, 4.0]) == 2.0
     assert estimate_optimum([cheap], [None] * 3) is None
@@ -149,9 +149,9 @@ def test_a_study_reports_each_step_and_limits_the_search_for_the_optimum() -> No
     scenes = [Scene(case=short, from_hour=hour) for hour in (0, 1, 2)]
     assert count_optima(scenes) == 3
     assert count_optima([Scene(case=long, from_hour=hour) for hour in range(50)]) == 1
-    told = list[tuple[int, int, str]]()
-    study = run_study(scenes, ["greedy"], optima_count=None, on_step=lambda *step: told.append(step))
-    assert told == [(index, 6, "greedy" if index < 3 else "optimum") for index in range(6)]
+    steps = list[tuple[int, int, str]]()
+    study = run_study(scenes, ["greedy"], optima_count=None, on_step=lambda *step: steps.append(step))
+    assert steps == [(index, 6, "greedy" if index < 3 else "optimum") for index in range(6)]
     (greedy,) = study.scores
     assert study.optimum_usd_mean is not None and greedy.over_optimum is not None
     assert greedy.usd_mean == pytest.approx(study.optimum_usd_mean * (1 + greedy.over_optimum))
@@ -178,7 +178,7 @@ def test_slow_starts_are_learned_and_a_margin_keeps_the_deadline() -> None:
 
     found = replay(replace(case, ondemand_delay_hours=0.5), policy)
     assert not found.is_late
-    assert views[0] == (0.0, 0.1) and views[-1][1] >= 0.3 - 1e-9, "told 0.1, and 0.3 seen"
+    assert views[0] == (0.0, 0.1) and views[-1][1] >= 0.3 - 1e-9, "0.1 is stated, 0.3 is observed"
     assert max(left for left, _ in views) <= 0.1 + 0.3, "what is left of a start is an expectation"
 
 
@@ -209,7 +209,7 @@ def test_a_job_works_through_the_overlapped_part_of_a_start_and_pays_both_machin
     assert found.usd == pytest.approx(1 + overlapped + SPOT * (0.5 + 3.5 - overlapped))
 
 
-def test_machines_that_are_lost_while_they_start_beside_a_job_cost_only_their_price() -> None:
+def test_machines_that_are_lost_while_they_start_for_a_running_job_cost_only_their_price() -> None:
     case = case_of(0, 0, 1, 0, 0, 0, 0, 0, start=1.5, overlap_hours=1.5)
     found = replay(case, leave_for_the_last)
     assert (found.hours, found.preemptions, found.moves) == (pytest.approx(1.5 + 4), 0, 1)

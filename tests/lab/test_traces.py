@@ -1,4 +1,4 @@
-"""Recordings: read, refused, made up, and what is learnt from them."""
+"""Recordings: read, refused, synthesized, and what is learned from them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_prior_is_the_shape_that_recordings_share() -> None:
     recordings = [make_trace(f"t{seed}", seed).count_periods() for seed in range(6)]
     prior = fit_prior(recordings)
     assert len(prior.open_hazards) == len(AGES) and all(each > 0 for each in prior.open_hazards)
-    assert prior.open_hazards[-1] < prior.open_hazards[2]  # weather: what has lasted lasts
+    assert prior.open_hazards[-1] < prior.open_hazards[2]  # like weather: an old period is likely to last
     slow = scale_hazards(prior.open_hazards, (1.0, 0.5))
     assert slow[OLD - 1] == prior.open_hazards[OLD - 1] and slow[OLD] == prior.open_hazards[OLD] / 2
 

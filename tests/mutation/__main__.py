@@ -3,7 +3,7 @@
 It draws mutants of `jobs`, `provision`, `state`, `runtime` and `agent`, runs each in a copy of the tree against the
 fast tests and the simulation, and prints the detector of each and the survivors. With `--only` it draws from any folder
 or file of `broker` and `trainers`; the fast tests of their rooms judge. It exits with 1 where fewer than 90 % are
-detected. With `--resume` results are kept in a file, one JSON line each, and a run that was cut off continues; a change
+detected. With `--resume` results are kept in a file, one JSON line each, and an interrupted run continues; a change
 of the mutated file makes its results void, and `--retry` judges survivors again.
 """
 
@@ -26,7 +26,7 @@ from tests.mutation.shadow import ROOT, make_shadow
 from tests.mutation.survey import Survey, survey
 
 Judged = tuple[Mutant, Verdict]
-AT_ONCE = 3  # mutants that a process judges before it tells: a run that is cut off loses no more
+AT_ONCE = 3  # mutants that a process judges before it reports: an interrupted run loses no more
 
 
 def main() -> int:
@@ -41,13 +41,13 @@ def main() -> int:
     results = Results(options.resume, is_retry=options.retry)
     judged = [(mutant, verdict) for mutant in mutants if (verdict := results.get(mutant))]
     left = [mutant for mutant in mutants if not results.get(mutant)]
-    Random(options.seed).shuffle(left)  # a run that is cut off has judged a fair part
+    Random(options.seed).shuffle(left)  # an interrupted run has judged a fair sample
     left = left[: options.most]
     for mutant, verdict in judge_all(left, options.jobs):
         results.add(mutant, verdict)
         judged.append((mutant, verdict))
-        told = f"{verdict.by} ({verdict.where})" if verdict.by else "SURVIVES"
-        print(f"{len(judged):4}/{len(mutants)} {mutant.name}: {told}, {verdict.cpu_s:.1f} s", flush=True)
+        outcome = f"{verdict.by} ({verdict.where})" if verdict.by else "SURVIVES"
+        print(f"{len(judged):4}/{len(mutants)} {mutant.name}: {outcome}, {verdict.cpu_s:.1f} s", flush=True)
     judged.sort(key=lambda each: (each[0].file, each[0].start))
     print(*report.render(judged), sep="\n")
     for mutant, verdict in judged:
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Results:
-    """One JSON line a mutant; void when its file is another by now."""
+    """One JSON line per mutant; void once its file has changed."""
 
     def __init__(self, path: Path | None, *, is_retry: bool) -> None:
         self._path = path

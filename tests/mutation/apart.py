@@ -1,4 +1,4 @@
-"""A PID namespace for each run: a mutant may kill every process that it sees, and sees its own alone.
+"""A PID namespace for each run: a mutant may kill every process that it sees, so it sees only its own.
 
 Folders, ports and `/dev/shm` stay shared.
 """
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-USERS = ((), ("--user", "--map-current-user"))  # root needs no namespace of users
-# The first process of a namespace reaps the orphans of the others, and its end ends them all.
+USERS = ((), ("--user", "--map-current-user"))  # root needs no user namespace
+# The first process of a namespace reaps orphans, and when it ends, the kernel kills all others.
 INIT = ("sh", "-c", '"$@"; exit $?', "init")
 
 

@@ -1,4 +1,4 @@
-"""The choice of mutants: the same for one seed and one state of the sources, each file by its length."""
+"""The choice of mutants: reproducible for a seed and a state of the sources; each file's share follows its length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def list_files(only: Sequence[str] = ROOMS) -> list[str]:
 
 
 def draw(count: int, seed: int, files: Iterable[str]) -> list[Mutant]:
-    """Draw up to `count` mutants; known equivalents are passed over.
+    """Draw up to `count` mutants; known equivalents are skipped.
 
     Each file has a share by its lines; the others make up for what a file cannot give.
     """
@@ -83,7 +83,7 @@ def read_equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str, 
 
 
 def find_stale(files: Iterable[str]) -> list[str]:
-    """Find equivalents whose line is not in the sources any more."""
+    """Find equivalents whose line is no longer in the sources."""
     present = {mutant.identity for file in files for mutant in find_mutants(file, (ROOT / file).read_text())}
     return [" | ".join(identity) for identity in read_equivalents() if identity not in present]
 

@@ -68,19 +68,19 @@ class Judge:
             return "", "", 0.0
         ended = self._run_pytest([each.name for each in tests], sum(each.cpu_s for each in tests))
         by, where = read_pytest(ended)
-        told = next((each for each in tests if by == "test" and each.name in where), None)
-        if told and told.cpu_s <= SURE_S:
-            told = None
+        suspect = next((each for each in tests if by == "test" and each.name in where), None)
+        if suspect and suspect.cpu_s <= SURE_S:
+            suspect = None
         if by == "limit":
-            told = find_unfinished(tests, ended.output)
-        if told is None:
+            suspect = find_unfinished(tests, ended.output)
+        if suspect is None:
             return by, where, ended.cpu_s
-        again = self._run_pytest([told.name], told.cpu_s)
+        again = self._run_pytest([suspect.name], suspect.cpu_s)
         by, where = read_pytest(again)
         if by:
-            return by, f"{where} {told.name}" if by == "limit" else where, ended.cpu_s + again.cpu_s
-        print(f"not confirmed: {told.name}", file=sys.stderr, flush=True)
-        by, where, took_s = self._run_tests(tests[tests.index(told) + 1 :])
+            return by, f"{where} {suspect.name}" if by == "limit" else where, ended.cpu_s + again.cpu_s
+        print(f"not confirmed: {suspect.name}", file=sys.stderr, flush=True)
+        by, where, took_s = self._run_tests(tests[tests.index(suspect) + 1 :])
         return by, where, ended.cpu_s + again.cpu_s + took_s
 
     def _run_pytest(self, names: Sequence[str], took_s: float) -> Ended:
@@ -96,12 +96,12 @@ class Judge:
         ended = self._run([sys.executable, "-m", "tests.mutation.plays", str(file)], sum(took for _, took in plays))
         if ended.returncode is None:
             return "limit", "simulation", ended.cpu_s
-        told = next((line for line in ended.output.splitlines() if line.startswith("TOLD ")), "")
+        detected = next((line for line in ended.output.splitlines() if line.startswith("DETECTED ")), "")
         last = ended.output.strip().rpartition("\n")[2]
-        is_told = ended.returncode != 0
+        is_detected = ended.returncode != 0
         return (
-            "simulation" if is_told else "",
-            (told.removeprefix("TOLD ") or last)[:200] if is_told else "",
+            "simulation" if is_detected else "",
+            (detected.removeprefix("DETECTED ") or last)[:200] if is_detected else "",
             ended.cpu_s,
         )
 
@@ -156,10 +156,10 @@ def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, floa
     """Draw kills in scenes that enter the function, at effects that the mutant's own seed draws."""
     random = Random(" ".join(mutant.identity))
     points = [
-        (f"kill {deed} {play.name.removeprefix('scene ')}", play.cpu_s)
+        (f"kill {place} {play.name.removeprefix('scene ')}", play.cpu_s)
         for play in plays
         if play.name.startswith("scene ")
-        for deed in range(1, play.deeds + 1)
+        for place in range(1, play.effects + 1)
     ]
     return random.sample(points, min(KILLS, len(points)))
 
@@ -180,7 +180,7 @@ def read_pytest(ended: Ended) -> tuple[str, str]:
     if ended.returncode in (0, 5):
         return "", ""
     if "ERROR: not found" in ended.output or "ERROR: file or directory not found" in ended.output:
-        raise RuntimeError(f"the recorded tests are not there any more; remove `build/mutation`\n{ended.output[-500:]}")
+        raise RuntimeError(f"the recorded tests no longer exist; remove `build/mutation`\n{ended.output[-500:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (.+)$", ended.output, re.MULTILINE)
     last = ended.output.strip().rpartition("\n")[2]
     return "test", (failed[1] if failed else f"pytest exits with {ended.returncode}: {last}")[:300]

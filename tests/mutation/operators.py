@@ -1,4 +1,4 @@
-"""Changes to the source text of one module, each small enough to be a slip of the pen.
+"""Changes to the source text of one module, each as small as a typing error.
 
 A mutant replaces a span of bytes and keeps every other byte, so line numbers stay. These change no behaviour that
 matters, and are left alone:
@@ -7,7 +7,7 @@ matters, and are left alone:
 * log calls, and calls that make or add an event (`make_event`, `add_event`, `on_event`, `_tell` outside of the agent):
   both are only read
 * functions that make texts for people: named `say`, `describe`, `show` or `explain` and returning `str`, and `_tell`
-* tuning values by one: numbers that are no small count become 0 or ten times as much
+* tuning values by one: numbers that are not small counts become 0 or ten times as much
 * arguments of raised errors, assertions, f-strings, and `hints`, `message` and `kind` given by keyword
 """
 

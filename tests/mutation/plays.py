@@ -49,10 +49,10 @@ def main() -> int:
         result = play(name)
         if reader:
             took_s = time.process_time() - begun_s
-            line = {"name": name, "cpu_s": took_s, "functions": reader.read(), "deeds": result.points}
+            line = {"name": name, "cpu_s": took_s, "functions": reader.read(), "effects": result.points}
             print(json.dumps(line), flush=True)
         if result.failure:
-            print(f"TOLD {name}: {result.failure}")
+            print(f"DETECTED {name}: {result.failure}")
             return 1
     return 0
 

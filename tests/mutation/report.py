@@ -10,22 +10,22 @@ from tests.mutation.judge import Verdict
 from tests.mutation.operators import Mutant, plant
 
 PERCENT_MIN = 90.0
-TELLERS = ("test", "simulation", "limit")
+DETECTORS = ("test", "simulation", "limit")
 
 
 def measure_percent(judged: Sequence[tuple[Mutant, Verdict]]) -> float:
-    told = sum(1 for _, verdict in judged if verdict.by)
-    return 100.0 * told / len(judged) if judged else 100.0
+    detected = sum(1 for _, verdict in judged if verdict.by)
+    return 100.0 * detected / len(judged) if judged else 100.0
 
 
 def render(judged: Sequence[tuple[Mutant, Verdict]]) -> Iterator[str]:
     rooms = sorted({room_of(mutant) for mutant, _ in judged})
-    yield f"{'room':20} {'told':>5} {'of':>5} {'%':>6}   {'  '.join(f'{by:>10}' for by in TELLERS)}"
+    yield f"{'room':20} {'detected':>8} {'of':>5} {'%':>6}   {'  '.join(f'{by:>10}' for by in DETECTORS)}"
     for room in [*rooms, "all"]:
         part = [each for each in judged if room in ("all", room_of(each[0]))]
         counts = Counter(verdict.by for _, verdict in part)
-        cells = "  ".join(f"{counts[by]:10}" for by in TELLERS)
-        yield f"{room:20} {len(part) - counts['']:5} {len(part):5} {measure_percent(part):6.1f}   {cells}"
+        cells = "  ".join(f"{counts[by]:10}" for by in DETECTORS)
+        yield f"{room:20} {len(part) - counts['']:8} {len(part):5} {measure_percent(part):6.1f}   {cells}"
     survivors = [mutant for mutant, verdict in judged if not verdict.by]
     if survivors:
         yield f"\n{len(survivors)} survivors"

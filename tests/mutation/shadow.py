@@ -1,7 +1,7 @@
 """A copy of the product and its tests, in which one module at a time is changed; the work tree is never touched.
 
 Programs in the copy import the copy, as do the processes they start: `PYTHONPATH` and the working folder come before
-the installed package, the tests hand on their own folder, and node agents are packed from the folder of
+the installed package, the tests pass on their own folder, and node agents are packed from the folder of
 `broker/runtime/gang.py`.
 """
 
@@ -19,7 +19,7 @@ from tests.mutation.operators import Mutant, plant
 ROOT = Path(__file__).parent.parent.parent
 COPIED = ("broker", "trainers", "task_templates", "tests", "docs", "pyproject.toml", "README.md")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".hypothesis", ".pytest_cache")
-# Added to each program of ours: the functions it enters, each once, however and wherever the process ends.
+# Added to each of our programs: records each function that it enters once, however and wherever the process ends.
 RECORDER = """
 import os as _reach_os, sys as _reach_sys, threading as _reach_threading
 if not hasattr(_reach_sys, "_reach"):  # a test may load agent modules beside broker: one recorder a process
@@ -51,7 +51,7 @@ class Shadow:
         self._unchanged: dict[str, str] = {}
 
     def read(self, file: str) -> str:
-        """Return the file's text when the copy was made, whatever becomes of the work tree meanwhile."""
+        """Return the file's text when the copy was made, whatever happens to the work tree meanwhile."""
         if file not in self._unchanged:
             self._unchanged[file] = (self.folder / file).read_text()
         return self._unchanged[file]

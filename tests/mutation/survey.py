@@ -21,8 +21,8 @@ RUNTIME = ("tests/runtime", "tests/agent")  # real processes: run for mutants of
 SLOW = ("tests/jobs/test_second_ring.py",)  # kills real daemons, a dozen seconds a test
 FAST_S = 5.0  # a slower test is not one of the fast ones
 RECORD_CPU_S_MAX = 1800.0
-NODE = "broker/clouds/local_machine.py "  # entered by tests that start nodes, which are no children of the test
-NODES_S = 1.0  # the processor time of such nodes, which no record has
+NODE = "broker/clouds/local_machine.py "  # entered by tests that start nodes, which are not children of the test
+NODES_S = 1.0  # the processor time of such nodes, which no record includes
 TRAINERS = "tests/trainers/"
 TORCH_S = 20.0  # of the process from which worlds of ranks are forked; the first test that uses it pays for it
 
@@ -34,7 +34,7 @@ class Reached:
     name: str
     cpu_s: float
     functions: frozenset[str]
-    deeds: int = 0
+    effects: int = 0
 
     def enters(self, mutant: Mutant) -> bool:
         """Return whether it may reach the mutant.
@@ -119,7 +119,7 @@ def read_line(line: dict[str, Any]) -> Reached:
         name=line["name"],
         cpu_s=line["cpu_s"] + nodes_s,
         functions=frozenset(line["functions"]),
-        deeds=line.get("deeds", 0),
+        effects=line.get("effects", 0),
     )
 
 
@@ -153,5 +153,5 @@ def _run(shadow: Shadow, command: Sequence[str]) -> str:
         cpu_s_max=RECORD_CPU_S_MAX,
     )
     if ended.returncode not in (0, 5):
-        print(f"fails without a mutant, and tells of none:\n{ended.output[-1000:]}", file=sys.stderr, flush=True)
+        print(f"fails without a mutant, so it detects none:\n{ended.output[-1000:]}", file=sys.stderr, flush=True)
     return ended.output

@@ -144,7 +144,7 @@ def test_a_known_equivalent_mutant_is_skipped(monkeypatch: pytest.MonkeyPatch) -
     assert first not in again and len(again) == 5 and set(others) <= set(again)
 
 
-def test_each_claim_of_equivalence_has_a_reason_and_names_a_file_that_is_there() -> None:
+def test_each_claim_of_equivalence_has_a_reason_and_names_an_existing_file() -> None:
     for (file, *_), why in draw.read_equivalents().items():
         assert len(why) > 20 and (draw.ROOT / file).exists()
 

@@ -128,7 +128,7 @@ print(ended.returncode)
 
 @pytest.mark.skipif(find_prefix() == (), reason="no PID namespace can be made here")
 def test_a_program_that_kills_all_it_sees_reaches_none_outside(tmp_path: Path) -> None:
-    """Kills what carries the mark of this test, so that a failure of it does not end the machine's processes."""
+    """Kill only processes with the mark of this test, so that its failure ends no other process of the machine."""
     mark = str(tmp_path)
     sleep = [sys.executable, "-c", "import time; time.sleep(600)", mark]
     program = f"""
@@ -193,7 +193,7 @@ def test_functions_of_the_trainers_are_recorded_too(tmp_path: Path) -> None:
         assert "trainers/manifest.py CheckpointName.__str__" in Reader(log).read()
 
 
-def test_entered_functions_are_recorded_although_a_test_lets_no_file_be_opened(tmp_path: Path) -> None:
+def test_entered_functions_are_recorded_even_if_a_test_forbids_opening_files(tmp_path: Path) -> None:
     code = """
 import os
 from broker.provision.hedge_timer import learn
@@ -206,7 +206,7 @@ learn(None, 1.0)
         assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
 
-def test_entered_functions_are_recorded_for_each_test_although_a_test_loads_agent_modules(tmp_path: Path) -> None:
+def test_entered_functions_are_recorded_for_each_test_even_if_a_test_loads_agent_modules(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -249,7 +249,7 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     (shadow.folder / file).write_text(PROBES)
 
 
-def test_a_room_beside_the_default_ones_is_surveyed_by_the_tests_that_mirror_it() -> None:
+def test_a_room_other_than_the_default_ones_is_surveyed_by_the_tests_that_mirror_it() -> None:
     assert list_folders(["broker/jobs/monitor.py"]) == [*FOLDERS]
     assert list_folders(["broker/jobs/monitor.py", "broker/agent/agent.py"]) == [*FOLDERS, *RUNTIME]
     other = ["broker/spot/policies/greedy.py", "broker/clouds/aws/cloud.py", "trainers/checkpoint.py"]
@@ -257,7 +257,7 @@ def test_a_room_beside_the_default_ones_is_surveyed_by_the_tests_that_mirror_it(
     assert list_folders(["broker/spot/hazard.py", "broker/state/jobs.py"]) == [*FOLDERS, "tests/spot"]
 
 
-def test_readers_of_a_constant_are_found_in_a_room_beside_the_default_ones() -> None:
+def test_readers_of_a_constant_are_found_in_a_room_other_than_the_default_ones() -> None:
     assert "broker/spot/interval.py best_interval_s" in find_readers(find("broker/spot/interval.py", "1.0 -> 10.0"))
 
 
@@ -276,7 +276,7 @@ def test_tests_of_the_mutants_room_come_first() -> None:
 
 
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
-    found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), deeds=30) for n in range(3)]
+    found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), effects=30) for n in range(3)]
     assert take(found, 2.5) == found[:2] and take(found, 0.1) == found[:1]
     one, two = (find("broker/provision/hedge_timer.py", end) for end in ("8 -> 0", "4 -> 0"))
     assert draw_kills(found, one) == draw_kills(found, one) != draw_kills(found, two)

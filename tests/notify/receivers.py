@@ -1,4 +1,4 @@
-"""Receivers of notifications on the loopback interface: an HTTP server, and an SMTP server as far as we need one."""
+"""Receivers of notifications on the loopback interface: an HTTP server, and a minimal SMTP server."""
 
 from __future__ import annotations
 

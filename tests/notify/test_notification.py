@@ -46,7 +46,7 @@ def test_damaged_status_is_still_reported() -> None:
     assert (made.kind, made.status) == (NotificationKind.ENDED, None)
 
 
-def test_id_is_the_same_each_time_and_of_no_other_event() -> None:
+def test_id_is_stable_and_unique_to_its_event() -> None:
     made = make_notification(ROW, JOB, lineage="l")
     assert made.id == make_notification(ROW, replace(JOB, status=JobStatus.SUCCEEDED), lineage="l").id
     others = [replace(ROW, id=8), replace(ROW, time_s=2.0), replace(ROW, kind=EventKind.LATE, data={})]
@@ -69,12 +69,12 @@ def test_task_overrides_the_settings_field_by_field() -> None:
     assert choose_sinks(made, silent, HOOK) == []
 
 
-def test_command_runs_at_changes_of_status_whatever_notify_says() -> None:
+def test_command_runs_on_status_changes_whatever_notify_says() -> None:
     job = replace(JOB, task=Task(notify=NotifySpec(on=()), event_callback="say"))
     started = make_notification(replace(ROW, kind=EventKind.STARTED, data={}), job, lineage="l")
     assert [each.kind for each in choose_sinks(started, job, HOOK)] == [SinkKind.COMMAND]
     recovered = make_notification(ROW, job, lineage="l")
-    assert choose_sinks(recovered, job, HOOK) == [], "it runs already"
+    assert choose_sinks(recovered, job, HOOK) == [], "it is already running"
 
 
 @given(st.sampled_from(sorted(NOTABLE)), st.sets(st.sampled_from(list(NotificationKind))))

@@ -270,7 +270,7 @@ def test_replicas_of_services_are_reported_only_if_their_task_says_so(stage: Sta
     assert stage.receiver.list_texts(HOOK) == [] and len(stage.receiver.list_texts(OTHER)) == 1
 
 
-def test_targets_are_in_no_row_and_no_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_targets_appear_in_no_row_and_no_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     stage.receiver.fails = lambda target: TransientError("down")
     stage.end_job()
     with caplog.at_level(logging.DEBUG):
@@ -292,7 +292,7 @@ def test_unexpected_error_is_logged_and_the_delivery_repeated(stage: Stage, capl
     assert len(stage.receiver.taken) == 1
 
 
-def test_damaged_records_repeat_instead_of_losing(stage: Stage) -> None:
+def test_damaged_records_cause_repeats_rather_than_losses(stage: Stage) -> None:
     stage.receiver.fails = lambda target: TransientError("down")
     stage.end_job()
     stage.run(1)

@@ -69,7 +69,7 @@ def test_slack_receives_its_own_json_from_a_url_in_a_variable(
 
 
 @pytest.mark.parametrize("status", [302, 404, 500])
-def test_any_other_answer_is_repeated_later(tmp_path: Path, http: HttpReceiver, status: int) -> None:
+def test_delivery_is_repeated_later_after_any_other_answer(tmp_path: Path, http: HttpReceiver, status: int) -> None:
     http.status = status
     with pytest.raises(TransientError, match=f"status {status}"):
         deliver(tmp_path, SinkKind.WEBHOOK, http.url)
@@ -97,7 +97,7 @@ def test_mail_has_the_id_and_a_subject_of_one_line(tmp_path: Path, smtp: SmtpRec
     assert "line 2" in mail.get_payload()
 
 
-def test_refused_mail_is_repeated_later(tmp_path: Path, smtp: SmtpReceiver) -> None:
+def test_refused_mail_is_sent_again_later(tmp_path: Path, smtp: SmtpReceiver) -> None:
     smtp.refusal = "451 CANARY"
     with pytest.raises(TransientError, match=r"answered with code 451$"):
         deliver(tmp_path, SinkKind.MAIL, "a@x.example", serve_mail(smtp))
@@ -135,7 +135,7 @@ def test_command_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypa
     os.close(reader)
 
 
-def test_unexpected_error_of_a_client_is_repeated_without_its_text(
+def test_delivery_is_repeated_after_an_unexpected_error_whose_text_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **more: object) -> None:

@@ -1,4 +1,4 @@
-"""The expected course of a run on spot, on demand, and its price."""
+"""The expected course and price of a run, on spot and on demand."""
 
 from __future__ import annotations
 

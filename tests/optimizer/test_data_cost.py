@@ -95,5 +95,5 @@ def test_scheme_names_the_seller(url: str, cloud: str | None) -> None:
 
 
 @given(st.floats(0.1, 1e5))
-def test_restore_time_goes_with_size_in_bits(size_gib: float) -> None:
+def test_restore_time_is_proportional_to_the_size_in_bits(size_gib: float) -> None:
     assert measure_restore_s(size_gib) * 10e9 / 8 / 2**30 == pytest.approx(size_gib)  # at 10 Gbit/s

@@ -135,7 +135,7 @@ def test_a_chance_never_rounds_to_certainty(chance: float, shown: str) -> None:
     assert show_chance(chance) == shown
 
 
-def test_a_dear_machine_of_lower_hourly_price_loses_by_its_largest_cause() -> None:
+def test_a_machine_with_a_lower_hourly_price_that_costs_more_loses_by_its_largest_cause() -> None:
     """Three times slower costs more than the transfer of its data; a limit that it violates comes first."""
     offers = [
         offer("gcp", accelerator="A100", instance_type="old", spot_usd_hour=None, ondemand_usd_hour=30.0),

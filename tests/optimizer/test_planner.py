@@ -117,7 +117,7 @@ def test_choice_is_the_minimum_of_all_estimates(rows: list[tuple[float, float, f
     assert len(scores) == 2 * len(rows)
 
 
-def test_each_placement_knows_its_alternative_and_a_place_of_two_is_of_the_first() -> None:
+def test_each_placement_has_its_alternative_and_one_that_fits_two_has_the_first() -> None:
     text = "{accelerators: H100:8, any_of: [{use_spot: false}, {use_spot: true}, {use_spot: true, disk_size: 9}]}"
     made = plan(f"resources: {text}", [offer(), offer("gcp")])
     assert len(made.estimates) == 4
@@ -134,7 +134,7 @@ def test_a_placement_of_another_task_takes_the_first_alternative_that_admits_it(
     assert find_alternative(other, made.choice.placement) == 1
     (small,) = load_tasks_text("resources: {accelerators: T4}", "t")
     assert find_alternative(small, made.choice.placement) == 0
-    assert made.choice.placement.get_resources(small) == small.resources[0], "it lost its second alternative since"
+    assert made.choice.placement.get_resources(small) == small.resources[0], "it has since lost its second alternative"
 
 
 def test_an_hour_is_worth_a_share_of_the_on_demand_price_unless_the_task_says_otherwise() -> None:

@@ -142,7 +142,7 @@ def test_the_bill_of_an_on_demand_run_with_its_data_is_the_sum_worked_out_by_han
 
 
 def test_places_above_the_price_limit_are_not_places_to_move_to() -> None:
-    """The only place within the limit is full at the moment, so that the job waits, whatever is open above it."""
+    """The only place within the limit is full at the moment, so the job waits, whatever is open above the limit."""
     text = "resources: {accelerators: H100:8, use_spot: true, max_hourly_cost: %s}\ngoal: {work: 40h}"
     offers = [offer(), *(offer(region=f"r{number}", spot_usd_hour=11.0) for number in range(5))]
 
@@ -184,7 +184,7 @@ def test_a_task_whose_work_is_done_costs_nothing_more() -> None:
 
 @pytest.mark.parametrize("hour_value", [0, 5, 500])
 def test_the_whole_ranking_is_in_the_order_of_cost_and_the_value_of_time(hour_value: int) -> None:
-    """The machines of two alternatives take different hours, so that the order by dollars is another one."""
+    """The machines of two alternatives take different hours, so the order by dollars differs."""
     figures = {
         name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
         for name, peak in (("H100", 900.0), ("A100", 300.0))
@@ -199,7 +199,7 @@ def test_the_whole_ranking_is_in_the_order_of_cost_and_the_value_of_time(hour_va
     assert len(found) == 8 and scores[1:] == sorted(scores[1:]) and scores[0] <= min(scores) * SAME_SCORE
 
 
-def test_a_few_minutes_on_demand_are_not_listed_beside_the_hours_on_spot() -> None:
+def test_a_few_minutes_on_demand_are_not_listed_next_to_the_hours_on_spot() -> None:
     (found,) = plan("resources: {accelerators: H100:8, use_spot: true}\ngoal: {work: 10h}", [offer()]).estimates
     assert found.breakdown is not None
 

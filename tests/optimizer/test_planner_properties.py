@@ -51,7 +51,7 @@ def test_one_more_offer_never_raises_the_cost(
 def test_a_longer_deadline_never_raises_the_cost(
     found: list[tuple[float, float, float | None]], deadline: int, more: int
 ) -> None:
-    """But for the noise of the recorded runs, if time is worth nothing: more time is also more waiting."""
+    """The 2 % are noise of the recorded runs: where time is worth nothing, more time also means more waiting."""
     offers = make_offers(found)
     short, long = (
         GOAL + f"{{work: 100h, deadline: {minutes}m, hour_value: 0}}" for minutes in (deadline, deadline + more)

@@ -59,7 +59,7 @@ def test_a_common_zone_comes_first_where_it_costs_about_the_same() -> None:
         max_size=4,
     )
 )
-def test_no_other_region_is_cheaper_and_apart_is_never_dearer(prices: list[dict[str, float]]) -> None:
+def test_no_other_region_is_cheaper_and_tasks_placed_apart_never_cost_more(prices: list[dict[str, float]]) -> None:
     plans = [make_plan(each) for each in prices]
     sums = {}
     for region in ("east", "west", "north"):

@@ -15,7 +15,7 @@ highspy = pytest.importorskip("highspy", reason="the extra `solver` is not insta
 
 
 def solve_with_highs(tasks: list[Task], plans: list[Plan], egress: list[EgressPrice]) -> float:
-    """Solve an integer programme: one binary per candidate; a share for each pair along an edge, whose sums equal its
+    """Solve an integer program: one binary per candidate; a share for each pair along an edge, whose sums equal its
     ends'."""
     model = highspy.Highs()
     model.setOptionValue("output_flag", False)

@@ -172,7 +172,7 @@ def list_outcomes(case: Case) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_no_possible_choice_is_cheaper_in_time_or_sooner(block: int) -> None:
+def test_no_possible_choice_is_cheaper_within_the_deadline_or_faster(block: int) -> None:
     for seed in range(block * 75, block * 75 + 75):
         each = draw_case(seed, tasks_max=5)
         outcomes = list_outcomes(each)
@@ -238,7 +238,7 @@ def test_trees_are_solved_alike_by_labels_and_by_search(seed: int, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_chain_meets_its_deadline_at_the_least_cost(seed: int) -> None:
-    """Compared with the plain programme over all (USD, hours) pairs, without pruning."""
+    """Compared with the plain dynamic program over all (USD, hours) pairs, without pruning."""
     draw = random.Random(seed)
     names = [f"t{i}" for i in range(12)]
     gib = {name: draw.uniform(0, 100) for name in names}
@@ -401,7 +401,7 @@ class TestTransfer:
         assert self.move("aws/a", "gcp/a") == (near(0.09), False)
         assert self.move("gcp/a", "aws/a") == (near(0.12), False)
 
-    def test_a_region_of_its_own_price_beats_the_clouds_default(self) -> None:
+    def test_a_price_of_the_region_overrides_the_clouds_default(self) -> None:
         assert self.move("aws/far", "gcp/a") == (near(0.15), False)
         assert self.move("aws/far", "aws/a") == (near(0.02), False)
 
@@ -410,7 +410,7 @@ class TestTransfer:
         assert self.move("vast/a", "vast/b") == (near(ASSUMED_USD_PER_GB), True)
         assert self.move("vast/a", "vast/a") == (0.0, False)
 
-    def test_time_goes_with_size_and_is_longer_out_of_the_region(self) -> None:
+    def test_time_grows_with_size_and_is_longer_out_of_the_region(self) -> None:
         ends = [estimate(place, 1.0).placement.offer for place in ("aws/a", "aws/a", "gcp/a")]
         near_by = price_transfer(ends[0], ends[1], 100.0, self.table).hours
         far = price_transfer(ends[0], ends[2], 100.0, self.table).hours
@@ -422,7 +422,7 @@ class TestOrder:
     def order(self, **needs: Sequence[str]) -> tuple[str, ...]:
         return order_tasks([Task(name=name, needs=dict.fromkeys(each, 1.0)) for name, each in needs.items()])
 
-    def test_needs_come_first_and_else_the_order_of_writing_stays(self) -> None:
+    def test_needs_come_first_and_otherwise_the_written_order_is_kept(self) -> None:
         assert self.order(c=(), b=(), a=()) == ("c", "b", "a")
         assert self.order(train=["data"], report=["train"], data=(), notes=()) == ("data", "train", "report", "notes")
 

@@ -120,7 +120,7 @@ def test_a_search_that_stops_early_brackets_the_cheapest_in_time(block: int) -> 
 
 
 def draw_dense(seed: int) -> Case:
-    """Link most tasks with most others, each with a cheap slow option and a dear fast one."""
+    """Link most tasks with most others, each with a cheap slow option and an expensive fast one."""
     draw = random.Random(seed)
     names = [f"t{i}" for i in range(5)]
     needs = {
@@ -177,7 +177,7 @@ def test_a_task_too_large_to_eliminate_is_left_to_the_search(
         assert found.is_optimal and found.usd == near(try_everything(each)), f"draw_case({seed})"
 
 
-def test_options_that_never_finish_are_passed_over_and_the_own_choice_may_be_one() -> None:
+def test_options_that_never_finish_are_skipped_even_if_a_task_alone_would_choose_one() -> None:
     """Spot that is preempted more often than it saves is expected to take forever."""
     never = estimate("aws/a", math.inf, math.inf, "spot")
     each = case({"a": {}, "b": {"a": 50.0}}, {"a": [estimate("gcp/a", 3.0, 2.0)], "b": [estimate("aws/b", 2.0, 2.0)]})

@@ -48,8 +48,10 @@ def test_nodes_of_a_gang_that_fail_together_share_one_renewal(caplog: pytest.Log
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 3
 
     clock.run(act)
-    told = [record.message for record in caplog.records if "is now allowed from this machine" in record.message]
-    assert told == ["ssh to c is now allowed from this machine's current address"], "told when a rule has changed"
+    messages = [record.message for record in caplog.records if "is now allowed from this machine" in record.message]
+    assert messages == ["ssh to c is now allowed from this machine's current address"], (
+        "one message, as one rule changed"
+    )
 
 
 def test_renewal_survives_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall() -> None:

@@ -98,7 +98,7 @@ def test_answering_agents_outweigh_lists_of_another_owner(world: World) -> None:
 
 @pytest.mark.long
 def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotten(world: World) -> None:
-    """No attempt starts beside it, and its nodes are terminated once the login is correct again."""
+    """No attempt starts alongside it, and its nodes are terminated once the login is correct again."""
 
     async def scenario(controller: Any) -> None:
         first = {node.id for node in world.list_live_nodes()}
@@ -107,8 +107,8 @@ def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotte
         world.gang.poll = silence(world, first)  # type: ignore[method-assign]
         await drive(world, controller, wait(world, 3600.0))
         assert count_attempts(world) == 1
-        told = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind == "unseen"]
-        assert len(told) == 1 and "account account-1" in told[0] and "account-2" in told[0]
+        messages = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind == "unseen"]
+        assert len(messages) == 1 and "account account-1" in messages[0] and "account-2" in messages[0]
         world.cloud.account = "account-1"
         await drive(world, controller, lambda: count_attempts(world) == 2)
         assert not first & {node.id for node in world.list_live_nodes()}
@@ -219,7 +219,7 @@ def test_nodes_of_a_failed_job_are_terminated_even_if_lists_are_denied(world: Wo
         await drive(world, controller, lambda: not world.list_live_nodes(), limit_s=600.0)
         assert world.get_job().status is JobStatus.FAILED_PRECHECKS
         assert not world.list_live_nodes()
-        assert world.store.intents.list_open()  # the end is not confirmed yet: it is asked for again and again
+        assert world.store.intents.list_open()  # the end is not confirmed yet: it is requested again and again
 
     world.clock.run(act)
 
@@ -318,7 +318,7 @@ def test_the_collector_terminates_listed_nodes_while_another_region_is_silent(wo
         world.cloud.add_foreign_node(lost)
         world.cloud.silent_regions["north1"] = AuthError("denied")
         await world.clock.sleep(60.0)
-        world.store.meta.mark_adopted("simulated")  # else a node that this store did not ask for is recorded, not ended
+        world.store.meta.mark_adopted("simulated")  # or a node that this store did not request is recorded, not ended
         assert await world.make_provisioner().collect() == 1
         await world.clock.sleep(10.0)
         assert [node.state for node in world.cloud.find(["lost-1"])] == [NodeState.TERMINATED]

@@ -70,7 +70,7 @@ def test_the_running_one_of_two_concurrent_launches_is_adopted() -> None:
 
 
 def test_a_superseded_attempt_is_left_to_the_collector() -> None:
-    assert not decide(GANG, {3: make_job(1, 2)}), "the records know that it was followed or ended"
+    assert not decide(GANG, {3: make_job(1, 2)}), "the records show that it was superseded or ended"
     newer = [make_node(rank, cluster="job-3-k7wq2-4", attempt=4, token="u") for rank in (0, 1)]
     (found,) = decide([*GANG, *newer], {3: make_job(1)})
     assert found.attempt == 4

@@ -45,7 +45,7 @@ NODE = Node(
 
 
 class Cloud:
-    """A cloud that lists the given nodes and notes terminate calls."""
+    """A cloud that lists the given nodes and records terminate calls."""
 
     name = "simulated"
     settle_s = 20.0
@@ -215,17 +215,17 @@ def test_a_cluster_that_this_process_brings_up_is_spared(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("status", [ClusterStatus.UP, ClusterStatus.STOPPED])
-def test_a_surplus_gang_is_given_back(stage: Stage, status: ClusterStatus) -> None:
+def test_a_surplus_gang_is_released(stage: Stage, status: ClusterStatus) -> None:
     stage.put_cluster("c", status)
     stage.put_intent("c", "t")
     stage.put_intent("c", "elsewhere", cloud="one that is not set up here")
     with stage.collector.spare_gang("c"):
         assert stage.collect() == 0, "its node is being replaced"
     stage.returning.add("t")
-    assert stage.collect() == 0, "this process is at it"
+    assert stage.collect() == 0, "this process is working on it"
     stage.returning.clear()
     stage.cloud.nodes = (NODE,)
-    assert stage.find() == (["n"], []), "its open intent saves it no longer"
+    assert stage.find() == (["n"], []), "its open intent no longer protects it"
     stage.cloud.nodes = ()
     assert stage.collect() == 1 and stage.terminated == ["t"]
 
@@ -239,7 +239,7 @@ def test_a_failed_termination_is_not_counted_and_blocks_no_other(stage: Stage) -
     assert stage.collect() == 1 and (stage.downed, stage.terminated) == ([], [])
 
 
-def test_gangs_are_given_back_concurrently(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gangs_are_released_concurrently(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gang whose end takes minutes to confirm must not delay the others."""
     stage.put_cluster("c")
     stage.put_cluster("going", ClusterStatus.TERMINATING)
@@ -300,7 +300,7 @@ def test_resources_are_swept_after_a_cluster_has_gone_and_once_an_hour(stage: St
     stage.put_cluster("a")
     stage.put_intent("b", "t")
     assert sweep() == 2 and cloud.kept == [{"a", "b"}]
-    assert sweep() == 0, "nothing has gone"
+    assert sweep() == 0, "no cluster has gone"
     stage.put_cluster("c")
     assert sweep() == 0
     stage.store.clusters.delete("a")
@@ -313,10 +313,10 @@ def test_resources_are_swept_after_a_cluster_has_gone_and_once_an_hour(stage: St
     cloud.failure = TransientError("not now")
     assert sweep() == 0 and len(cloud.kept) == 4
     cloud.failure = None
-    assert sweep() == 2 and cloud.kept[-1] == {"c"}, "what failed is swept at the next occasion"
+    assert sweep() == 2 and cloud.kept[-1] == {"c"}, "a failed sweep is repeated at the next occasion"
 
 
-def test_the_first_error_is_raised_and_the_other_works_are_ended() -> None:
+def test_the_first_error_is_raised_and_the_other_coroutines_are_cancelled() -> None:
     ended: list[str] = []
 
     async def wait() -> int:

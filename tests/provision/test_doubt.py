@@ -25,7 +25,7 @@ class Search:
 
     def __init__(self, folder: Path, fault: Callable[[str], CloudError], *, times: float = float("inf")) -> None:
         self.world = World(folder)
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.asked: list[str] = []
         self.end_s = 0.0
         create, left = self.world.cloud.create_nodes, times
@@ -48,7 +48,7 @@ class Search:
             try:
                 plan = make_plan(self.world.task, *zones)
                 return await provisioner.up(
-                    name, plan, hedge=hedge, on_event=lambda event: self.told.append(describe_event(event))
+                    name, plan, hedge=hedge, on_event=lambda event: self.messages.append(describe_event(event))
                 )
             finally:
                 self.end_s = self.world.clock.now_s() - start_s
@@ -66,23 +66,23 @@ def test_another_region_is_requested_soon_and_zones_of_the_suspect_one_are_skipp
     search = Search(tmp_path, fault)
     assert search.up(*EAST, *WEST).placement.offer.zone == "west1a"
     usual_s = search.world.cloud.settle_s + search.world.cloud.timings.boot_s_max
-    assert search.end_s <= usual_s + 10.0, "one look for what was made, then the other region's own time"
+    assert search.end_s <= usual_s + 10.0, "one list of what was created, then the other region's usual time"
     assert set(search.asked) == {"east1a", "west1a"}
-    assert "has given no clear answer; also requesting 2 x big spot in west1a" in "\n".join(search.told)
+    assert "has given no clear answer; also requesting 2 x big spot in west1a" in "\n".join(search.messages)
     assert not search.world.store.intents.list_open() and search.world.count_live(lambda node: True) == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_the_next(
+def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_while_the_next_one_runs(
     tmp_path: Path, fault: Callable[[str], CloudError]
 ) -> None:
     search = Search(tmp_path, fault)
     assert search.up(*EAST, *WEST, hedge=1).placement.offer.zone == "west1a"
     assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
-    assert not any("remains to be tried" in line for line in search.told)
-    (hedged,) = (line for line in search.told if "also requesting" in line)
-    assert "up to 2.00 USD/h at once" in hedged, "the abandoned one costs no more"
+    assert not any("remains to be tried" in line for line in search.messages)
+    (hedged,) = (line for line in search.messages if "also requesting" in line)
+    assert "up to 2.00 USD/h at once" in hedged, "the abandoned one no longer costs anything"
     assert not search.world.store.intents.list_open()
 
 
@@ -97,7 +97,8 @@ def test_a_search_without_other_regions_reports_so_and_ends(
         search.up(*EAST, hedge=hedge)
     assert search.end_s <= 5 * UNCLEAR_S_MAX
     assert (
-        len([line for line in search.told if "no location outside east1 (simulated) remains to be tried" in line]) == 1
+        len([line for line in search.messages if "no location outside east1 (simulated) remains to be tried" in line])
+        == 1
     )
     assert "east1a" in str(caught.value.details) and "east1b" in str(caught.value.details)
     assert not search.world.store.intents.list_open() and not search.world.list_live_nodes()
@@ -139,7 +140,7 @@ def test_a_postponed_placement_is_requested_once_its_region_recovers(tmp_path: P
 
     world.cloud.create_nodes = answer  # type: ignore[method-assign]
     assert search.up(*EAST, "east1c", *WEST, "north1a").placement.offer.zone == "east1b"
-    assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"], "the better of the two that were spared"
+    assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"], "the better of the two that were skipped"
 
 
 def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypat
     assert search.asked == [*EAST, EAST[0]], "a plan may have thousands of places: only a limited number is remembered"
 
 
-def test_a_place_that_has_refused_is_not_requested_again_beside_a_launch_that_makes_its_region_suspect(
+def test_a_place_that_has_refused_is_not_requested_again_while_a_launch_makes_its_region_suspect(
     tmp_path: Path,
 ) -> None:
     random.seed(1)  # of the retries in `east1b`: with other pauses, its region may be clear when `west1a` refuses
@@ -176,7 +177,7 @@ def test_a_place_that_has_refused_is_not_requested_again_beside_a_launch_that_ma
         if zone == "east1b":
             return await create(request)
         search.asked.append(zone)
-        if zone == "west1a":  # by its refusal, the one of `east1a` is due again
+        if zone == "west1a":  # when it refuses, `east1a` is due again
             await world.clock.sleep(REASK_S + 10.0)
         raise CapacityError("full", scope="zone")
 
@@ -184,4 +185,4 @@ def test_a_place_that_has_refused_is_not_requested_again_beside_a_launch_that_ma
     with pytest.raises(CapacityError):
         search.up(*EAST, *WEST)
     assert search.asked.count("east1b") > 2 and search.asked.count("west1a") == 2
-    assert search.asked.count("east1a") == 1, "another launch there would show no more"
+    assert search.asked.count("east1a") == 1, "another launch there would reveal nothing new"

@@ -56,12 +56,12 @@ def test_a_lost_answer_creates_no_second_gang(world: World) -> None:
 
 def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsewhere(world: World) -> None:
     provisioner = world.make_provisioner()
-    told: list[str] = []
+    messages: list[str] = []
 
     async def scenario() -> Cluster:
         plan = make_plan(world.task)
         coming = asyncio.ensure_future(
-            provisioner.up("c", plan, on_event=lambda event: told.append(describe_event(event)))
+            provisioner.up("c", plan, on_event=lambda event: messages.append(describe_event(event)))
         )
         while not world.list_live_nodes():
             await world.clock.sleep(0.1)
@@ -71,21 +71,23 @@ def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsew
     cluster = world.clock.run(scenario)
     assert cluster.placement.offer.zone == "east1b"
     assert world.count_live(lambda node: node.zone == "east1a") == 0
-    assert any("did not come up completely: a node terminated by itself (preempted)" in line for line in told), told
+    assert any("did not come up completely: a node terminated by itself (preempted)" in line for line in messages), (
+        messages
+    )
 
 
 def test_a_gang_that_does_not_boot_in_time_is_reported_with_the_time(world: World) -> None:
     world.cloud.faults = FaultRates(never_boots=1.0)
-    told: list[str] = []
+    messages: list[str] = []
     provisioner = world.make_provisioner()
     with pytest.raises(CapacityError) as caught:
         world.clock.run(
             lambda: provisioner.up(
-                "c", make_plan(world.task, "east1a"), on_event=lambda event: told.append(describe_event(event))
+                "c", make_plan(world.task, "east1a"), on_event=lambda event: messages.append(describe_event(event))
             )
         )
     assert "not all nodes were running within" in str(caught.value.details) and "terminated by itself" not in "".join(
-        told
+        messages
     )
 
 
@@ -173,8 +175,8 @@ def test_each_reason_and_each_hint_is_reported_once(world: World) -> None:
     for each in make_plan(world.task).estimates:
         zones[each.placement.offer.region].append(str(each.placement.offer.zone))
     assert len(error.details) == len(zones)
-    told = next(line for line in error.details if line.endswith("no machine left"))
-    assert all(zone in told for zone in zones["east1"])
+    detail = next(line for line in error.details if line.endswith("no machine left"))
+    assert all(zone in detail for zone in zones["east1"])
     assert error.hints[0] == "Ask for more with `ask`." and error.hints.count("Ask for more with `ask`.") == 1
     assert "broker launch -r" in error.hints[-1]
 
@@ -221,7 +223,7 @@ def test_if_every_region_is_forbidden_the_refusal_itself_is_raised(world: World)
     assert asked == ["east1a", "west1a"] and not world.store.intents.list_open()
 
 
-def test_a_full_region_beside_a_forbidden_one_is_a_capacity_error(world: World) -> None:
+def test_a_full_region_and_a_forbidden_one_are_a_capacity_error(world: World) -> None:
     asked = refuse_regions(world, "east1")
     world.cloud.full_zones["west1a"] = world.clock.now_s() + 1e6
     with pytest.raises(CapacityError) as caught:
@@ -231,10 +233,10 @@ def test_a_full_region_beside_a_forbidden_one_is_a_capacity_error(world: World) 
 
 
 def test_the_launch_time_of_the_gang_is_reported(world: World) -> None:
-    told: list[Event] = []
+    events: list[Event] = []
     start_s = world.clock.now_s()
-    world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), on_event=told.append))
-    [took_s] = [event.data["took_s"] for event in told if event.kind is EventKind.PLACE_WHOLE]
+    world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), on_event=events.append))
+    [took_s] = [event.data["took_s"] for event in events if event.kind is EventKind.PLACE_WHOLE]
     assert isinstance(took_s, float) and 0.0 < took_s <= world.clock.now_s() - start_s
 
 

@@ -49,9 +49,9 @@ def make_world(folder: Path, *, crash_at: int | None = None, slow: dict[str, flo
     return world
 
 
-def up(world: World, *, hedge: int = 2, name: str = "c", told: list[str] | None = None) -> Cluster:
+def up(world: World, *, hedge: int = 2, name: str = "c", messages: list[str] | None = None) -> Cluster:
     provisioner = world.make_provisioner()
-    on_event = (lambda event: None) if told is None else (lambda event: told.append(describe_event(event)))
+    on_event = (lambda event: None) if messages is None else (lambda event: messages.append(describe_event(event)))
 
     async def scenario() -> Cluster:
         cluster = await provisioner.up(name, make_plan(world.task), hedge=hedge, on_event=on_event)
@@ -66,12 +66,12 @@ def up(world: World, *, hedge: int = 2, name: str = "c", told: list[str] | None 
 def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     world.cloud.full_zones["east1a"] = float("inf")
-    start_s, told = world.clock.now_s(), []
+    start_s, messages = world.clock.now_s(), []
     provisioner = world.make_provisioner()
 
     async def scenario() -> float:
         cluster = await provisioner.up(
-            "c", make_plan(world.task), on_event=lambda event: told.append(describe_event(event))
+            "c", make_plan(world.task), on_event=lambda event: messages.append(describe_event(event))
         )
         assert cluster.placement.offer.zone == "east1b"
         up_s = world.clock.now_s() - start_s
@@ -82,7 +82,7 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
     assert LIMITS[Answer.CREATED].prior_s < up_s < LIMITS[Answer.CREATED].prior_s + 60.0
     assert [zone for zone, _ in world.cloud.asked] == ["east1a", "east1b"]
     assert not world.store.intents.list_open()
-    story = "\n".join(told)
+    story = "\n".join(messages)
     for words in (
         "requesting 2 x big spot in east1a",
         "has not responded for 20 s",
@@ -114,19 +114,19 @@ def test_without_hedging_the_search_waits_for_the_answer(tmp_path: Path) -> None
     assert world.cloud.asked[1][1] - world.cloud.asked[0][1] > HANG_S
 
 
-def test_the_gang_of_a_slow_placement_is_given_back_and_confirmed_gone(tmp_path: Path) -> None:
+def test_the_gang_of_a_slow_placement_is_released_and_confirmed_gone(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 40.0})
-    told: list[str] = []
-    cluster = up(world, told=told)
+    messages: list[str] = []
+    cluster = up(world, messages=messages)
     assert cluster.placement.offer.zone == "east1b"
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
-    assert len(given) == 2 and all(node.state is NodeState.TERMINATED for node in given), "it was made, and ended"
+    assert len(given) == 2 and all(node.state is NodeState.TERMINATED for node in given), "created, then terminated"
     assert not world.store.intents.list_open()
-    (end,) = (line for line in told if "east1a" in line and line.startswith("terminated"))
+    (end,) = (line for line in messages if "east1a" in line and line.startswith("terminated"))
     given_usd = sum(node.usd_hour * ((node.ended_s or 0.0) - node.created_s) / 3600 for node in given)
-    told_usd = float(end.rpartition("(cost ")[2].removesuffix(" USD)"))
-    assert told_usd == pytest.approx(given_usd, abs=0.0001) and given_usd > 0.0005
+    reported_usd = float(end.rpartition("(cost ")[2].removesuffix(" USD)"))
+    assert reported_usd == pytest.approx(given_usd, abs=0.0001) and given_usd > 0.0005
     spent_usd = world.store.bills.spend_usd(cluster="c", now_s=world.clock.now_s())
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
 
@@ -163,9 +163,9 @@ def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: 
 
     world.clock.run(cut_short)
     assert len(world.store.intents.list_open("c")) == 2
-    told: list[str] = []
-    up(world, told=told)
-    assert [line.partition(" at ")[0] for line in told[:2]] == [
+    messages: list[str] = []
+    up(world, messages=messages)
+    assert [line.partition(" at ")[0] for line in messages[:2]] == [
         f"resuming 2 x big spot in {zone} (simulated)" for zone in ("east1a", "east1b")
     ]
 
@@ -219,11 +219,11 @@ def test_nodes_of_a_lost_answer_are_adopted_once_lists_show_all_of_them(tmp_path
     world.cloud.create_nodes = lose  # type: ignore[method-assign]
     world.store.intents.note_nodes = note_made  # type: ignore[method-assign]
     up(world)
-    assert len(calls) == 1, "lists are late: that they show nothing yet is no reason to ask again"
+    assert len(calls) == 1, "lists lag: that they show nothing yet is not a reason to request again"
     assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
 
 
-def test_what_an_unanswered_call_made_is_given_back_although_the_next_call_was_refused(tmp_path: Path) -> None:
+def test_nodes_of_an_unanswered_call_are_released_although_the_next_call_was_refused(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     placement = make_plan(world.task).estimates[0].placement
     request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
@@ -330,8 +330,8 @@ def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> N
     up(world, name="first")
     world.cloud.slow_zones = {"east1a": HANG_S}
     start_s = world.clock.now_s()
-    told: list[str] = []
-    up(world, name="second", told=told)
+    messages: list[str] = []
+    up(world, name="second", messages=messages)
     assert world.cloud.asked[-1][1] - start_s == pytest.approx(LIMITS[Answer.CREATED].least_s, abs=0.5)
 
 
@@ -351,7 +351,7 @@ def test_after_a_kill_at_any_step_of_a_hedge_the_job_ends_once_and_leaves_nothin
     (tmp_path / "calm").mkdir()
     calm = make_world(tmp_path / "calm", slow=slow)
     run_to_end(calm, "plain")
-    assert len(calm.cloud.asked) > 1, "places are asked beside each other"
+    assert len(calm.cloud.asked) > 1, "placements are requested concurrently"
     crashes = 0
     for crash_at in range(1, calm.points.count + 1, every):
         folder = tmp_path / str(crash_at)
@@ -373,7 +373,7 @@ def check_end(world: World) -> None:
     assert world.gang.starts <= 1 + len(world.get_job().attempts)
 
 
-def test_a_command_killed_while_giving_back_leaves_that_to_the_collector_and_keeps_the_cluster(tmp_path: Path) -> None:
+def test_a_command_killed_during_a_release_leaves_it_to_the_collector_and_keeps_the_cluster(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     provisioner = world.make_provisioner()
 
@@ -384,7 +384,7 @@ def test_a_command_killed_while_giving_back_leaves_that_to_the_collector_and_kee
     (intent,) = world.store.intents.list_open()
     assert intent.request.placement.offer.zone == "east1a"
     world.reborn()
-    late = world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud does it after all
+    late = world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud carries it out after all
     world.clock.run(lambda: world.clock.sleep(2 * 3600.0))
     found, names = world.clock.run(lambda: world.make_provisioner().find_lost())
     assert {node.id for node in found} == set(late) and not names
@@ -427,7 +427,7 @@ def test_only_one_of_two_searches_probes_an_expired_refusal(tmp_path: Path) -> N
 
     assert sorted(map(str, world.clock.run(scenario))) == ["east1a", "east1b"]
     assert [zone for zone, _ in world.cloud.asked].count("east1a") == 1
-    assert up(world, name="fourth").placement.offer.zone == "east1a", "it gave: everybody may ask again"
+    assert up(world, name="fourth").placement.offer.zone == "east1a", "it granted nodes: all may request again"
 
 
 def test_a_dead_probe_blocks_others_for_a_limited_time(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_failed_calls_use_one_budget_per_cloud_that_refills_with_time(tmp_path: 
 
     errors = world.clock.run(storm)
     assert all(isinstance(error, CapacityError) for error in errors)
-    assert FAILURES_MAX <= calls < 400, "a hundred searches of three places, six tries each, are not 1,800"
+    assert FAILURES_MAX <= calls < 400, "a hundred searches of three places, six tries each, do not make 1,800 calls"
     world.cloud.create_nodes = create  # type: ignore[method-assign]
     world.clock.run(lambda: world.clock.sleep(3600.0))
     assert up(world, name="later").status is ClusterStatus.UP

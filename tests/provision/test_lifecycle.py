@@ -146,15 +146,15 @@ def test_a_search_is_repeated_only_with_retry_until_up(stage: Stage) -> None:
         return await create(request)
 
     stage.cloud.create_nodes = create_nodes  # type: ignore[method-assign]
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
     assert not stage.world.store.clusters.list(), "nothing is left of it"
     assert (
-        stage.up(retry_until_up=True, on_event=lambda event: told.append(describe_event(event))).status
+        stage.up(retry_until_up=True, on_event=lambda event: messages.append(describe_event(event))).status
         is ClusterStatus.UP
     )
-    assert any("retrying in" in line for line in told)
+    assert any("retrying in" in line for line in messages)
 
 
 @pytest.mark.parametrize("error", [AuthError("the login has expired"), UsageError("taken down")])
@@ -340,7 +340,7 @@ def test_a_cluster_and_its_intent_are_one_commit_and_the_closing_of_an_intent_is
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
     assert coming[0] is True
-    assert closed == [(IntentEnd.TERMINATED, 2)], "2 is SQLite's number of FULL"
+    assert closed == [(IntentEnd.TERMINATED, 2)], "2 is SQLite's number for FULL"
 
 
 def test_a_replacement_node_is_recorded_and_none_is_created_for_a_cluster_that_was_taken_down(
@@ -443,7 +443,7 @@ def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Sta
     stage.cloud.preempt([cluster.nodes[1].id])
 
     async def replace_it() -> Cluster:
-        await stage.world.clock.sleep(300.0)  # until the list tells of it
+        await stage.world.clock.sleep(300.0)  # until the list shows it
         refreshed = await stage.provisioner.refresh(cluster)
         stage.cloud.account = "account-2"
         return await stage.provisioner.replace_node(refreshed, Task(), rank=1, check_budget=lambda: None)
@@ -465,7 +465,7 @@ def test_a_replacement_that_is_cancelled_also_cancels_its_call(stage: Stage) -> 
         return await create(request)
 
     async def begin_and_cancel() -> None:
-        await stage.world.clock.sleep(300.0)  # until the list tells of it
+        await stage.world.clock.sleep(300.0)  # until the list shows it
         refreshed = await stage.provisioner.refresh(cluster)
         stage.cloud.create_nodes = answer_late  # type: ignore[method-assign]
         work = asyncio.ensure_future(
@@ -533,7 +533,7 @@ def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:
     assert requests[0].spec == MachineSpec(
         disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
     )
-    assert requests[-1].spec.image_id == "docker:i", "this cloud's nodes are no hosts of ours"
+    assert requests[-1].spec.image_id == "docker:i", "this cloud's nodes are not hosts of ours"
     two = Task(num_nodes=2, resources=(asked, Resources(disk_size_gib=99, image_id="second")))
     plan = make_plan(two)
     second = tuple(replace(each, placement=replace(each.placement, alternative=1)) for each in plan.estimates)

@@ -54,7 +54,7 @@ def test_a_node_that_its_cloud_forgets_is_eventually_believed_gone(tmp_path: Pat
 
 
 def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_path: Path) -> None:
-    """The nodes may exist: only a list can tell."""
+    """The nodes may exist: only a list can show that."""
     world = World(tmp_path)
 
     async def create(request: NodeRequest) -> Sequence[Node]:

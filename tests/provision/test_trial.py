@@ -20,7 +20,7 @@ NAME = f"{MARK}-me"
 LOG = f"(node 0) {MARK}\n(node 0) Linux 6.8.0\n\n(node 0) Python 3.12.3\n"
 
 
-class PaperGang:
+class FakeGang:
     """A gang that is reachable after a number of calls, and whose command ends after a given time."""
 
     def __init__(self, stage: Stage, *, failures: int = 0, failure: BrokerError | None = None) -> None:
@@ -56,7 +56,7 @@ class PaperGang:
 
 
 def make_trial(
-    stage: Stage, gang: PaperGang, *, plan: Plan | None = None, spend_usd_max: float = 9.0, bucket_url: str = ""
+    stage: Stage, gang: FakeGang, *, plan: Plan | None = None, spend_usd_max: float = 9.0, bucket_url: str = ""
 ) -> Trial:
     used: Any = gang
     return Trial(
@@ -66,7 +66,7 @@ def make_trial(
     )  # fmt: skip
 
 
-def play(stage: Stage, gang: PaperGang, **more: Any) -> dict[str, tuple[str, str]]:
+def play(stage: Stage, gang: FakeGang, **more: Any) -> dict[str, tuple[str, str]]:
     """Run a trial, check that nothing is left, and return outcome and note of each step."""
     trial = make_trial(stage, gang, **more)
     steps = list(stage.run(trial.run))
@@ -81,7 +81,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> None:
-    gang = PaperGang(stage)
+    gang = FakeGang(stage)
     trial = make_trial(stage, gang)
     steps = {step.name: step for step in stage.run(trial.run)}
     outcomes = {name: step.outcome for name, step in steps.items()}
@@ -96,7 +96,7 @@ def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> N
     assert 5.0 <= steps["run"].took_s <= 7.0 and steps["login"].spent_usd == 0.0
     assert steps["leaks"].spent_usd == pytest.approx(stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()))
     again = {step.name: step for step in stage.run(make_trial(stage, gang).run)}
-    assert again["login"].spent_usd == pytest.approx(0.0), "earlier trials are not on its bill"
+    assert again["login"].spent_usd == pytest.approx(0.0), "earlier trials are not billed to it"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> N
 def test_connect_waits_for_a_booting_node_and_fails_with_a_hint_if_it_never_answers(
     stage: Stage, error: BrokerError, pause_s: float
 ) -> None:
-    gang = PaperGang(stage, failures=3, failure=error)
+    gang = FakeGang(stage, failures=3, failure=error)
     assert play(stage, gang)["connect"][0] == "ok"
     assert gang.prepared_s[1] - gang.prepared_s[0] == pytest.approx(pause_s, abs=0.1)
-    gang = PaperGang(stage, failures=10**6, failure=error)
+    gang = FakeGang(stage, failures=10**6, failure=error)
     trial = make_trial(stage, gang)
     steps = {step.name: step for step in stage.run(trial.run)}
     assert steps["connect"].outcome is StepOutcome.FAILED and steps["connect"].note == error.message
@@ -118,17 +118,17 @@ def test_connect_waits_for_a_booting_node_and_fails_with_a_hint_if_it_never_answ
 
 
 def test_the_command_gets_the_bucket_if_one_is_given(stage: Stage, tmp_path: Path) -> None:
-    gang = PaperGang(stage)
+    gang = FakeGang(stage)
     assert play(stage, gang)["bucket"][0] == "skipped" and gang.envs == {}
-    told = play(stage, gang, bucket_url=f"file://{tmp_path}/bucket")
+    results = play(stage, gang, bucket_url=f"file://{tmp_path}/bucket")
     folder = gang.envs["BROKER_CHECKPOINT_DIR"]
     assert folder.startswith(f"file://{tmp_path}/bucket/{OWNER}-") and gang.envs["BROKER_ATTEMPT"] == "1"
-    assert told["bucket"] == ("ok", f"{folder}: written, read, deleted from this machine")
-    assert told["bucket from the node"][0] == "skipped", "a node has no folder of this machine's"
+    assert results["bucket"] == ("ok", f"{folder}: written, read, deleted from this machine")
+    assert results["bucket from the node"][0] == "skipped", "a node has none of this machine's folders"
 
 
 def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
-    gang = PaperGang(stage, failures=10**6, failure=TransientError("ssh"))
+    gang = FakeGang(stage, failures=10**6, failure=TransientError("ssh"))
     prepare = gang.prepare
 
     async def lose(cluster: Cluster, task: Task) -> None:
@@ -149,7 +149,7 @@ def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
     ],
 )
 def test_a_failed_command_reports_its_cause(stage: Stage, change: dict[str, Any], expected: str) -> None:
-    gang = PaperGang(stage)
+    gang = FakeGang(stage)
     for name, value in change.items():
         setattr(gang, name, value)
     found = play(stage, gang)
@@ -158,7 +158,7 @@ def test_a_failed_command_reports_its_cause(stage: Stage, change: dict[str, Any]
 
 
 def test_the_spending_limit_ends_the_trial_within_one_poll_and_the_node_is_terminated(stage: Stage) -> None:
-    gang = PaperGang(stage)
+    gang = FakeGang(stage)
     gang.ends_after_s = 1e9
     found = play(stage, gang, spend_usd_max=0.05)
     assert found["run"] == ("failed", "the spending limit of 0.0500 USD is reached")
@@ -171,14 +171,14 @@ def test_a_refused_login_costs_nothing(stage: Stage) -> None:
         raise AuthError("the login has expired")
 
     stage.cloud.check = refuse  # type: ignore[method-assign]
-    found = play(stage, PaperGang(stage))
+    found = play(stage, FakeGang(stage))
     assert found["login"] == ("failed", "the login has expired") and found["create"][0] == "skipped"
     assert found["terminate"] == ("skipped", "nothing was created") and not stage.world.cloud.asked_s
 
 
 def test_a_node_that_is_not_confirmed_gone_is_reported_as_a_leak(stage: Stage) -> None:
     stage.cloud.timings = CloudTimings(terminate_s=1e6)
-    steps = {step.name: step for step in stage.run(make_trial(stage, PaperGang(stage)).run)}
+    steps = {step.name: step for step in stage.run(make_trial(stage, FakeGang(stage)).run)}
     assert steps["terminate"].outcome is steps["leaks"].outcome is StepOutcome.FAILED
     assert f"try again with `broker down {NAME}`" in steps["terminate"].hints[0]
     (node,) = stage.world.list_live_nodes()
@@ -189,7 +189,7 @@ def test_nodes_of_an_earlier_trial_are_terminated_first_and_stop_is_skipped_if_n
     stage.up(NAME, make_plan(stage.world.task, "east1a", node_count=1))
     (left,) = stage.world.list_live_nodes()
     stage.cloud.__class__ = Stopping.__base__  # type: ignore[assignment]
-    found = play(stage, PaperGang(stage))
+    found = play(stage, FakeGang(stage))
     assert found["stop"] == ("skipped", "simulated cannot stop nodes") and left.id not in found["create"][1]
 
 

@@ -34,7 +34,7 @@ def make_estimate(zone: str | None, *, region: str = "east1", usd: float = 1.0, 
 
 
 def as_alternative(estimate: Estimate, number: int) -> Estimate:
-    """One that a user listed as another alternative of the task."""
+    """Return one that a user listed as another alternative of the task."""
     return replace(estimate, placement=replace(estimate.placement, alternative=number))
 
 

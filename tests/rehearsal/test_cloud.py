@@ -1,4 +1,4 @@
-"""Rehearsed clouds: what their markets say is what happens to real local nodes, in simulated time."""
+"""Rehearsed clouds: their markets decide what happens to real local nodes, in simulated time."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class OpenFor:
 @dataclass
 class Rig:
     folder: Path
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     clouds: list[RehearsedCloud] = field(default_factory=list)
 
     def make(self, market: PlaceMarket) -> RehearsedCloud:
-        """At a rate so slow that only what the test skips takes time."""
+        """Make a cloud whose clock is so slow that only the time that a test skips passes."""
         pace = Pace(ScaledClock(rate=1e-9))
         cloud = make_rehearsed_cloud(
-            "aws", root=self.folder, pace=pace, market=market, start_s=pace.clock.now_s(), on_event=self.told.append
+            "aws", root=self.folder, pace=pace, market=market, start_s=pace.clock.now_s(), on_event=self.messages.append
         )
         self.clouds.append(cloud)
         return cloud
@@ -78,7 +78,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def skip(cloud: RehearsedCloud, duration_s: float) -> None:
-    """So much simulated time, at once."""
+    """Let this much simulated time pass at once."""
     until_s = cloud.clock.now_s() + duration_s
     cloud.clock.set_rate(1e9)
     while cloud.clock.now_s() < until_s:
@@ -114,7 +114,7 @@ def test_a_node_boots_for_as_long_as_in_the_cloud_and_is_billed_in_simulated_tim
     asyncio.run(play())
 
 
-def test_the_same_token_gives_the_same_nodes_even_where_the_market_has_closed_since(rig: Rig) -> None:
+def test_the_same_token_gives_the_same_nodes_even_after_the_market_has_closed(rig: Rig) -> None:
     cloud = rig.make(OpenFor({"us-east-1a": 1.0}))
     request = make_request(make_offer(), node_count=2)
 
@@ -140,7 +140,7 @@ def test_the_end_of_a_period_takes_the_whole_gang_and_leaves_on_demand_alone(rig
         assert [(node.state, node.reason) for node in spot] == [(NodeState.TERMINATED, "preempted")] * 2
 
     asyncio.run(play())
-    assert cloud.preemptions == 1 and "preempts all 2 nodes" in rig.told[0]
+    assert cloud.preemptions == 1 and "preempts all 2 nodes" in rig.messages[0]
 
 
 def test_a_location_has_no_capacity_for_a_while_after_a_preemption(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""What progress files tell of a rehearsal, and the verdict on it."""
+"""Progress files of a rehearsal, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_line(step: int, *, loss: float | None = 1.0, saved: int | None = None, 
 
 
 def make_trial(number: int, steps: range, *, every: int = 5, loss_shift: float = 0.0) -> ReportedAttempt:
-    """A program that saves every few steps and first reports where it resumed, like the bundled trainer."""
+    """Make a trial that saves every few steps and first reports where it resumed, like the bundled trainer."""
     begin = steps.start - 1
     first = make_line(begin, loss=None, saved=begin or None)
     rest = [make_line(step, loss=1 / step + loss_shift, saved=step // every * every or None) for step in steps]
@@ -89,7 +89,7 @@ def test_attempts_without_a_report_are_skipped() -> None:
         ([make_trial(1, range(1, 12)), make_trial(2, range(11, 19))], True, "from step 10; repeated 1 step"),
     ],
 )
-def test_each_way_to_resume_or_not_has_its_sentence(trials: list[ReportedAttempt], has_saved: bool, words: str) -> None:
+def test_each_outcome_of_a_resume_has_its_message(trials: list[ReportedAttempt], has_saved: bool, words: str) -> None:
     (finding,) = judge_resume(trials, find_resumes(trials), preemptions=1, has_saved=has_saved)
     assert words in finding.text
     assert (finding.level == "bad") == bool(finding.hint)
@@ -107,7 +107,7 @@ def test_a_program_that_fails_before_its_first_new_step_could_not_load_its_check
     assert read_last_words(tmp_path / "none") == ""
 
 
-def test_way_out_that_a_setup_names_comes_before_the_progress_file() -> None:
+def test_hint_of_a_setup_comes_before_findings_about_the_progress_file() -> None:
     (found,) = judge_resume(
         [], [], preemptions=0, has_saved=False, failure="`setup` exited with code 1",
         last_words="hint: run `pip install 'intercloud-broker[train]'`",

@@ -44,7 +44,7 @@ def test_a_start_that_failed_names_the_reason() -> None:
     assert not judge_start(UPTIME, failure="", has_exited=False, last_words="", missing_module="")
 
 
-def test_recoveries() -> None:
+def test_recoveries_are_judged_by_whether_replicas_came_back() -> None:
     def judge(*recoveries: Recovery, has_spot: bool = True) -> tuple[str, str]:
         (found,) = judge_recoveries(replace(UPTIME, recoveries=recoveries), has_spot=has_spot)
         return found.level, found.text
@@ -78,7 +78,7 @@ def test_availability_is_compared_with_the_wanted_one() -> None:
     assert not judge_availability(Uptime(wanted=2), availability=0.99, hazard=0.1)
 
 
-def test_requests() -> None:
+def test_failed_and_slow_requests_are_counted_with_a_hint() -> None:
     def judge(tally: RequestTally, shares: dict[int, float]) -> tuple[str, str, str]:
         (found,) = judge_requests(tally, replace(UPTIME, shares=shares), availability=None)
         return found.level, found.text, found.hint
@@ -101,7 +101,7 @@ def test_an_ignored_warning_does_not_fail_a_service() -> None:
     assert [each.level for each in judge_warned(given=1, ignored=0, grace_s=20)] == ["good"]
 
 
-def test_teardown() -> None:
+def test_leftovers_of_a_teardown_are_named() -> None:
     assert [each.level for each in judge_teardown(Orphans())] == ["good"]
     (found,) = judge_teardown(Orphans(machines=1, processes=3, has_balancer=True))
     assert found.level == "bad" and found.text.endswith("1 machine, 3 processes, the balancer")
@@ -111,5 +111,5 @@ def test_teardown() -> None:
     ("share", "text"),
     [(1.0, "100%"), (0.99999, "99.99%"), (0.9985, "99.85%"), (0.995, "99.5%"), (0.99, "99%"), (0.0, "0%")],
 )
-def test_a_share_is_whole_only_if_it_is(share: float, text: str) -> None:
+def test_a_share_below_one_is_never_rounded_up_to_one_hundred_percent(share: float, text: str) -> None:
     assert format_percent(share) == text

@@ -61,10 +61,10 @@ def test_a_wanted_number_that_grows_is_kept_as_it_was_at_each_time() -> None:
     assert uptime.shares == {1: 1.0, 2: pytest.approx(0.25)}
 
 
-def test_nothing_observed() -> None:
+def test_uptime_without_observations_has_no_start() -> None:
     assert measure_uptime([], []).start_s is None
 
 
-def test_ondemand_price_is_of_the_wanted_replicas_all_the_time() -> None:
+def test_ondemand_price_covers_the_wanted_replicas_for_the_whole_time() -> None:
     assert price_ondemand(count((0, 0), (1800, 2), (3600, 2)), 1.5) == pytest.approx(3.0)
     assert price_ondemand(count((0, 0), (3600, 2)), float("inf")) is None

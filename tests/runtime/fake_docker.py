@@ -1,6 +1,6 @@
-"""A `docker` for tests: containers are names, what runs in them runs here. As the real one, it passes no signal on.
+"""A `docker` for tests: containers are names, what runs in them runs here. Like the real one, it forwards no signal.
 
-Every call is written down in `calls`; images that can be pulled lie in `registry`.
+Every call is recorded in `calls`; images that can be pulled are in `registry`.
 """
 
 from __future__ import annotations

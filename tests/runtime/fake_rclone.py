@@ -1,7 +1,7 @@
-"""Stands for rclone on a node, as far as a mount with a write cache goes: files wait in the cache until a gate opens.
+"""A stand-in for rclone on a node, limited to a mount with a write cache: files wait in it until a gate opens.
 
 `rclone mount REMOTE PLACE ... --cache-dir CACHE` remembers the cache; `rclone put PLACE NAME TEXT` writes a file as a
-program does through FUSE: it is dirty at once. While `$HOME/gate` is there, a server in the background uploads.
+program does through FUSE: it is dirty at once. While `$HOME/gate` exists, a server in the background uploads.
 """
 
 import json

@@ -29,7 +29,7 @@ async def wait_for(condition: Callable[[], Awaitable[Any]] | Callable[[], Any]) 
             result = await result
         if result:
             return result
-        assert time.monotonic() < give_up_s, f"never came true: {condition}"
+        assert time.monotonic() < give_up_s, f"the condition was never met: {condition}"
         await asyncio.sleep(0.02)
 
 

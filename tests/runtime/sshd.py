@@ -60,7 +60,7 @@ class Sshd:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Stop with every session, as a machine that is switched off."""
+        """Stop with every session, like a machine that is switched off."""
         if self._process:
             subprocess.run(["pkill", "-KILL", "-P", str(self._process.pid)], check=False)
             self._process.kill()

@@ -13,7 +13,7 @@ from broker.runtime.keys import KeyPair
 
 HOST_KEY = KeyPair(private="-----BEGIN KEY-----\n$HOME `id` 'x'\n-----END KEY-----\n", public="ssh-ed25519 HOST us")
 LOGIN = "ssh-ed25519 LOGIN it's us\n"
-# Programs that would change the machine, written down instead.
+# Programs that would change the machine, recorded instead of run.
 TOOLS = """
 id() { [ "$1" = -g ] && echo 1; return 0; }
 getent() { case $1 in passwd) echo "u:x:1:1::$ROOT/home/u:/bin/sh" ;; shadow) echo 'u:!:1' ;; esac; }
@@ -41,7 +41,7 @@ def read_all(root: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("has_include", [True, False])
-def test_boot_installs_keys_and_user_and_run_again_changes_nothing(tmp_path: Path, has_include: bool) -> None:
+def test_boot_installs_keys_and_user_and_a_second_run_changes_nothing(tmp_path: Path, has_include: bool) -> None:
     config = tmp_path / "etc/ssh/sshd_config"
     config.parent.mkdir(parents=True)
     config.write_text((f"Include {tmp_path}/etc/ssh/sshd_config.d/*.conf\n" if has_include else "") + "UsePAM yes\n")
@@ -64,7 +64,7 @@ def test_boot_installs_keys_and_user_and_run_again_changes_nothing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("lease", "is_ended"), [(None, False), ('{"boot": "an earlier one"}', True), ('{"boot": "@BOOT@"}', False)]
 )
-def test_restarted_node_goes_unless_its_broker_leases_it_again(
+def test_restarted_node_ends_unless_its_broker_leases_it_again(
     tmp_path: Path, lease: str | None, is_ended: bool
 ) -> None:
     (tmp_path / "run/systemd/system").mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_same_keys_give_the_same_script_and_its_host_key_is_in_no_repr() -> None
     assert "BEGIN KEY" not in repr(HOST_KEY)
 
 
-def test_a_node_whose_agent_is_never_called_ends_after_half_an_hour_unless_said() -> None:
+def test_a_node_whose_agent_is_never_called_ends_after_half_an_hour_by_default() -> None:
     assert "sleep 1800.000" in make_boot(cloud="aws", login=LOGIN, host=HOST_KEY)
     assert "sleep 60.000" in make_boot(cloud="aws", login=LOGIN, host=HOST_KEY, unclaimed_minutes=1)
 

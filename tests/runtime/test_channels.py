@@ -1,4 +1,4 @@
-"""Kept sessions with nodes: over real ways to real agents, and with a pretended node on a clock of the test's own."""
+"""Persistent sessions with nodes: over real transports to real agents, and with a fake node on the test's own clock."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def list_processes(home: Path, word: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Return a cluster of one node whose agent is there."""
+    """A cluster of one node whose agent is running, and the transport to it."""
 
     gang: Gang
     transport: LocalTransport | SshTransport
@@ -172,7 +172,7 @@ def test_session_that_is_killed_is_noticed_and_opened_again(way: Way) -> None:
     asyncio.run(act())
 
 
-def test_log_has_no_gap_and_no_repeat_whatever_becomes_of_the_channel(way: Way) -> None:
+def test_log_has_no_gap_and_no_repeat_whatever_happens_to_the_channel(way: Way) -> None:
     async def act() -> tuple[bytes, bytes]:
         await way.start(TICKS)
         copy, kills = b"", 0
@@ -195,18 +195,18 @@ def test_log_has_no_gap_and_no_repeat_whatever_becomes_of_the_channel(way: Way) 
     assert lines == [*(f"line {number}" for number in range(1, len(lines))), "last"] and copy == log
 
 
-def test_nothing_of_a_channel_that_was_cut_stays_on_the_node(way: Way) -> None:
+def test_nothing_of_a_severed_channel_remains_on_the_node(way: Way) -> None:
     async def act() -> None:
         await way.start("until [ -e $HOME/enough ]; do sleep 0.02; done")
         await way.open_channel()
         assert len(list_processes(way.home, "follow")) == 1
 
-    asyncio.run(act())  # the broker leaves: it closes nothing by itself
+    asyncio.run(act())  # the broker ends without closing anything
     asyncio.run(wait_for(lambda: not list_processes(way.home, "follow")))
     (way.home / "enough").touch()
 
 
-def test_channel_that_nothing_asks_for_is_closed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_channel_is_closed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "UNUSED_S", 0.5)
 
     async def act() -> None:
@@ -282,7 +282,7 @@ class HandClock:
         await asyncio.sleep(0)
 
 
-class Pretended:
+class FakeNode:
     """A transport to one node whose answers the test sets."""
 
     def __init__(self) -> None:
@@ -310,16 +310,16 @@ class Pretended:
         self.feeds.append(reader)
         if self.is_old:
             reader.feed_eof()
-        return Stream(reader, Unheard(reader))  # type: ignore[arg-type]
+        return Stream(reader, LostWriter(reader))  # type: ignore[arg-type]
 
     def say(self, message: Mapping[str, Any]) -> None:
         self.feeds[-1].feed_data(json.dumps(message).encode() + b"\n")
 
-    def tell(self, status: str = "RUNNING") -> None:
+    def send_status(self, status: str = "RUNNING") -> None:
         self.say({"status": describe(status), "log_bytes": 0})
 
 
-class Unheard:
+class LostWriter:
     """A writer whose output is lost; closing it ends what is read, as that of a socket does."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
@@ -343,11 +343,11 @@ def describe(status: str) -> dict[str, Any]:
 
 
 class Desk:
-    """A gang of one pretended node, and the turns of a controller that watches it."""
+    """A gang of one fake node, and the turns of a controller that watches it."""
 
     def __init__(self) -> None:
         self.clock = HandClock()
-        self.node = Pretended()
+        self.node = FakeNode()
         self.gang = Gang(self.node, clock=self.clock)
         node = Node(
             id="n", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t",
@@ -368,7 +368,7 @@ class Desk:
     async def open(self) -> None:
         await self.poll()
         await self.rest()
-        self.node.tell()
+        self.node.send_status()
         await settle()
         self.node.calls = 0
 
@@ -387,7 +387,7 @@ def test_first_poll_asks_the_node_and_opens_nothing() -> None:
     asyncio.run(act())
 
 
-def test_a_node_without_a_session_is_looked_at_soon_and_no_later_than_asked() -> None:
+def test_a_node_without_a_session_is_polled_soon_and_no_later_than_requested() -> None:
     async def act() -> None:
         desk = Desk()
         begun_s = desk.clock.s
@@ -403,8 +403,8 @@ def test_silent_node_becomes_unreachable_and_is_reachable_when_it_returns() -> N
     async def act() -> None:
         desk = Desk()
         await desk.open()
-        desk.node.is_up = False  # without a word: the connection stays open, as that of a host that lost its power
-        for _ in range(5):  # looks that are 5 s apart
+        desk.node.is_up = False  # silently: the connection stays open, like that of a host that lost power
+        for _ in range(5):  # polls 5 s apart
             assert await desk.poll() == (RunStatus.RUNNING, ()) and not desk.node.calls
             desk.clock.s += 5.0
         desk.clock.s += 5.0
@@ -413,12 +413,12 @@ def test_silent_node_becomes_unreachable_and_is_reachable_when_it_returns() -> N
         for _ in range(5):
             await desk.rest(timeout_s=5.0)
             assert (await desk.poll())[1] == (0,)
-        assert desk.node.opened == opened, "a node that does not answer a call is not asked for a session too"
+        assert desk.node.opened == opened, "a node that answers no call is not asked for a session"
         desk.node.is_up = True
         assert await desk.poll() == (RunStatus.RUNNING, ())
         await desk.rest()
         assert desk.node.opened == opened + 1
-        desk.node.tell()
+        desk.node.send_status()
         await settle()
         desk.node.calls = 0
         assert await desk.poll() == (RunStatus.RUNNING, ()) and not desk.node.calls
@@ -426,7 +426,7 @@ def test_silent_node_becomes_unreachable_and_is_reachable_when_it_returns() -> N
     asyncio.run(act())
 
 
-def test_node_is_heard_while_only_its_heart_beats() -> None:
+def test_node_that_sends_only_heartbeats_is_not_polled() -> None:
     async def act() -> None:
         desk = Desk()
         await desk.open()
@@ -448,7 +448,7 @@ def test_suspended_broker_does_not_count_its_own_sleep_as_silence() -> None:
             desk.node.is_up = False  # the network comes back last
             desk.clock.s += 3600.0
             assert await desk.poll() == (RunStatus.RUNNING, ())
-            desk.node.say({})  # news that came meanwhile are read after the first look
+            desk.node.say({})  # news that arrived meanwhile is read after the first poll
             await settle()
         assert not desk.node.calls
 
@@ -473,7 +473,7 @@ def test_news_that_arrived_before_the_wait_is_not_missed() -> None:
         desk = Desk()
         await desk.open()
         await desk.poll()
-        desk.node.tell("SUCCEEDED")
+        desk.node.send_status("SUCCEEDED")
         await settle()
         await asyncio.wait_for(desk.rest(timeout_s=3600.0), 60)
         assert await desk.poll() == (RunStatus.SUCCEEDED, ())
@@ -543,7 +543,7 @@ def test_news_is_awaited_only_if_every_node_has_a_channel() -> None:
 
 def test_many_nodes_are_sent_a_slower_pace_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
-    monkeypatch.setattr(Unheard, "write", lambda self, data: written.append(data))
+    monkeypatch.setattr(LostWriter, "write", lambda self, data: written.append(data))
 
     async def act() -> None:
         desk = Desk()
@@ -570,8 +570,8 @@ def test_wait_without_a_channel_is_short_and_never_longer_than_asked_for() -> No
     asyncio.run(act())
 
 
-def test_a_session_that_says_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent is another version, or hangs: plain calls go on."""
+def test_a_session_that_never_sends_anything_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent has another version, or hangs: plain calls continue."""
     monkeypatch.setattr(channels, "SILENCE_S_MAX", 0.05)
 
     async def act() -> None:
@@ -584,10 +584,10 @@ def test_a_session_that_says_nothing_at_all_is_given_up(monkeypatch: pytest.Monk
     asyncio.run(act())
 
 
-def test_channels_of_nodes_that_are_gone_are_dropped_but_none_that_still_opens() -> None:
+def test_channels_of_nodes_that_are_gone_are_dropped_unless_they_are_still_opening() -> None:
     """Dropped while it opens, it would be opened a second time."""
 
-    class Hanging(Pretended):
+    class Hanging(FakeNode):
         async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
             await asyncio.Event().wait()
             raise AssertionError("unreachable")

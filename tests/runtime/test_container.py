@@ -159,14 +159,14 @@ def test_a_refusal_by_docker_is_a_setup_failure_with_its_message(
     asyncio.run(act())
 
 
-def test_node_without_docker_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_without_docker_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     container = agent_container.Container("team/image:1", home=tmp_path, mounts=[], has_gpus=False)
     with pytest.raises(agent_container.Failure, match="this node has no docker; use an `image_id` that includes it"):
         container.prepare({})
 
 
-def test_docker_that_may_raise_no_limits_runs_it_without(rig: Rig, docker: FakeDocker) -> None:
+def test_docker_that_may_not_raise_limits_runs_without_them(rig: Rig, docker: FakeDocker) -> None:
     """Simulate a process in a foreign container."""
     (docker.folder / "bounded").touch()
 

@@ -1,4 +1,4 @@
-"""The credential of a gang: what OpenSSL on a node makes of it, and where it is not visible."""
+"""The credential of a gang: how OpenSSL on a node reads it, and where it is not visible."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def test_a_task_of_a_group_is_ready_when_all_are_set_up_and_starts_with_its_peer
 
 
 @pytest.mark.parametrize(("run", "stays"), [("true", True), ("exit 3", False)])
-def test_what_setup_left_running_outlives_a_success_only(rig: Rig, run: str, stays: bool) -> None:
-    """A service that setup starts is there for the next run; nothing of a failed run is."""
+def test_processes_that_setup_left_outlive_only_a_success(rig: Rig, run: str, stays: bool) -> None:
+    """A service that setup starts remains for the next run; nothing of a failed run does."""
 
     async def act() -> None:
         cluster = await rig.make_cluster(1)
@@ -281,7 +281,7 @@ def test_failed_setup_of_a_new_node_is_reported_while_the_others_work(rig: Rig, 
         changed = replace(cluster, nodes=(cluster.nodes[0], replace(new, rank=1)))
 
         async def has_joined() -> bool:
-            """Return whether it has joined: the head takes the rank once it has missed the old node."""
+            """Return whether it has joined: the head admits the rank once it has noticed the loss of the old node."""
             await rig.start(changed, task)
             return bool((await rig.gang.poll(changed, 1)).unfit)
 
@@ -323,7 +323,7 @@ def test_secrets_stay_in_private_files(rig: Rig) -> None:
     asyncio.run(act())
 
 
-def test_log_is_read_on_from_an_offset(rig: Rig) -> None:
+def test_log_is_read_from_an_offset(rig: Rig) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster()
         await rig.start(cluster, make_task("seq 1 20000"))

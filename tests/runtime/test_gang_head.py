@@ -58,7 +58,9 @@ class Node:
         assert self.member.join(lambda: False)
         self.member.send("setup", returncode=0)
 
-    def tell(self, epoch: int, rank: int, port: int | None, *, members: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
+    def name_head(
+        self, epoch: int, rank: int, port: int | None, *, members: tuple[int, ...] = (1, 2)
+    ) -> dict[str, Any]:
         """Act as the broker that names a head."""
         request = {"run_id": RUN, "epoch": epoch, "rank": rank, "address": "127.0.0.1", "port": port}
         runs, agent_files.RUNS = agent_files.RUNS, self.runs
@@ -70,8 +72,8 @@ class Node:
 
     def lead(self, epoch: int) -> int:
         """Make this node the head; return its port."""
-        await_that(lambda: self.tell(epoch, self.rank, None)["port"], "the node does not take over")
-        return int(self.tell(epoch, self.rank, None)["port"])
+        await_that(lambda: self.name_head(epoch, self.rank, None)["port"], "the node does not take over")
+        return int(self.name_head(epoch, self.rank, None)["port"])
 
     def close(self) -> None:
         self.member.end()
@@ -122,8 +124,8 @@ def test_survivors_continue_under_the_head_that_is_named_and_end_there(stage: St
     _, first, second = stage.nodes
     second.member.send("log", text="while there is no head\n")
     port = first.lead(1)
-    assert first.tell(1, 1, port) == {"epoch": 1, "port": port}
-    second.tell(1, 1, port)
+    assert first.name_head(1, 1, port) == {"epoch": 1, "port": port}
+    second.name_head(1, 1, port)
     await_that(lambda: set(first.coordinator._links) == {1, 2}, "a survivor does not join")
     await_that(lambda: b"while there is no head" in (first.folder / "log").read_bytes(), "its log is lost")
     for node in (second, first):
@@ -136,7 +138,7 @@ def test_what_a_member_reported_is_repeated_to_the_next_head(stage: Stage) -> No
     stage.lose_head()
     _, first, second = stage.nodes
     second.member.send("exit", returncode=0)
-    second.tell(1, 1, first.lead(1))
+    second.name_head(1, 1, first.lead(1))
     await_that(lambda: 2 in first.coordinator._gone, "the end of the second is not known")
     first.member.send("exit", returncode=0)
     assert await_kind(first.heard, "end")["status"] == "SUCCEEDED"
@@ -146,7 +148,7 @@ def test_new_node_joins_the_new_head_and_takes_part(stage: Stage, tmp_path: Path
     stage.lose_head()
     _, first, second = stage.nodes
     port = first.lead(1)
-    second.tell(1, 1, port)
+    second.name_head(1, 1, port)
     new = Node(tmp_path / "new", 0)
     stage.nodes.append(new)
     head = {"address": "127.0.0.1", "coordinator_port": port, "epoch": 1, "rank": 1}
@@ -159,7 +161,7 @@ def test_new_node_joins_the_new_head_and_takes_part(stage: Stage, tmp_path: Path
 def test_head_that_was_only_cut_off_is_refused_and_its_program_ends(stage: Stage) -> None:
     """The survivors of a partition follow another head; the first one still listens, with a rank of its own."""
     first, second = stage.nodes[1:]
-    second.tell(1, 1, first.lead(1))
+    second.name_head(1, 1, first.lead(1))
     await_that(lambda: set(first.coordinator._links) == {1, 2}, "a survivor does not join")
     with pytest.raises(ConnectionError):  # a member that knows the new head does not join the old one
         connect(stage.port, rank=2, epoch=1)
@@ -174,14 +176,16 @@ def test_old_name_changes_nothing_and_an_epoch_has_one_head(stage: Stage) -> Non
     stage.lose_head()
     first, second = stage.nodes[1:]
     port = first.lead(1)
-    second.tell(1, 1, port)
+    second.name_head(1, 1, port)
     known = (second.folder / agent_head.GANG).read_bytes()
-    assert second.tell(0, 0, stage.port) == {"epoch": 1, "port": None}
-    assert second.tell(1, 2, None) == {"epoch": 1, "port": None}, "two heads of one epoch"
+    assert second.name_head(0, 0, stage.port) == {"epoch": 1, "port": None}
+    assert second.name_head(1, 2, None) == {"epoch": 1, "port": None}, "two heads of one epoch"
     assert (second.folder / agent_head.GANG).read_bytes() == known and second.coordinator is None
 
 
-def test_member_that_was_not_told_waits_and_then_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_that_does_not_learn_of_the_new_head_waits_and_then_ends(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage.lose_head()
     first, second = stage.nodes[1:]
     first.lead(1)
@@ -192,7 +196,7 @@ def test_member_that_was_not_told_waits_and_then_ends(stage: Stage, monkeypatch:
     assert not second.member.is_away or second.member._is_over
 
 
-def test_survivor_that_finds_no_way_to_its_head_is_lost(stage: Stage) -> None:
+def test_survivor_that_does_not_reach_the_new_head_is_lost(stage: Stage) -> None:
     stage.lose_head()
     first = stage.nodes[1]
     first.lead(1)
@@ -255,12 +259,12 @@ def test_program_never_reads_half_a_name(stage: Stage, is_planted: bool, monkeyp
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", read_and_sync)
-    node.tell(1, 1, 4711)
+    node.name_head(1, 1, 4711)
     assert torn and any(torn) == is_planted
 
 
 def check_cut_off_head(stage: Stage) -> None:
-    """A member that follows another head is not admitted by the old one, whatever it says of its epoch."""
+    """Check that the old head does not admit a member that follows another head, whatever epoch it states."""
     stage.first._gone.add(2)
     with socket.create_connection(("127.0.0.1", stage.port), timeout=60) as connection:
         wire = agent_wire.Wire(connection, agent_wire.make_context(make_pem("gang"), is_server=False), is_server=False)

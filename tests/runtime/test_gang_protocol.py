@@ -169,56 +169,56 @@ def test_member_with_a_bug_is_dropped_and_the_others_continue() -> None:
         other.send("log", text="still here\n")
         await_that(lambda: b"still here" in gang.log.read_bytes(), "the log is not written")
         assert gang.coordinator._verdict is None
-        again, told = gang.join(2)
+        again, inbox = gang.join(2)
         again.send("setup", returncode=0)
-        await_kind(told, "go")
+        await_kind(inbox, "go")
 
 
 def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
     """Its node could not reach a package index, say: the gang trains, and takes the next newcomer in."""
     with open_gang() as gang:
-        (head, heard), (other, _), (lost, told) = (gang.join(rank) for rank in range(3))
+        (head, heard), (other, _), (lost, inbox) = (gang.join(rank) for rank in range(3))
         for link in (head, other, lost):
             link.send("setup", returncode=0)
-        await_kind(told, "go")
+        await_kind(inbox, "go")
         lost.close()
         await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
-        newcomer, told = gang.join(2)
+        newcomer, inbox = gang.join(2)
         newcomer.send("setup", returncode=1)
         newcomer.send("exit", returncode=1)
-        end = await_kind(told, "end")
+        end = await_kind(inbox, "end")
         assert (end["status"], end["reason"]) == ("FAILED_SETUP", "setup exited with 1 on rank 2")
         await_that(lambda: 2 in gang.coordinator._gone, "the newcomer's exit is not heard")
         assert gang.coordinator._verdict is None
-        again, told = gang.join(2)
+        again, inbox = gang.join(2)
         again.send("setup", returncode=0)
-        await_kind(told, "go")
+        await_kind(inbox, "go")
         assert heard.empty() or heard.get()["type"] == "go"
 
 
 def test_the_notice_of_a_lost_node_does_not_count_for_the_one_that_takes_its_place() -> None:
     with open_gang() as gang:
-        (head, _), (other, _), (leaving, told) = (gang.join(rank) for rank in range(3))
+        (head, _), (other, _), (leaving, inbox) = (gang.join(rank) for rank in range(3))
         for link in (head, other, leaving):
             link.send("setup", returncode=0)
-        await_kind(told, "go")
+        await_kind(inbox, "go")
         leaving.send("notice", notice_s=30.0)
         leaving.close()
         await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
-        newcomer, told = gang.join(2)
+        newcomer, inbox = gang.join(2)
         newcomer.send("setup", returncode=0)
-        await_kind(told, "go")
+        await_kind(inbox, "go")
         newcomer.send("exit", returncode=5)
-        end = await_kind(told, "kill")
+        end = await_kind(inbox, "kill")
         assert (end["status"], end["reason"]) == ("FAILED", "rank 2 exited with 5")
 
 
 def test_a_rank_whose_files_did_not_arrive_ends_no_program_and_fails_the_run_at_its_end() -> None:
     with open_gang() as gang:
-        (head, heard), (early, _), (late, told) = (gang.join(rank) for rank in range(3))
+        (head, heard), (early, _), (late, inbox) = (gang.join(rank) for rank in range(3))
         for link in (head, early, late):
             link.send("setup", returncode=0)
-        await_kind(told, "go")
+        await_kind(inbox, "go")
         early.send("exit", returncode=74, unflushed="written files did not arrive")
         await_that(lambda: 1 in gang.coordinator._gone, "its exit is not heard")
         assert gang.coordinator._verdict is None, "the others still work"
@@ -242,7 +242,7 @@ def test_member_that_closes_by_tls_is_lost() -> None:
         member.close()
 
 
-def test_rank_that_is_taken_is_not_given_again() -> None:
+def test_taken_rank_is_not_assigned_again() -> None:
     with open_gang() as gang:
         gang.join(1)
         with pytest.raises(ConnectionError):
@@ -315,7 +315,7 @@ def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_trickling", [False, True], ids=["silent", "a byte at a time"])
-def test_handshake_has_an_end(is_trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_has_a_time_limit(is_trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_link, "HANDSHAKE_S", 0.3)
     with open_gang() as gang, socket.create_connection(("127.0.0.1", gang.port), timeout=HANG_S) as stranger:
         stop = threading.Event()

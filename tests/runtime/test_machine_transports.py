@@ -34,7 +34,7 @@ class Here(MachineTransport):
         return node.handle
 
 
-def test_a_command_runs_in_the_node_and_its_answer_has_the_time_that_the_relay_takes(rig: Rig) -> None:
+def test_a_command_runs_in_the_node_with_its_input(rig: Rig) -> None:
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
         done = await Here(clock=SystemClock()).run(node, ["sh", "-c", "cat; pwd"], timeout_s=10.0, stdin=b"in ")
@@ -43,7 +43,7 @@ def test_a_command_runs_in_the_node_and_its_answer_has_the_time_that_the_relay_t
     asyncio.run(act())
 
 
-def test_a_node_that_never_answered_is_told_from_one_that_is_gone(rig: Rig) -> None:
+def test_a_node_that_never_answered_is_distinguished_from_one_that_is_gone(rig: Rig) -> None:
     async def act() -> None:
         transport = Here(clock=SystemClock())
         node = (await rig.make_cluster()).nodes[0]
@@ -57,7 +57,7 @@ def test_a_node_that_never_answered_is_told_from_one_that_is_gone(rig: Rig) -> N
     asyncio.run(act())
 
 
-def test_a_shell_on_a_node_that_is_silent_is_given_up_within_a_minute() -> None:
+def test_a_shell_on_a_silent_node_is_abandoned_within_a_minute() -> None:
     limits_s: list[float] = []
 
     class Silent(Here):
@@ -78,9 +78,7 @@ def test_a_shell_on_a_node_that_is_silent_is_given_up_within_a_minute() -> None:
         (kubernetes, "k8s://lab/ml/n", "kubernetes.yaml"),
     ],
 )
-def test_a_host_that_is_not_in_the_file_any_more_is_named(
-    module: object, handle: str, file: str, tmp_path: Path
-) -> None:
+def test_a_host_that_is_no_longer_in_the_file_is_named(module: object, handle: str, file: str, tmp_path: Path) -> None:
     transport: MachineTransport = module.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())  # type: ignore[attr-defined]
     with pytest.raises(StateError, match=f"of node `n` is not in `{file}`"):
         asyncio.run(transport.run(replace(NODE, handle=handle), ["true"], timeout_s=10.0))

@@ -60,7 +60,7 @@ def notice(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     return module
 
 
-def test_a_question_has_three_answers(notice: Any, server: Server) -> None:
+def test_a_request_gets_an_answer_or_none_or_raises_silence(notice: Any, server: Server) -> None:
     server.answers = {"/a": (200, "words"), "/b": (500, "words")}
     assert notice.ask("GET", "/a", {"X": "y"}) == "words"
     assert notice.ask("GET", "/c", {}) is None

@@ -24,7 +24,7 @@ from tests.simulation.world import make_offer
 
 
 class Agents:
-    """A transport whose agents give set answers; None: no answer."""
+    """A transport whose agents give fixed answers; None: no answer."""
 
     def __init__(self, answers: Sequence[Any]) -> None:
         self.answers = answers
@@ -91,7 +91,7 @@ def test_another_node_that_reports_alone_is_not_lost() -> None:
     assert asyncio.run(gang.poll(TWO, 1)).progress == Progress(step=3)
 
 
-def test_runs_are_listed_as_the_present_head_knows_them() -> None:
+def test_runs_are_listed_as_the_current_head_knows_them() -> None:
     moved = {"head_epoch": 1, "head_rank": 1}
     ended = make_run("SUCCEEDED", returncode=0, ended_s=9.0, **moved)
     for first in (None, make_run("RUNNING", head_epoch=0, head_rank=0), make_run("RUNNING", **moved)):
@@ -141,7 +141,7 @@ def test_nodes_that_are_confirmed_gone_are_not_queried() -> None:
     assert [node.rank for node in sort_nodes(cluster)] == [0, 1]
 
 
-def test_every_node_hears_a_request_though_one_fails_which_is_then_raised() -> None:
+def test_every_node_gets_a_request_even_if_one_fails_and_the_failure_is_raised() -> None:
     gang, agents = open_gang("first line\nout of room " + "x" * 500, make_run())
     with pytest.raises(TransientError, match=r"`n0` failed at `cancel`: out of room x+$") as caught:
         asyncio.run(gang.cancel(TWO, 4))
@@ -185,7 +185,7 @@ def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
     )  # fmt: skip
 
 
-def test_the_packed_agent_is_all_its_files_and_the_digest_is_of_them() -> None:
+def test_the_packed_agent_contains_all_its_files_and_their_digest() -> None:
     digest, data = pack_agent()
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert tuple(archive.getnames()) == FILES
@@ -199,7 +199,7 @@ def test_the_packed_agent_is_all_its_files_and_the_digest_is_of_them() -> None:
     "fault",
     [None, 3, [], {}, {"reason": 7}, {"serials": ["GPU-a"]}],
 )
-def test_invalid_fault_is_no_fault(fault: Any) -> None:
+def test_invalid_fault_is_ignored(fault: Any) -> None:
     assert find_faults([None, {"fault": fault}]) == ()
 
 

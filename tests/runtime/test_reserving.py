@@ -1,4 +1,4 @@
-"""What a run reserves of its nodes, as the node's agent is told."""
+"""The part of its nodes that a run reserves, as sent to the node's agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from broker.runtime.reserving import Reservation, describe_turn
 
 
 def test_a_run_without_accelerators_waits_for_its_turn_too() -> None:
-    """The agent lets a gang's head decide for all ranks of a run that has a turn: else two gangs block each other."""
+    """The agent lets a gang's head decide for all ranks of a run that has a turn: otherwise gangs block each other."""
     assert describe_turn(None) == {"count": None}
 
 

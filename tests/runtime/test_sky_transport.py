@@ -1,4 +1,4 @@
-"""Errors that only the way through SkyPilot's files can have."""
+"""Errors that only a transport through SkyPilot's files can have."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_handles_of_another_kind_are_refused(config: Config, handle: str) -> Non
 
 
 @pytest.mark.skipif(not SSHD, reason=REASON)
-def test_the_users_own_ssh_configuration_is_left_aside(
+def test_the_users_own_ssh_configuration_is_ignored(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unreachable host is also reported with ssh's last message."""

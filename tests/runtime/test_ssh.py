@@ -84,7 +84,7 @@ def wait_until_closed(control: Path) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_host_that_a_firewall_keeps_out_is_reached_once_it_lets_us_in(sshd: Sshd, keys: Keys, is_known: bool) -> None:
+def test_host_behind_a_firewall_is_reached_once_its_rule_is_renewed(sshd: Sshd, keys: Keys, is_known: bool) -> None:
     """This machine's address may change: the rule is renewed before the host is given up, and the call tried again."""
     transport = SshTransport(keys, clock=Clock(), patience_s=0)
     if is_known:
@@ -142,7 +142,7 @@ def test_host_that_boots_is_tried_again_at_growing_pauses_up_to_a_second(sshd: S
     assert tries[:2] == pytest.approx([0.1, 0.15]) and tries == sorted(tries) and tries[-1] == 1.0
 
 
-def test_stranger_with_another_host_key_learns_nothing(tmp_path: Path, keys: Keys) -> None:
+def test_host_with_an_unexpected_key_is_sent_nothing(tmp_path: Path, keys: Keys) -> None:
     other = Keys(tmp_path / "other").ensure("c", "token-1")
     sshd = Sshd(tmp_path / "sshd", keys, host_key=other.folder / HOST)
     sshd.start()
@@ -158,7 +158,7 @@ def test_stranger_with_another_host_key_learns_nothing(tmp_path: Path, keys: Key
     assert "Accepted" not in (sshd.folder / "sshd.log").read_text()
 
 
-def test_many_commands_at_once_take_one_connection(sshd: Sshd, keys: Keys) -> None:
+def test_many_simultaneous_commands_use_one_connection(sshd: Sshd, keys: Keys) -> None:
     transport = SshTransport(keys, clock=SystemClock())
     sshd.start()
 
@@ -195,7 +195,7 @@ def find_owner(transport: SshTransport, node: Node) -> str:
     return subprocess.run(check, capture_output=True, text=True, check=False).stderr
 
 
-def test_large_file_that_changed_a_little_is_sent_by_its_difference(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:
+def test_small_change_of_a_large_file_reaches_the_node(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:
     transport = SshTransport(keys, clock=SystemClock())
     sshd.start()
     source = tmp_path / "source"

@@ -10,14 +10,14 @@ from broker.errors import TransientError
 from broker.runtime.streams import open_program
 
 
-def test_a_program_that_is_not_there_leaves_no_socket_open() -> None:
+def test_a_missing_program_leaves_no_socket_open() -> None:
     gc.collect()  # what earlier tests left open
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(FileNotFoundError):
             asyncio.run(open_program(["/nowhere/ssh"]))
         gc.collect()
-    assert [each for each in told if "unclosed <socket" in str(each.message)] == []
+    assert [each for each in caught if "unclosed <socket" in str(each.message)] == []
 
 
 def test_a_program_exchanges_messages_line_by_line() -> None:
@@ -39,8 +39,8 @@ def test_a_closed_stream_waits_for_its_program_which_ends_later() -> None:
         stream = await open_program(["sleep", "1"])
         stream.close()
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         asyncio.run(act())
         gc.collect()
-    assert [each for each in told if "still running" in str(each.message)] == []
+    assert [each for each in caught if "still running" in str(each.message)] == []

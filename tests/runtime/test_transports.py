@@ -1,4 +1,4 @@
-"""Promises of every way to a node, tried on each: a local node, and a host behind a real sshd."""
+"""Guarantees of every transport to a node, tested on each: a local node, and a host behind a real sshd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from broker.types import Node, NodeState
 
 @dataclass(frozen=True, kw_only=True)
 class Stand:
-    """One node, the way to it, its home folder, and how it is switched off."""
+    """One node, the transport to it, its home folder, and how it is switched off."""
 
     transport: Transport
     node: Node
@@ -189,7 +189,7 @@ def test_local_node_takes_nothing_outside_its_home(rig: Rig, tmp_path: Path) -> 
 
 
 class Calling:
-    """A way to nodes that carries calls only."""
+    """A transport that supports calls only."""
 
     async def run(self, node: Node, argv: Sequence[str], **options: Any) -> Completed:
         raise AssertionError("not asked")

@@ -1,7 +1,7 @@
 """`make audit`: bandit over broker and trainers, and pip-audit over what is installed.
 
 Each finding of bandit is in `ACCEPTED` with its reason, or fails; so does a reason whose finding is gone. pip-audit
-fails on a known vulnerability. Where its service cannot be reached, or knows none of the packages, that is said and
+fails on a known vulnerability. Where its service cannot be reached, or knows none of the packages, that is reported and
 passes: a machine without network must be able to build.
 """
 
@@ -135,7 +135,7 @@ def run_bandit() -> list[dict[str, Any]]:
 
 
 def check_code(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is found and not accepted, and what is accepted and not found."""
+    """Return findings that are not accepted, and accepted ones that were not found."""
     found = Counter((each["test_id"], each["filename"]) for each in results)
     problems = []
     for key in sorted({*found, *ACCEPTED}):
@@ -152,28 +152,28 @@ def check_code(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def run_pip_audit() -> tuple[str, str]:
-    """Of this environment, the project itself left out: its stdout and stderr."""
+    """Audit this environment without the project itself; return stdout and stderr."""
     command = [sys.executable, "-m", "pip_audit", "-f", "json", "--progress-spinner", "off", "--skip-editable"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout, done.stderr
 
 
 def check_packages(stdout: str, stderr: str) -> list[str]:
-    """Known vulnerabilities; [] with a word where the service was not there to ask."""
+    """Return known vulnerabilities; [] and a printed notice where the service gave no answer."""
     try:
         packages = json.loads(stdout)["dependencies"]
     except (ValueError, KeyError):
         if any(each in stderr for each in UNREACHED):
-            print(f"pip-audit: left out, its service cannot be reached: {stderr.strip().splitlines()[-1][:200]}")
+            print(f"pip-audit: skipped, its service cannot be reached: {stderr.strip().splitlines()[-1][:200]}")
             return []
         return [f"pip-audit did not work: {stderr.strip()[-500:]}"]
     known = [each for each in packages if "vulns" in each]
     if not known:
-        print(f"pip-audit: left out, its service knows none of the {len(packages)} packages")
+        print(f"pip-audit: skipped, its service knows none of the {len(packages)} packages")
         return []
     print(f"pip-audit: {len(known)} of {len(packages)} packages looked up")
     return [
-        f"{each['name']} {each['version']}: {vulnerability['id']}, mended in {vulnerability['fix_versions'] or 'none'}"
+        f"{each['name']} {each['version']}: {vulnerability['id']}, fixed in {vulnerability['fix_versions'] or 'none'}"
         for each in known
         for vulnerability in each["vulns"]
     ]

@@ -185,7 +185,7 @@ class Found:
 
 
 def list_listeners(processes: Iterable[int]) -> list[Found]:
-    """What these processes listen on, from /proc."""
+    """List the sockets on which these processes listen, from /proc."""
     addresses = {**_read_tcp("tcp"), **_read_tcp("tcp6"), **_read_unix()}
     found = []
     for pid in processes:
@@ -208,7 +208,7 @@ def _list_held(pid: int) -> Iterator[str]:
 
 
 def _read_tcp(name: str) -> dict[str, str]:
-    """Inode -> address of the listening ones."""
+    """Return the address of each listening socket by its inode."""
     found = {}
     for line in _read_lines(Path("/proc/net") / name):
         words = line.split()
@@ -240,7 +240,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 
 
 def find_declared(found: Found, *, ours: bool = True) -> Declared | None:
-    """The row of the table that a listener is; with `ours` not one of torch's, which takes any address."""
+    """Find the row of the table for a listener; with `ours`, skip torch's, which matches any address."""
     for each in DECLARED:
         if each.name == OUTSIDE and ours:
             continue
@@ -250,7 +250,7 @@ def find_declared(found: Found, *, ours: bool = True) -> Declared | None:
 
 
 def write_table() -> str:
-    """The table as SECURITY.md has it."""
+    """Return the table as in SECURITY.md."""
     lines = [
         "| listener | address | authentication | what a stranger can do | code |",
         "| --- | --- | --- | --- | --- |",

@@ -41,7 +41,7 @@ GARBAGE = (
 
 
 def start(shell: Shell, command: str) -> list[Found]:
-    """A managed job of two nodes that waits; what listens while it does."""
+    """Start a managed job of two nodes that wait; list the listeners meanwhile."""
     task = shell.write("task.yaml", TASK.format(folder=shell.folder, root=ROOT, command=command))
     shell.run("jobs", "launch", task, "--yes", "--detach-run")
     both = [shell.folder / f"waits-{rank}" for rank in range(2)]
@@ -56,7 +56,7 @@ def finish(shell: Shell) -> str:
 
 
 def insult(found: Found) -> None:
-    """Say what no member says, and read what comes: bytes of a TLS alert at most, never one of our lines."""
+    """Send what no member sends, and read the answer: at most the bytes of a TLS alert, never one of our lines."""
     host, _, port = found.address.removeprefix("tcp:").rpartition(":")
     for garbage in GARBAGE:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=300) as wire:
@@ -113,7 +113,7 @@ def test_only_torch_listens_in_addition_to_broker(shell: Shell) -> None:
     programs = [each for each in foreign if "tests.security.waiting --store" in each.command]
     assert programs and foreign == programs
     assert all((row := find_declared(each, ours=False)) and row.name == OUTSIDE for each in programs)
-    assert any(each.is_wide for each in programs), "torch's store binds less than the table says: mend the table"
+    assert any(each.is_wide for each in programs), "torch's store binds less than the table says: correct the table"
     assert not any(each.is_wide for each in found if each not in foreign)
     assert finish(shell) == "SUCCEEDED"
 
@@ -142,7 +142,7 @@ def test_kept_ssh_connection_listens_in_a_private_folder(tmp_path: Path) -> None
 
 
 def is_master(process: Path, keys: Path) -> bool:
-    """A kept connection through one of these keys."""
+    """Return whether this is a kept connection that uses one of these keys."""
     with contextlib.suppress(OSError):
         command = (process / "cmdline").read_bytes().decode(errors="replace")
         return str(keys) in command and "ControlMaster=yes" in command
@@ -150,7 +150,7 @@ def is_master(process: Path, keys: Path) -> bool:
 
 
 def test_undeclared_listener_is_reported(tmp_path: Path) -> None:
-    """The matrix can fail: a socket of this process is in no row."""
+    """The check can fail: a socket of this process is in no row."""
     import os
 
     with socket.socket() as wide, socket.socket(socket.AF_UNIX) as local:

@@ -1,4 +1,4 @@
-"""What a managed job leaves: files of their owner alone, and secrets nowhere but in `secrets/` and in its program."""
+"""Files of a managed job are private to their owner, and its secrets are only in `secrets/` and in its program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def list_files(folder: Path) -> list[Path]:
 def find_in_files(folder: Path, words: tuple[str, ...]) -> dict[str, set[Path]]:
     found: dict[str, set[Path]] = {word: set() for word in words}
     for path in list_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # rewritten while we look
+        with contextlib.suppress(FileNotFoundError):  # rewritten while it is read
             data = path.read_bytes()
             for word in words:
                 if word.encode() in data:
@@ -54,7 +54,7 @@ def find_in_files(folder: Path, words: tuple[str, ...]) -> dict[str, set[Path]]:
 
 
 def list_open(home: Path) -> list[tuple[str, str]]:
-    """Files and folders that others than their owner may read or enter, sockets too."""
+    """List files, folders and sockets that users other than their owner may access."""
     wrong = []
     for path in [home, *home.rglob("*")]:
         with contextlib.suppress(FileNotFoundError):
@@ -66,11 +66,11 @@ def list_open(home: Path) -> list[tuple[str, str]]:
 
 
 def run_job(shell: Shell) -> None:
-    """Until both ranks have seen their secrets."""
+    """Start the job; return once both ranks have read their secrets."""
     text = TASK.replace("SECRET", SECRET).replace("TOKEN}", f"{TOKEN}}}").replace("FOLDER", str(shell.folder))
     task = shell.write("task.yaml", text)
     shell.environment["GIVEN"] = FLAG
-    os.umask(0o022)  # the widest that is usual
+    os.umask(0o022)  # the widest of the usual ones
     shell.run("jobs", "launch", task, "--yes", "--detach-run", "--secret", "GIVEN")
     del shell.environment["GIVEN"]
     seen = [shell.folder / f"seen-{rank}" for rank in range(2)]
@@ -98,20 +98,20 @@ def test_secrets_of_a_managed_job_are_in_no_file_but_their_own_and_in_no_argumen
         assert not any(word in text for word in (SECRET, FLAG, TOKEN)), text
     finish(shell)
     assert not (shell.home / "secrets").exists() or not list_files(shell.home / "secrets")
-    told = "".join(
+    shown = "".join(
         shell.run(*words).stdout
         for words in (
             ("jobs", "queue", "--json"), ("jobs", "events", "1"), ("jobs", "logs", "1"), ("jobs", "why", "1"),
             ("status",),
         )
     )  # fmt: skip
-    assert not any(word in told for word in (SECRET, FLAG, TOKEN))
+    assert not any(word in shown for word in (SECRET, FLAG, TOKEN))
     after = find_in_files(shell.home, words)
     assert {path for paths in after.values() for path in paths if not is_of_node(path)} == set()
 
 
 def is_of_node(path: Path) -> bool:
-    """On the local cloud a node's own disk lies in the state folder: its run must be given its secrets."""
+    """Return whether a node has this file: a local node's disk is in the state folder, and its run needs secrets."""
     return path.parts[0] == "local" and path.name in ("spec.json",)
 
 
@@ -125,7 +125,7 @@ def test_everything_in_the_state_folder_is_for_its_owner_alone(shell: Shell) -> 
 
 
 def test_neither_tags_nor_boot_scripts_hold_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All that EC2 was given for a task with secrets, and what SkyPilot and Compute Engine would be given."""
+    """Check all that EC2 got for a task with secrets, and what SkyPilot and Compute Engine would get."""
     count_calls(monkeypatch)
     bed = AwsBed(monkeypatch)
     world = World(bed, tmp_path)
@@ -148,11 +148,11 @@ def test_neither_tags_nor_boot_scripts_hold_a_secret(monkeypatch: pytest.MonkeyP
     try:
         bed.run(launch())
         (instance,) = bed.account.instances.values()
-        told = repr(vars(instance)) + repr(vars(bed.account)) + instance.user_data.decode(errors="replace")
+        shown = repr(vars(instance)) + repr(vars(bed.account)) + instance.user_data.decode(errors="replace")
         (request,) = sent
-        told += repr([make_tags(request), make_labels(request), describe(request), make_task(request)])
+        shown += repr([make_tags(request), make_labels(request), describe(request), make_task(request)])
     finally:
         world.store.close()
         bed.aws.close()
-    assert "broker-owner" in told and "vision" in told, "tags are among it"
-    assert not any(word in told for word in (SECRET, FLAG, TOKEN))
+    assert "broker-owner" in shown and "vision" in shown, "tags are included"
+    assert not any(word in shown for word in (SECRET, FLAG, TOKEN))

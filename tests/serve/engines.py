@@ -1,4 +1,4 @@
-"""Stand-ins that answer streams in the form of real engines, as their sources state it. None of them was run.
+"""Stand-ins that stream in the formats of real engines, taken from their sources. None of the engines was run.
 
 vLLM 0.33.0 (`vllm/entrypoints/openai`), SGLang 0.5.23 (`sglang/srt/entrypoints/openai`), llama.cpp (`tools/server`) and
 Triton's OpenAI frontend 26.07 (`python/openai`). Tokens are those of `StandIn`.
@@ -16,7 +16,7 @@ from tests.serve.stand_in import StandIn, draw_token
 
 CONTEXT = 40
 UNLIMITED = 1 << 20
-# Of those that Triton's schema knows and forbids others besides, the ones that tests and the balancer send.
+# Triton's schema forbids all fields but its own; of these, the ones that tests and the balancer send.
 TRITON_FIELDS = {"model", "prompt", "messages", "max_tokens", "seed", "stream", "stream_options", "temperature"}
 REFUSAL = {
     "object": "error",
@@ -81,7 +81,7 @@ class EngineStandIn(StandIn):
         return answer
 
     def _limit(self, fields: dict[str, Any], *, is_chat: bool) -> int:
-        """A completion without a limit ends after 16 tokens, also where it is null; a chat has none."""
+        """Return the limit: 16 tokens for a completion whose limit is missing or null; a chat has none."""
         limit = (fields.get("max_completion_tokens") if is_chat else None) or fields.get("max_tokens")
         return int(limit or (UNLIMITED if is_chat else 16))
 

@@ -58,7 +58,7 @@ agent_entrance.serve("127.0.0.1", port, program_port, agent_entrance.make_contex
 
 @dataclass
 class Replica:
-    """An engine at `port`; the balancer connects to the backend's port, where an `entrance` may be before it."""
+    """An engine at `port`; the balancer connects to the backend's port, where an `entrance` may precede the engine."""
 
     backend: Backend
     port: int

@@ -101,7 +101,7 @@ async def _ask(client: aiohttp.ClientSession, url: str, tally: LoadTally, stoppe
 
 @contextlib.asynccontextmanager
 async def steady_load(url: str, *, clients: int, streams: int, tokens: int = 20) -> AsyncIterator[LoadTally]:
-    """Send short requests from some clients and keep some streams open; at the end, open ones are read to theirs."""
+    """Send short requests from some clients and keep some streams open; at the end, let open streams end."""
     tally, stopped = LoadTally(), asyncio.Event()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         askers = [_ask(client, url, tally, stopped) for _ in range(clients)]

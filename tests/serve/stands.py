@@ -1,4 +1,4 @@
-"""Programs that tests of the balancer may lack."""
+"""Programs that tests of the balancer require and that may be missing."""
 
 from __future__ import annotations
 

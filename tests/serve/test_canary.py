@@ -59,7 +59,7 @@ def list_versions(world: World) -> list[int]:
     return sorted(each.version for each in world.store.services.list_replicas("web"))
 
 
-def test_canary_runs_beside_the_others_until_it_is_rolled_back(tmp_path: Path) -> None:
+def test_canary_runs_alongside_the_others_until_it_is_rolled_back(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.settle(20)
     add_canary(world)

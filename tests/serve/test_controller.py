@@ -1,4 +1,4 @@
-"""The controller of a service, with jobs, machines and the balancer played by hand."""
+"""The controller of a service, with simulated jobs, machines and balancer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_task(count: int = 2, version: str = "a", **policy: Any) -> Task:
 
 
 class World:
-    """A store, and everything around a controller played by hand: jobs, machines and the balancer."""
+    """A store, and a simulation of everything around a controller: jobs, machines and the balancer."""
 
     def __init__(self, folder: Path, task: Task | None = None) -> None:
         self.config = Config(home=folder, owner="a" * 12)
@@ -168,7 +168,7 @@ class World:
         return False
 
     def check(self) -> None:
-        """Every live job of the service belongs to one replica, and every replica to one job."""
+        """Check that every live job of the service belongs to one replica, and every replica to one job."""
         rows = self.store.services.list_replicas("web") if self.store.services.get("web") else []
         live = [job.id for job in self.store.jobs.list() if not job.status.is_terminal]
         assert len({row.job_id for row in rows}) == len(rows)
@@ -329,7 +329,7 @@ def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_
         found = read_file(path, kind)
         if kind is Load:
             reads.append(found)
-            write_file(path, late)  # the balancer reports after the controller's first look
+            write_file(path, late)  # the balancer reports after the controller's first observation
         return found
 
     monkeypatch.setattr("broker.serve.observing.read_file", read)
@@ -378,7 +378,7 @@ class SpotWorld(World):
         return sorted((row.is_spot, row.zone) for row in rows if row.drained_s is None)
 
 
-def test_lost_replica_is_replaced_at_once_where_the_availability_asks(tmp_path: Path) -> None:
+def test_lost_replica_is_replaced_at_once_where_the_availability_requires_it(tmp_path: Path) -> None:
     task = make_task(2)
     assert task.service is not None
     spec = replace(task.service, availability=0.99)

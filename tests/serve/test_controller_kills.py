@@ -1,7 +1,7 @@
-"""A service whose controller is killed at every deed, and whose balancer is killed at every step of it.
+"""A service whose controller is killed at every effect, and whose balancer is killed at every step of it.
 
-A deed is a write to the store, a file, or a start of a balancer. No replica is doubled, none is forgotten, and what was
-ready before an update or a smaller number of replicas serves until it may be replaced.
+An effect is a write to the store, a file, or a start of a balancer. No replica is doubled, none is forgotten, and what
+was ready before an update or a smaller number of replicas serves until it may be replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WRITERS = ("write_file", "ensure_credentials", "remove_canary", "remove_folder")
 
 
 class Killed(BaseException):
-    """A kill at a deed."""
+    """A kill at an effect."""
 
 
 def begin(folder: Path, story: str) -> World:
@@ -55,8 +55,8 @@ def is_done(world: World, story: str) -> bool:
 
 
 @contextmanager
-def counted_deeds(world: World, monkeypatch: pytest.MonkeyPatch, kill_at: int | None) -> Iterator[Callable[[], int]]:
-    """Count the deeds of the controller; raise instead of the one at `kill_at`."""
+def counted_effects(world: World, monkeypatch: pytest.MonkeyPatch, kill_at: int | None) -> Iterator[Callable[[], int]]:
+    """Count the effects of the controller; raise instead of the one at `kill_at`."""
     count = 0
 
     def guard(do: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,23 +84,23 @@ def counted_deeds(world: World, monkeypatch: pytest.MonkeyPatch, kill_at: int | 
 def run(
     world: World, story: str, monkeypatch: pytest.MonkeyPatch, *, kill_at: int | None = None, dead_at: int | None = None
 ) -> tuple[int, int]:
-    """Step to the end of the story; return the numbers of deeds and steps.
+    """Step to the end of the story; return the numbers of effects and steps.
 
     `dead_at` is a step before which the balancer is killed: none has the lock until the controller starts another.
     """
-    deeds = 0
+    effects = 0
     for step in range(STEPS_MAX):
-        with counted_deeds(world, monkeypatch, None if kill_at is None else kill_at - deeds) as read_count:
+        with counted_effects(world, monkeypatch, None if kill_at is None else kill_at - effects) as read_count:
             try:
                 started = world.balancers
                 if step == dead_at and world.store.services.get("web") is not None:
                     asyncio.run(world.controller.step())
                     assert story == "down" or world.balancers == started + 1, "the balancer was not started again"
                 elif world.is_locked_run():
-                    return deeds + read_count(), step
+                    return effects + read_count(), step
             except Killed:
                 world.controller = world.make_controller()
-            deeds += read_count()
+            effects += read_count()
         if step != dead_at:  # a dead balancer adopts no file, and reports nothing
             world.play()
         else:
@@ -108,13 +108,13 @@ def run(
         world.check()
         check_serves(world, story)
         if is_done(world, story):
-            return deeds, step + 1
+            return effects, step + 1
         world.clock.now += 1
     raise AssertionError("the story does not end")
 
 
 def check_serves(world: World, story: str) -> None:
-    """Requests have as many replicas as before: running, and not drained, in the file that the balancer reads."""
+    """Check that as many replicas as before run and are not drained in the file that the balancer reads."""
     if story in ("up", "down"):
         return
     routing = read_file(world.folder.routing, Routing)
@@ -137,7 +137,7 @@ STORIES = ("up", "update", "scale_down", "down")
 stories = pytest.mark.parametrize("story", STORIES)
 
 
-def kill_at_deeds(tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch, *, every: int) -> None:
+def kill_at_effects(tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch, *, every: int) -> None:
     total, _ = run(whole := begin(tmp_path / "whole", story), story, monkeypatch)
     whole.store.close()
     assert total >= (3 if story == "down" else 8)
@@ -149,10 +149,10 @@ def kill_at_deeds(tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch, *
 
 @pytest.mark.parametrize("every", [14, pytest.param(4, marks=long), pytest.param(1, marks=exhaustive)])
 @stories
-def test_kill_at_a_deed_doubles_and_forgets_nothing(
+def test_kill_at_an_effect_doubles_and_forgets_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str, every: int
 ) -> None:
-    kill_at_deeds(tmp_path, story, monkeypatch, every=every)
+    kill_at_effects(tmp_path, story, monkeypatch, every=every)
 
 
 @pytest.mark.long

@@ -56,7 +56,7 @@ def view(
     return ReplicaView(number=number, version=version, slot=slot, is_ready=ready, is_lost=lost)
 
 
-def test_lost_spot_replica_is_stood_in_for_until_it_is_ready_again() -> None:
+def test_lost_spot_replica_has_a_stand_in_until_it_is_ready_again() -> None:
     replicas = [view(1, slot=SPOT), view(2, slot=SPOT, ready=False, lost=True)]
     slots = [SPOT, SPOT]
     assert decide(slots, replicas, version=1).start == ()
@@ -141,7 +141,7 @@ def test_stand_in_is_kept_until_the_spot_replica_is_ready_and_then_drained() -> 
         assert decide(slots, [ready, back, other], version=1, has_fallback=True).drain == (3,)
 
 
-def test_replica_that_a_slot_asks_for_is_not_given_up_for_a_ready_one_that_none_asks_for() -> None:
+def test_replica_that_a_slot_requires_is_kept_rather_than_a_ready_one_that_none_requires() -> None:
     starting = ReplicaView(number=1, version=1, slot=SPOT)
     other = ReplicaView(number=2, version=1, slot=ON_DEMAND, is_ready=True)
     assert decide([SPOT], [starting, other], version=1).drain == ()
@@ -150,7 +150,7 @@ def test_replica_that_a_slot_asks_for_is_not_given_up_for_a_ready_one_that_none_
 A, B = (Slot(is_spot=True, region="r", zone=zone) for zone in "ab")
 
 
-def test_stand_in_that_is_no_longer_asked_for_is_drained_once_enough_others_are_ready() -> None:
+def test_stand_in_that_is_no_longer_needed_is_drained_once_enough_others_are_ready() -> None:
     replicas = [view(1, slot=A), view(2), view(3)]
     starting = decide([A, A], replicas, version=1, needed=2)
     assert starting.start == (A,) and starting.drain == (3,)

@@ -22,7 +22,7 @@ from tests.serve.test_keys import SteppedClock
 
 @given(st.integers(1, 30), st.lists(st.floats(0, 30), min_size=1, max_size=60))
 def test_no_span_admits_more_requests_than_a_full_bucket_and_what_flows_in(limit: int, gaps: list[float]) -> None:
-    """And a request that is told to wait is admitted after that time, not a second earlier."""
+    """A request that has to wait is admitted after the stated time, not a second earlier."""
     bucket, now_s, admitted = RateBucket(limit, now_s=0.0), 0.0, list[float]()
     for gap_s in gaps:
         now_s += gap_s
@@ -56,7 +56,7 @@ def make_gate(tmp_path: Path, usage: UsageBook | None = None, **limits: object) 
 def test_a_key_ends_at_its_second_and_its_budget_at_its_last_token(tmp_path: Path) -> None:
     gate, clock, text = make_gate(tmp_path, expires_s=1010.0, budget_tokens=100)
     key = gate.admit(f"bearer  {text} ")
-    assert isinstance(key, ApiKey), "the scheme is in any case, and spaces do not count"
+    assert isinstance(key, ApiKey), "the scheme is case-insensitive, and spaces are ignored"
     assert isinstance(found := gate.admit(text), KeyRefusal) and found.code == "invalid_api_key", "without its scheme"
     gate.charge(key, 60, 39)
     assert isinstance(gate.admit(f"Bearer {text}"), ApiKey), "one token is left"
@@ -89,7 +89,7 @@ def test_only_an_address_of_this_machine_is_private(host: str, is_private: bool)
 
 
 def test_the_example_of_the_error_budget() -> None:
-    """Of 2 % half are spent: 1.68 h of a week. Two calm days save 0.48 h; 3 h of shortage are 2.5 h too much."""
+    """Half of 2 % is spent: 1.68 h a week. Two calm days save 0.48 h; 3 h of shortage are 2.5 h too much."""
     calm = ErrorBudget().observe(48.0, is_short=False)
     assert calm.find_pressure(0.98) == pytest.approx(math.exp(-0.48 / 1.68))
     short = calm.observe(3.0, is_short=True)

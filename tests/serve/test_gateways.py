@@ -1,4 +1,4 @@
-"""The gateways of a service: their jobs, files and loads, with machines and balancers played by hand."""
+"""The gateways of a service: their jobs, files and loads, with simulated machines and balancers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_gateway_task(gateway_count: int = 2, **fields: Any) -> Task:
 
 
 class GatewayWorld(World):
-    """Also plays the machines of gateways: `files` is what each holds, by cluster."""
+    """Also simulates the machines of gateways: `files` is what each holds, by cluster."""
 
     def __init__(self, folder: Path, task: Task | None = None) -> None:
         self.files: dict[str, dict[str, str]] = {}
@@ -51,7 +51,7 @@ class GatewayWorld(World):
         return folder.path / "gateway-program"
 
     def launch_balancer(self, folder: ServiceFolder) -> bool:
-        raise AssertionError("a service with gateways has no balancer beside its controller")
+        raise AssertionError("a service with gateways has no balancer next to its controller")
 
     async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
         self.calls += 1
@@ -106,7 +106,7 @@ class GatewayWorld(World):
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Every live job belongs to a replica or to a gateway, which has one at most."""
+        """Check that every live job belongs to a replica or to a gateway, which has at most one."""
         service = self.store.services.get("web")
         rows = self.store.services.list_replicas("web") if service else []
         live = {job.id: job.name for job in self.store.jobs.list() if not job.status.is_terminal}
@@ -114,7 +114,7 @@ class GatewayWorld(World):
         assert len(set(others)) == len(others) and all("-gateway-" in (name or "") for name in others)
 
 
-def test_each_gateway_gets_its_own_key_and_nothing_of_the_service_beside_what_it_needs(tmp_path: Path) -> None:
+def test_each_gateway_gets_its_own_key_and_nothing_of_the_service_beyond_what_it_needs(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path)
     create_key(world.folder, "ann", now_s=world.clock.now)
     world.settle(10)
@@ -151,7 +151,7 @@ def test_lost_gateway_is_replaced_while_the_other_is_instructed(tmp_path: Path) 
     world.fail(1)
     asyncio.run(world.controller.step())
     world.settle(2)
-    assert world.read_routing(2).balancers == 1  # it may spend the whole of each limit now
+    assert world.read_routing(2).balancers == 1  # now it may use the whole of each limit
     world.settle(20)
     after = world.name_clusters()
     assert after[0] not in (None, before[0]) and after[1] == before[1]
@@ -227,7 +227,7 @@ def test_number_of_gateways_follows_an_update(tmp_path: Path) -> None:
     assert None not in world.name_clusters() and set(world.list_ready()) == {3}
 
 
-def test_gateways_that_never_start_fail_the_service_instead_of_costing_for_ever(tmp_path: Path) -> None:
+def test_gateways_that_never_start_fail_the_service_instead_of_costing_money_forever(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path)
     world.failing = lambda task: "-gateway-" in (task.name or "")
     world.settle(60)
@@ -271,7 +271,7 @@ def is_done(world: GatewayWorld, story: str) -> bool:
 
 @contextmanager
 def counted_effects(world: GatewayWorld, patches: pytest.MonkeyPatch, kill_at: int | None) -> Iterator[list[int]]:
-    """Count deeds as `test_controller_kills` does, files of the gateways' part, and calls to machines."""
+    """Count effects as `test_controller_kills` does, files of the gateways' part, and calls to machines."""
     made = [0]
     write, exchange = gateways.write_file, world.exchange
 
@@ -318,7 +318,7 @@ def run(world: GatewayWorld, story: str, patches: pytest.MonkeyPatch, kill_at: i
         world.play()
         world.check()
         if story == "lost":
-            assert world.read_routing(1).backends, "the gateway that is left serves on"
+            assert world.read_routing(1).backends, "the remaining gateway keeps serving"
         if is_done(world, story):
             return done
         world.clock.now += 1
@@ -347,11 +347,11 @@ def kill_at_effects(tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch,
     gc.collect()  # of the killed calls, while the logger is silent
 
 
-def test_saved_loads_of_a_controller_that_was_killed_count_until_the_next_one_is_told(tmp_path: Path) -> None:
+def test_saved_loads_of_a_killed_controller_count_until_the_next_one_gets_reports(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path)
     world.settle(10)
     world.controller = world.make_controller()
-    with kills.counted_deeds(world, pytest.MonkeyPatch(), None):
+    with kills.counted_effects(world, pytest.MonkeyPatch(), None):
         asyncio.run(world.controller.step())
     rows = world.store.services.list_replicas("web")
     assert len(rows) == 2 and all(row.drained_s is None for row in rows)

@@ -58,7 +58,7 @@ def test_shares_of_several_versions_add_up() -> None:
     assert "use_backend version-3 if { rand(10000) lt 3333 }" in text  # of the three quarters that are left
 
 
-def test_workers_before_and_after_a_reload_are_told_apart() -> None:
+def test_workers_before_and_after_a_reload_are_distinguished() -> None:
     text = """\
 #<PID>          <type>          <reloads>       <uptime>        <version>
 2345            master          1 [failed: 0]   0d00h00m05s     2.6.12-1+deb12u4

@@ -29,7 +29,7 @@ BUSY = Demand(qps=5, in_flight=3, settled_count=4, ready_count=4)
         (replace(BUSY, ttft_p95_s=0.1, tpot_p95_s=0.06), 5),  # the worse of the two
         (replace(BUSY, ttft_p95_s=0.5), 4),  # would be 0.67 s with three
         (replace(BUSY, ttft_p95_s=0.3), 3),
-        (BUSY, 4),  # requests without a stream tell nothing
+        (BUSY, 4),  # requests without a stream have no such latency
         (replace(BUSY, ttft_p95_s=0.9, settled_count=0), 4),
         (replace(BUSY, ttft_p95_s=0.1, settled_count=3), 4),  # one has just become ready
         (replace(BUSY, ttft_p95_s=0.9, settled_count=2), 4),  # half of the measured load is about to move
@@ -45,13 +45,13 @@ def test_replicas_on_trial_or_draining_do_not_count() -> None:
     assert count_replicas(POLICY, more, wanted=4) == 4
 
 
-def test_spare_replicas_are_not_asked_for_again() -> None:
+def test_spare_replicas_are_not_added_twice() -> None:
     policy = replace(POLICY, spare_count=1)
     assert count_replicas(policy, replace(BUSY, ttft_p95_s=0.5), wanted=3) == 3
     assert count_replicas(policy, replace(BUSY, ttft_p95_s=0.9), wanted=3) == 5
 
 
-def test_latency_within_its_target_does_not_lower_what_the_load_asks_for() -> None:
+def test_latency_within_its_target_does_not_lower_the_number_that_the_load_requires() -> None:
     policy = replace(POLICY, target_in_flight=1.0)
     assert count_replicas(policy, replace(BUSY, in_flight=7, ttft_p95_s=0.1), wanted=4) == 7
 

@@ -20,7 +20,7 @@ from tests.serve.live_bed import draw_free_port
 
 
 def count_trims(*in_flight: int) -> list[int]:
-    """Return how often was trimmed up to each of these observations."""
+    """Return how often memory was trimmed up to each of these observations."""
     trims: list[None] = []
     trimmer = MemoryTrimmer(lambda: trims.append(None))
     counts = []
@@ -44,7 +44,7 @@ def test_small_and_steady_loads_are_never_trimmed() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has it")
-def test_c_library_is_asked() -> None:
+def test_trim_function_of_the_c_library_can_be_called() -> None:
     trim = find_malloc_trim()
     if trim is not None:  # None with musl
         trim()

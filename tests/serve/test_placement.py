@@ -157,7 +157,7 @@ def test_place_of_lost_replicas_is_left_out_until_one_runs_there() -> None:
     assert observe_places([A, B], [lost, running])[0].open_hours == 3.0
 
 
-def test_many_replicas_are_placed_in_blocks_and_none_is_short() -> None:
+def test_many_replicas_are_placed_and_none_is_short() -> None:
     places = [make_place(zone, 0.3 + 0.01 * index, 0.5) for index, zone in enumerate("abcdefgh")]
     for count in (8, 9, 100):
         found = place_replicas(count, places, ondemand_usd_hour=1.0, cold_start_hours=0.2, availability=0.99)
@@ -183,7 +183,7 @@ def make_places(drawn: list[tuple[float, float, float, str]]) -> list[SpotPlace]
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
     st.lists(st.sampled_from([None, 0.05, 1.0]), min_size=3, max_size=3),
 )  # fmt: skip
-def test_chance_is_true_and_no_other_set_costs_less_with_its_penalty_and_moves(
+def test_chance_is_exact_and_no_other_set_costs_less_with_its_penalty_and_moves(
     count: int,
     drawn: list[tuple[float, float, float, str]],
     availability: float,
@@ -225,7 +225,7 @@ def test_chance_is_true_and_no_other_set_costs_less_with_its_penalty_and_moves(
     st.integers(1, 5), drawn_places, st.lists(st.floats(0.1, 0.9999), min_size=2, max_size=2), st.integers(0, 2),
     st.floats(0, 100), st.floats(0, 1),
 )  # fmt: skip
-def test_higher_availability_never_buys_less_and_never_too_few(
+def test_higher_availability_never_buys_fewer_replicas_and_never_too_few(
     count: int, drawn: list[tuple[float, float, float, str]], asked: list[float], spare: int, hours: float, share: float
 ) -> None:
     low, high = (

@@ -45,7 +45,7 @@ def test_newest_starts_are_kept_when_their_replicas_are_gone() -> None:
     assert [each.number for each in history.starts] == list(range(30 - STARTS_MAX, 30))
 
 
-def test_next_controller_reads_what_the_last_one_wrote_and_a_damaged_row_is_as_none(tmp_path: Path) -> None:
+def test_next_controller_reads_what_the_last_one_wrote_and_a_damaged_row_counts_as_none(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.db", clock=SystemClock())
     service = store.services.add("web", Task(), host="127.0.0.1", port=1, wanted=1)
     keeper = HistoryKeeper(store)

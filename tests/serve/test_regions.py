@@ -59,7 +59,7 @@ def test_balancer_without_a_region_or_replicas_there_uses_all(region: str) -> No
     assert abs(sent[EAST] - sent[WEST]) <= 6, sent
 
 
-def test_each_gateway_is_told_its_own_region_and_those_of_the_replicas(tmp_path: Path) -> None:
+def test_each_gateway_gets_its_own_region_and_those_of_the_replicas(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path)
     world.settle(10)
     routings = [world.read_routing(number) for number in (1, 2)]

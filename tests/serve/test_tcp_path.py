@@ -27,7 +27,7 @@ CONNECTIONS = 1_000
 
 
 class Echo:
-    """A program that says its port, and then echoes; `bye` ends its answer to the end of input."""
+    """A program that sends its port and then echoes; at the end of input it sends `bye`."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -219,7 +219,7 @@ def test_connection_waits_until_a_replica_is_ready(tmp_path: Path) -> None:
     play(tmp_path, scene, count=1)
 
 
-def test_replica_that_breaks_off_resets_the_client_and_three_times_takes_it_out(tmp_path: Path) -> None:
+def test_replica_that_breaks_off_resets_the_client_and_is_counted_each_time(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         for _ in range(3):
             client = await bed.open()

@@ -47,12 +47,12 @@ class Hosted:
             self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
             await serve(
                 self.home, host="127.0.0.1", port=0, policy=self._policy,
-                certificate=self._certificate, on_ready=self._tell, until=self._stopped.wait,
+                certificate=self._certificate, on_ready=self._set_listening, until=self._stopped.wait,
             )  # fmt: skip
 
         asyncio.run(work())
 
-    def _tell(self, listening: Listening) -> None:
+    def _set_listening(self, listening: Listening) -> None:
         self._listening = listening
         self._ready.set()
 

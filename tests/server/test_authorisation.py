@@ -59,7 +59,7 @@ def test_other_routes_require_a_token(hosted: Hosted, path: str) -> None:
     assert hosted.ask(path, token=hosted.tokens["viewer"])[0] == 200
 
 
-def test_health_requires_none(hosted: Hosted) -> None:
+def test_health_requires_no_token(hosted: Hosted) -> None:
     assert hosted.ask("/healthz") == (200, {"status": "ok"})
     assert hosted.ask("/readyz") == (200, {"status": "ready"})
 

@@ -38,7 +38,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
 
 
 def draw_from(schema: Mapping[str, Any], depth: int = 0) -> st.SearchStrategy[Any]:
-    """Return a strategy for data that a schema admits, with something else now and then."""
+    """Return a strategy for data that a schema admits and, occasionally, for other data."""
     return st.one_of(*[_draw(schema, depth)] * 9, JUNK)
 
 

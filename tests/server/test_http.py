@@ -50,7 +50,7 @@ def test_api_document_describes_every_verb_and_its_answers(hosted: Hosted) -> No
         ("no_such_verb", {}, 422, "unknown verb"),
     ],
 )
-def test_errors_have_a_status_and_words(
+def test_errors_have_a_status_and_a_message(
     hosted: Hosted, verb: str, body: dict[str, object], status: int, words: str
 ) -> None:
     found, answer = hosted.ask(f"/v1/{verb}", body, token=hosted.tokens["admin"])
@@ -63,7 +63,7 @@ def test_body_that_is_not_an_object_is_refused(hosted: Hosted) -> None:
         assert status == 400 and "JSON object" in answer["error"]["message"]
 
 
-def test_client_of_another_protocol_gets_a_hint_what_to_upgrade(hosted: Hosted) -> None:
+def test_client_of_another_protocol_gets_a_hint_about_what_to_upgrade(hosted: Hosted) -> None:
     for given, older in (("0", "client"), ("2", "server")):
         status, answer = hosted.ask("/v1/handshake", token=hosted.tokens["viewer"], headers={HEADER: given})
         assert status == 422 and f"upgrade the {older}" in answer["error"]["hints"][0]
@@ -110,7 +110,7 @@ def _submit(task: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b"{", b"[1]", b'{"job": "\\ud800"}', b"\xff"])
-def test_body_that_is_no_object_of_text_is_refused_in_one_sentence(hosted: Hosted, body: bytes) -> None:
+def test_body_that_is_not_an_object_of_valid_text_is_refused_in_one_sentence(hosted: Hosted, body: bytes) -> None:
     headers = {"Authorization": f"Bearer {hosted.tokens['admin']}"}
     request = Request(f"{hosted.listening.url}/v1/list_queue", data=body, headers=headers)
     with pytest.raises(HTTPError) as caught:
@@ -195,7 +195,7 @@ def test_token_is_not_sent_to_another_host_in_clear() -> None:
         check_login(ServerLogin(url="http://server.example:1", token=token))
 
 
-def test_server_that_is_away_is_named(tmp_path: Path) -> None:
+def test_server_that_does_not_respond_is_named(tmp_path: Path) -> None:
     hosted = Hosted(tmp_path / "home")
     session = hosted.open("viewer")
     hosted.stop()

@@ -1,4 +1,4 @@
-"""Budgets and GPU limits: what counts, what each user is told, and two launches at the same time."""
+"""Budgets and GPU limits: what counts, what a refusal says, and launches at the same time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask(store: Store, choices: Sequence[Estimate], demand: LaunchSize | None = N
     return admit(store, choices, demand or LaunchSize(), user=user, project="vision")
 
 
-def test_refusal_names_the_limit_what_is_used_what_was_asked_and_who_changes_it(store: Store) -> None:
+def test_refusal_names_the_limit_its_use_the_request_and_who_can_change_it(store: Store) -> None:
     limit(store, usd=100.0, gpus=16)
     ask(store, [make_estimate(usd=60.0)])
     with pytest.raises(LimitError) as refused:
@@ -70,7 +70,7 @@ def test_limit_of_a_project_counts_all_of_its_users(store: Store) -> None:
         ask(store, [make_estimate()], user="cleo")
 
 
-def test_job_counts_until_it_ends_and_what_was_paid_counts_on(store: Store, clock: Hands) -> None:
+def test_job_counts_until_it_ends_and_its_unspent_estimate_is_free_again(store: Store, clock: Hands) -> None:
     limit(store, usd=100.0, gpus=8)
     job = store.jobs.add("train", Task(run="true"))
     commitment = ask(store, [make_estimate(usd=60.0)])
@@ -133,7 +133,7 @@ def test_workers_and_replicas_count_together(store: Store) -> None:
         ask(store, [make_estimate(usd=4.0)], LaunchSize(parallel=4, total=20))
 
 
-def test_of_launches_at_once_one_passes(open_store: OpenStore, clock: Hands) -> None:
+def test_only_one_of_simultaneous_launches_passes(open_store: OpenStore, clock: Hands) -> None:
     """Each thread has a connection of its own, as each request of a server has."""
     first = open_store()
     limit(first, gpus=8)
@@ -160,14 +160,14 @@ def test_of_launches_at_once_one_passes(open_store: OpenStore, clock: Hands) -> 
     assert sorted(outcomes) == ["admitted", *["refused"] * 5]
 
 
-def test_server_refuses_before_the_price_question_and_counts_what_it_started(hosted: Hosted) -> None:
+def test_server_refuses_before_the_price_prompt_and_counts_what_it_started(hosted: Hosted) -> None:
     task = Task(run="true", resources=(Resources(cloud="local"),))
-    told: list[str] = []
+    prompts: list[str] = []
 
     def submit() -> int:
         (job,) = hosted.open("other").call(
             launch_jobs, tasks=(task,), name="limited", request_id=None, hedge=1, is_dryrun=False,
-            show=lambda plans: None, confirm=lambda plans: told.append("asked"), on_submitted=lambda jobs: None,
+            show=lambda plans: None, confirm=lambda plans: prompts.append("asked"), on_submitted=lambda jobs: None,
         )  # fmt: skip
         return job.id
 
@@ -175,12 +175,12 @@ def test_server_refuses_before_the_price_question_and_counts_what_it_started(hos
     store.limits.put(Limit(scope=LimitScope.USER, name="other", usd_month=0.0, gpus=None))
     with pytest.raises(LimitError, match="over the monthly budget of user other"):
         submit()
-    assert told == [] and not [each for each in store.jobs.list() if each.name == "limited"]
+    assert prompts == [] and not [each for each in store.jobs.list() if each.name == "limited"]
     assert store.audit.list()[-1].outcome == "LimitError" and store.commitments.list() == []
     store.limits.put(Limit(scope=LimitScope.USER, name="other", usd_month=1000.0, gpus=None))
     job_id = submit()
     (commitment,) = store.commitments.list()
-    assert commitment.names == (str(job_id),) and not commitment.is_pending and told == ["asked"]
+    assert commitment.names == (str(job_id),) and not commitment.is_pending and prompts == ["asked"]
     status, answer = hosted.ask("/v1/show_cost", {"by": "job"}, token=hosted.tokens["other"])
     assert status == 200 and answer["result"]
     store.jobs.request_cancel(job_id)

@@ -197,7 +197,7 @@ def test_forged_token_is_refused(served: Hosted, issuer: TestIssuer, name: str) 
         enter(served)
 
 
-def test_shared_secret_in_the_key_set_is_no_key(served: Hosted, issuer: TestIssuer) -> None:
+def test_shared_secret_in_the_key_set_is_not_accepted_as_a_key(served: Hosted, issuer: TestIssuer) -> None:
     from broker.server.oidc import _match_keys
 
     keys = [{"kty": "oct", "k": "AAAA", "kid": "one"}, {"kty": "RSA", "kid": "one", "use": "enc"}]
@@ -229,7 +229,7 @@ def test_code_of_another_verifier_or_redirect_is_refused(served: Hosted, issuer:
     assert finish(served, issuer, nonce, verifier="w" * 43)[0] == 401
     status, answer = finish(served, issuer, nonce, redirect_uri="https://evil.example.org/callback")
     assert status == 400 and "on the client's own machine" in answer["error"]["message"]
-    assert finish(served, issuer, nonce)[0] == 200, "a failed try spends no nonce"
+    assert finish(served, issuer, nonce)[0] == 200, "a failed attempt does not use up the nonce"
     assert served.ask("/v1/login", {"code": 1})[0] == 400
 
 
@@ -267,7 +267,7 @@ def test_new_key_is_fetched_and_a_retired_one_is_forgotten(issuer: TestIssuer, s
     asked = issuer.asked["/keys"]
     for _ in range(3):
         with pytest.raises(AuthError, match="does not publish"):
-            verify(make())  # not published, and asked for once a minute at most
+            verify(make())  # not published, and requested at most once a minute
     assert issuer.asked["/keys"] == asked
     issuer.published = [issuer.key]
     clock.time_s += 61.0

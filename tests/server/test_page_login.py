@@ -107,7 +107,7 @@ def test_a_browser_logs_in_through_the_issuer_and_out_again(served: Hosted) -> N
     assert page.status == 200 and page.headers["Refresh"] == "0; url=/"
     session = next(each for each in page.headers.get_all("Set-Cookie", []) if each.startswith("broker_session="))
     assert "HttpOnly" in session and "SameSite=Strict" in session
-    assert "broker_login" not in browser.cookies  # it has served
+    assert "broker_login" not in browser.cookies  # it has been used
     shown = browser.get("/login").text
     assert "Logged in as ada@example.org, role user." in shown
     assert browser.get("/").status == 200 and browser.get("/admin/users").status == 403
@@ -161,11 +161,11 @@ def test_an_answer_to_another_browser_is_refused(served: Hosted) -> None:
     assert attacker.get(f"{CALLBACK}?{query}").status == 200  # it was valid where it was begun
 
 
-def test_a_code_that_was_begun_by_another_browser_is_refused(served: Hosted) -> None:
+def test_a_code_from_the_login_of_another_browser_is_refused(served: Hosted) -> None:
     victim, attacker = Browser(served), Browser(served)
     stolen = visit(victim.begin())["code"]
     page = attacker.return_from(attacker.begin(), code=stolen)  # with a valid state of its own
-    expect_refusal(page, "refused the login with status 400", attacker)  # the verifier is another one
+    expect_refusal(page, "refused the login with status 400", attacker)  # the verifier differs
 
 
 def test_an_answer_is_accepted_once(served: Hosted) -> None:
@@ -262,7 +262,7 @@ def test_an_issuer_that_does_not_answer_leaves_the_token(tmp_path: Path, issuer:
         hosted.stop()
 
 
-def test_without_an_issuer_there_is_no_link(hosted: Hosted) -> None:
+def test_login_page_without_an_issuer_has_no_link(hosted: Hosted) -> None:
     assert START not in ask(hosted, "GET", "/login").text
     assert ask(hosted, "GET", START).status == ask(hosted, "GET", f"{CALLBACK}?code=c&state=s").status == 403
 

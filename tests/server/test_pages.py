@@ -139,7 +139,7 @@ def test_a_logout_ends_the_session(hosted: Hosted) -> None:
     assert visitor.get("/").status == 303
 
 
-def test_users_cancel_their_own_jobs_only_and_the_audit_knows(hosted: Hosted) -> None:
+def test_users_cancel_their_own_jobs_only_and_the_audit_records_it(hosted: Hosted) -> None:
     own, foreign = add_job(hosted, "own", "user"), add_job(hosted, "foreign", "other")
     jobs = hosted.context.store.jobs
     user, viewer = Visitor(hosted, "user"), Visitor(hosted, "viewer")

@@ -81,7 +81,7 @@ def test_a_session_is_its_tokens_until_it_ends_or_the_token_is_revoked(store: St
     assert sessions.begin("broker_guess") is None
 
 
-def test_a_session_that_was_ended_admits_no_more_and_the_others_stay(store: Store) -> None:
+def test_an_ended_session_gives_no_access_and_the_others_remain(store: Store) -> None:
     sessions, (_, value) = make_sessions(store), make_token(store)
     one, two = sessions.begin(value), sessions.begin(value)
     assert one != two
@@ -96,7 +96,7 @@ def test_the_oldest_session_ends_where_there_are_too_many(store: Store) -> None:
     assert [sessions.find(ask(made[index])) is None for index in (0, 1, SESSIONS_MAX)] == [True, False, False]
 
 
-def test_a_token_is_valid_until_its_last_second_and_one_without_end_longer(store: Store) -> None:
+def test_a_token_is_valid_until_its_last_second_and_one_without_expiry_remains_valid(store: Store) -> None:
     (_, short), (_, endless) = make_token(store, days=2.0), make_token(store, days=None)
     advance(store, 2 * DAY_S - 1)
     assert find_token(store, short) is not None

@@ -71,17 +71,17 @@ def test_all_users_are_listed_with_the_owners_of_their_jobs(ask: Ask) -> None:
     assert not any("other users" in row for row in rows)
 
 
-def test_viewer_without_jobs_is_told_of_the_others(ask: Ask) -> None:
+def test_viewer_without_jobs_sees_the_number_of_other_users_jobs(ask: Ask) -> None:
     shown = ask("viewer", "jobs", "queue")
     assert shown.startswith("No managed jobs; ") and "3 jobs of other users" in shown
 
 
-def test_administrator_also_has_what_no_user_started(ask: Ask) -> None:
+def test_administrator_also_sees_jobs_that_no_user_started(ask: Ask) -> None:
     shown = ask("admin", "jobs", "queue")
     assert read_names(shown) == ["of-None"] and "2 jobs of other users" in shown
 
 
-def test_clusters_are_listed_alike(ask: Ask) -> None:
+def test_clusters_are_listed_the_same_way(ask: Ask) -> None:
     own = ask("other", "status")
     assert read_names(own) == ["of-other"] and "2 clusters of other users; show them with `--all-users`" in own
     assert "Total cost so far of all users: " in own

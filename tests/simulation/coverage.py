@@ -23,7 +23,7 @@ OF_LIST = ("forgotten", "blank", "blackout", "stale", "behind", "repeated", "sil
 OF_TERMINATE = ("ignored", "refused")
 OF_THE_HOST = ("power:cut", "disk:full", "suspend", "owner:lost", "account:other")
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
-RARE = {"auth", "quota", "blackout"}  # too seldom, or too often fatal, to be seen in every state
+RARE = {"auth", "quota", "blackout"}  # too rare, or too often fatal, to be seen in every state
 
 
 def list_cells() -> Iterator[tuple[str, str]]:

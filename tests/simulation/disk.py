@@ -43,7 +43,7 @@ class SimulatedFile:
         self.connection.row_factory = sqlite3.Row
         self.writer: Process | None = None  # whose transaction is open
         self.is_full = False
-        self._may_lose_power = may_lose_power  # else no image is kept: it costs time
+        self._may_lose_power = may_lose_power  # otherwise no image is kept: it costs time
         self._synced: bytes | None = None  # the durable image, while any commit is unsynced
         self._unsynced: list[list[Statement]] = []  # commits since
 

@@ -1,4 +1,4 @@
-"""Invariants that must hold at every instant of every history, one function each, named by its letter in the notes.
+"""Invariants that must hold at every instant of every history, one function each, named by its letter and number.
 
 S1-S19 are safety: checked whenever something happens. L1-L3 are liveness: checked when faults have stopped.
 """
@@ -186,7 +186,7 @@ def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
     """Check that a broker that has heard of a program's success never calls that attempt lost, or ended."""
     if "attempts" not in event.written:
         return
-    for key, process in universe.gang.told.items():
+    for key, process in universe.gang.success_seen_by.items():
         if process is event.process:
             cluster, run = key[0], universe.gang.runs[key]
             sql = "SELECT outcome_kind FROM attempts WHERE job_id = ? AND number = ?"
@@ -251,13 +251,13 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
     """Check S7 and L2: a job's recorded end is how it did end."""
     if "jobs" not in event.written:
         return
-    told = universe.memory.setdefault("truth", set())
+    checked = universe.memory.setdefault("truth", set())
     for job_id, status, cancel_requested, failure, kind in universe.read(
         f"SELECT id, status, cancel_requested, failure, outcome_kind FROM jobs WHERE status IN {TERMINAL}"
     ):
-        if job_id in told:
+        if job_id in checked:
             continue
-        told.add(job_id)
+        checked.add(job_id)
         runs = universe.gang.runs_by_job.get(job_id, [])
         states = [universe.gang.measure(run)[1:] for run in runs]
         if kind == OutcomeKind.GROUP_ENDED:
@@ -330,7 +330,7 @@ def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
     run = event.run
     assert run is not None
     if event.lease_s > find_allowance_s(universe, run.job):
-        raise Violation("L3", f"{event.name} may go on for {event.lease_s:.0f} s")
+        raise Violation("L3", f"{event.name} may continue for {event.lease_s:.0f} s")
     budget_usd = universe.budgets.get(run.job)
     if budget_usd is not None:
         usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600

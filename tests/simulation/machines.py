@@ -149,12 +149,12 @@ class MachineGang:
         self._prepared: set[str] = set()  # nodes that have the agent
         self.runs: dict[tuple[str, int], MachineRun] = {}  # by cluster and run id
         self.runs_by_job: dict[int, list[MachineRun]] = {}
-        self.told: dict[tuple[str, int], Process | None] = {}  # run -> processes that heard of its program's success
+        self.success_seen_by: dict[tuple[str, int], Process | None] = {}  # run -> process that saw its success
         self.programs: dict[int, Program] = {}
         self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it continues from
         self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
         self.sick: dict[str, int] = {}  # node with a broken GPU -> its job
-        self.reported_sick: set[str] = set()  # those that a broker was told of; a gang may be lost before
+        self.reported_sick: set[str] = set()  # those reported to a broker; a gang may be lost before
         self.unreachable: dict[str, list[tuple[float, float]]] = {}  # node id -> partitions from, until
         self.skews: dict[str, float] = {}
         self.silence_s = 0.0  # how long a call to an unreachable node takes to give up
@@ -207,7 +207,7 @@ class MachineGang:
         self.save(run)
         step, status, code = self.measure(run)
         if status is RunStatus.SUCCEEDED:
-            self.told[cluster.name, run_id] = get_process()
+            self.success_seen_by[cluster.name, run_id] = get_process()
         progress = None
         if 0 not in silent and step > run.first_step:
             skew_s = self.skews.get(run.ids[0], 0.0)
@@ -292,7 +292,7 @@ class MachineGang:
             return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
         if run.cancelled_s <= min(now_s, lost_s, death_s, broken_s):
             return step, RunStatus.CANCELLED, None
-        if broken_s <= min(now_s, lost_s, death_s):  # whatever becomes of its nodes afterwards
+        if broken_s <= min(now_s, lost_s, death_s):  # whatever happens to its nodes afterwards
             return step, RunStatus.FAILED, None
         if death_s <= min(now_s, lost_s):
             return step, RunStatus.FAILED, death_code

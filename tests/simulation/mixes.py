@@ -20,7 +20,7 @@ CLOUD_RATES_MAX = {
 assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
 
 
-END_S_MAX = 3 * 3600.0  # a place that refused for quota is not asked again for hours
+END_S_MAX = 3 * 3600.0  # a place that refused for quota is not requested again for hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class JobSpec:
     task: Task
     program: Program
     cancel_s: float = math.inf
-    hedge: int = 2  # places that may be asked at once
+    hedge: int = 2  # places that may be requested at once
     needs: tuple[int, ...] = ()  # indexes of jobs that have to succeed before
     project: str = ""  # for which a server admits it
 
@@ -63,7 +63,7 @@ class Mix:
     owner_every_s: float = math.inf  # the owner file is lost, and restored
     login_every_s: float = math.inf  # the next start is with a login for another account
     offset_s: float = 0.0  # of the broker's wall clock to the cloud's
-    bucket_silence: float = 0.0  # chance that a look into a bucket gets no answer
+    bucket_silence: float = 0.0  # chance that a read of a bucket gets no answer
     drift: float = 0.0  # seconds that it gains in one
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0

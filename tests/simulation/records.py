@@ -36,7 +36,7 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
     ):
         universe.memory["collected"] = number
         is_owned, process, ended_s = ends.get(node_id, (False, None, 0.0))
-        # Else it was ended before, and maybe known to be: a stale list shows it alive once more.
+        # Otherwise it was ended before, and that may be known: a stale list shows it alive once more.
         is_news = universe.memory.get("gone", {}).get(node_id, event.time_s) >= event.time_s
         if is_owned and process is event.process and event.time_s - ended_s < 1.0 and is_news:
             raise Violation("S3", f"the collector ends a node that has an owner: {node_id}")
@@ -80,7 +80,7 @@ def check_s3_records_outlive_nodes(universe: Universe, event: Event) -> None:
         dropped = [node_id for name, ids in before.items() for node_id in ids - records.get(name, set())]
         for node in universe.cloud.find(sorted(dropped)):
             if node.state is not NodeState.TERMINATED:
-                raise Violation("S3", f"{node.id} runs, and the record of {node.cluster} names it no more")
+                raise Violation("S3", f"{node.id} runs, and the record of {node.cluster} no longer names it")
     if "intents" in event.written:
         _check_ended_intents(universe)
 
@@ -105,7 +105,7 @@ def _list_unowned(universe: Universe) -> set[str]:
 def check_fresh_list(universe: Universe, event: Event) -> None:
     """Check S16: a requested list starts after the request, since an older one may lack new nodes."""
     if event.late_s > 0.0:
-        raise Violation("S16", f"a list is shared that set out {event.late_s:.3f} s before it was asked for")
+        raise Violation("S16", f"a shared list was begun {event.late_s:.3f} s before it was requested")
 
 
 def check_s4_stale_calls(universe: Universe, event: Event) -> None:

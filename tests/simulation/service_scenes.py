@@ -77,7 +77,7 @@ def play_service(scene: ServiceScene, *, kill_at: int | None = None, seed: int =
         universe.services = bed = ServiceBed(universe)
         universe.is_acting = True
 
-        async def tell() -> None:
+        async def run_story() -> None:
             try:
                 await scene.story(bed)
                 await bed.down()
@@ -86,7 +86,7 @@ def play_service(scene: ServiceScene, *, kill_at: int | None = None, seed: int =
             universe.is_acting = False
 
         with bed.watched():
-            universe.begin(tell())
+            universe.begin(run_story())
             await play(universe)
         if universe.failure is None:
             try:

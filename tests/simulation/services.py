@@ -1,7 +1,7 @@
 """A service in a universe: its controller in the broker's daemon, its replicas as jobs, a balancer, clients.
 
 The balancer is a stand-in with the product's route table; it reads and writes the product's files, holds its lock, and
-can be killed at each look. A client sends a request at each look, which takes a few seconds.
+can be killed at each poll. A client sends a request at each poll, which takes a few seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ServiceBed:
     least: int = 0
     answered: int = 0
     lost: set[int] = field(default_factory=set)  # replicas that were preempted and do not serve again yet
-    seen_s: float = 0.0  # when a balancer last looked
+    seen_s: float = 0.0  # when a balancer last polled
     balancers: int = 0
     is_stepping: bool = False  # the controller of the service
 

@@ -1,7 +1,7 @@
 """Several controllers that share one store: each is a machine of its own, with its own clock and its own network.
 
 `python -m tests.simulation.sharing --seeds 360` plays histories. Everything that holds for one broker holds here too;
-besides: C1, only the newest claim of a job writes and asks for nodes; C2, no epoch is given out twice or goes back;
+in addition: C1, only the newest claim of a job writes and asks for nodes; C2, no epoch is given out twice or goes back;
 C3, a job without a living controller is taken over within 15 s by one that is well. `slots.py` checks the limits on
 live jobs, displacement, and `max_duration`.
 """

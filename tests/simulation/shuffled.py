@@ -46,7 +46,7 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         return self.create_task(work, context=context)
 
     def call_world(self, delay_s: float, call: Any, *arguments: Any) -> None:
-        """Act as `call_later`, whatever becomes of the calling process."""
+        """Act as `call_later`, whatever happens to the calling process."""
         self.call_later(delay_s, call, *arguments, context=Context())
 
     def freeze(self, hosts: Collection[Host]) -> None:

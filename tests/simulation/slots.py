@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 SLOTTED = {each.value for each in (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.RECOVERING)}
 PROJECTS = ("vision", "speech")
-ANSWER_S = 220.0  # after the last fault; an outage of a cloud lasts up to 200 s, and delays every look at a job
-LATE_S = 5.0  # a look at the clock, a lease of at least a second, and the call that creates machines
+ANSWER_S = 220.0  # after the last fault; an outage of a cloud lasts up to 200 s, and delays every observation of a job
+LATE_S = 5.0  # a reading of the clock, a lease of at least a second, and the call that creates machines
 COVERED = ("displacement", "max_duration", "project slots")  # what a fifth of the histories must have, each
 
 
 def draw_limits(random: Random) -> SlotLimits:
-    """Draw the limits of a history: none in a sixth of them, else in total, by project, or both."""
+    """Draw the limits of a history: none in a sixth of them, otherwise in total, by project, or both."""
     kind = random.choice(("none", "total", "total", "project", "both", "both"))
     after_s = random.choice((1.0, 1.0, 3.0, 10.0))
     by_project = {name: random.choice((1, 1, 2)) for name in PROJECTS} if kind in ("project", "both") else {}
@@ -64,7 +64,7 @@ def _draw_queued(random: Random, job: JobSpec, priority: int) -> JobSpec:
 
 @dataclass
 class SlotWatch:
-    """Check the slots of one history; `seen` counts what its name says that has happened."""
+    """Check the slots of one history; `seen` counts what occurred, by name."""
 
     universe: SharedUniverse
     limits: SlotLimits

@@ -79,7 +79,7 @@ def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
 
 
 def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
-    """Check that a program that dies restarts as often as its task says; else until three deaths without headway."""
+    """Check that a program that dies restarts as often as its task says, or until three deaths without headway."""
     run = event.run
     assert run is not None
     restarts_max = universe.tasks[run.job].recovery.max_restarts_on_errors

@@ -17,7 +17,7 @@ import pytest
 from tests.simulation.coverage import find_empty, fold, list_cells
 from tests.simulation.runner import Result, play_kinds, play_seed
 
-# Found among 20,000 seeds, and mended here or in the product; what went wrong is in the log of commits.
+# Failures among 20,000 seeds that were fixed here or in the product; the commit log says what was wrong.
 MENDED = (
     15902,
     17976,
@@ -117,7 +117,7 @@ def test_a_history_that_once_failed_passes(seed: int) -> None:
 
 def test_a_seed_replays_whatever_the_order_of_hashes() -> None:
     folder = Path(__file__).parents[2]
-    told = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", DIGESTS],
             cwd=folder,
@@ -128,5 +128,5 @@ def test_a_seed_replays_whatever_the_order_of_hashes() -> None:
         ).stdout
         for hash_seed in ("1", "2")
     ]
-    assert told[0] == told[1]
-    assert len(set(told[0].split())) == 4
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0].split())) == 4

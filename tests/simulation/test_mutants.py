@@ -21,7 +21,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
     if mutant.needs_collector and is_collector_off:
         return
     catch = hunt(mutant, is_collector_off=is_collector_off)
-    assert catch is not None, f"{mutant.name} is not told"
+    assert catch is not None, f"{mutant.name} is not detected"
     assert catch.letter in mutant.letters.split(), catch.failure
 
 
@@ -29,7 +29,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
 @pytest.mark.parametrize("mutant", GROUP_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_bug_of_job_groups_is_caught(mutant: Mutant) -> None:
     catch = hunt(mutant)
-    assert catch is not None, f"{mutant.name} is not told"
+    assert catch is not None, f"{mutant.name} is not detected"
     assert catch.letter in mutant.letters.split(), catch.failure
 
 

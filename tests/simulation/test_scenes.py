@@ -20,7 +20,7 @@ def kill_at_each(scene: Scene, is_killed: Callable[[int], bool]) -> None:
     assert not calm.failure, calm.failure
     hit = {fault.rpartition(":")[2] for fault in calm.faults}
     for name in (name for name, rate in vars(scene.mix.cloud).items() if rate):
-        assert any(name.startswith(fault) for fault in hit), f"{name} is never played"
+        assert any(name.startswith(fault) for fault in hit), f"{name} is never injected"
     assert calm.points > 20
     first = zlib.crc32(scene.name.encode()) % FEW
     for kill_at in range(1, calm.points + 1):
@@ -63,7 +63,7 @@ def test_a_kill_at_any_effect_does_not_change_the_outcome(scene: Scene) -> None:
         "two brokers",
     ],
 )
-def test_a_leader_that_is_stopped_at_any_deed_changes_nothing_about_the_end(name: str) -> None:
+def test_a_leader_that_is_stopped_at_any_effect_changes_nothing_about_the_end(name: str) -> None:
     scene = next(scene for scene in ALL_SCENES if scene.name == name)
     for stop_at in range(1, play_scene(scene).points + 1):
         result = play_scene(scene, stop_at=stop_at)

@@ -52,5 +52,5 @@ def test_a_kill_at_any_effect_doubles_and_forgets_no_replica(scene: ServiceScene
 @pytest.mark.parametrize("mutant", SERVICE_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_bug_of_services_is_caught(mutant: Mutant) -> None:
     catch = hunt_service(mutant)
-    assert catch is not None, f"{mutant.name} is not told"
+    assert catch is not None, f"{mutant.name} is not detected"
     assert catch.letter in mutant.letters.split(), catch.failure

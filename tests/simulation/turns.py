@@ -1,4 +1,4 @@
-"""The order in which places are asked: no place is skipped for another's refusal, or for an expired one.
+"""The order in which places are requested: no place is skipped for another's refusal, or for an expired one.
 
 Derived from commits and the plan alone: the product's own memory of refusals is what is checked.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # hour, an unexplained answer for a minute; none for more than four hours.
 FULL_S, QUOTA_S, UNCLEAR_S, REST_S_MAX = 600.0, 3600.0, 60.0, 4 * 3600.0
 LATE_S = 300.0
-PROBE_S = 120.0  # one search probes whether a place gives again, and all others wait
+PROBE_S = 120.0  # one search probes whether a place grants nodes again, and all others wait
 UNCLEAR = tuple(
     f"create:{fault}" for fault in ("transient", "unknown_before", "unknown_after", "late", "mute", "stuck")
 )
@@ -69,7 +69,7 @@ def note_unclear(universe: Universe, fault: str, cluster: str) -> None:
 
 
 def check_s13_no_placement_is_passed_over(universe: Universe, event: Event) -> None:
-    """Check that each better place was asked in this search, or has refused and may still stand by it."""
+    """Check that each better place was requested in this search, or has refused and may still stand by it."""
     turns = get_turns(universe)
     if "retry_budgets" in event.written:
         tokens = universe.read("SELECT min(tokens) FROM retry_budgets")[0][0]
@@ -86,7 +86,7 @@ def check_s13_no_placement_is_passed_over(universe: Universe, event: Event) -> N
         placement = msgspec.json.decode(body, type=NodeRequest).placement
         if passed_over := _find_passed_over(universe, turns, cluster, placement, event.time_s):
             better = _name(passed_over)
-            raise Violation("S13", f"{cluster} asks {_name(placement)}, and nothing speaks against {better}")
+            raise Violation("S13", f"{cluster} requests {_name(placement)}, although nothing rules out {better}")
         turns.asked.setdefault(cluster, []).append(placement)
         turns.open[token] = cluster, placement
         begun = turns.begun_s.setdefault((placement.offer.region, placement.is_spot), [])
@@ -172,7 +172,7 @@ def _find_passed_over(
     if len(universe.tasks[job_id].resources) > 1:
         return None  # a refusal is of one kind of machines, and places are zones here
     order = _list_places(universe, job_id)
-    # A place asked again right after its refusal was the only one left: then all others count as better.
+    # A place requested again right after its refusal was the only one left: then all others count as better.
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]
     busy = {place.offer.zone for owner, place in turns.open.values() if owner == cluster}
     tried = {place.offer.region for owner, place in turns.open.values() if owner == cluster}
@@ -214,7 +214,7 @@ def _list_rests(turns: Turns, placement: Placement) -> Iterator[float]:
 
 
 def _is_probed(turns: Turns, placement: Placement, cluster: str, *, searched_s: float, now_s: float) -> bool:
-    """Return whether another search probes whether this place, which did refuse, gives again.
+    """Return whether another search probes whether this place, which did refuse, grants nodes again.
 
     Or did so during this search: when it skipped the place is unknown, and its next request may come much later.
     """

@@ -482,7 +482,7 @@ def make_plan(task: Task, avoid: Any = None) -> Plan:
 
 
 def _make_kind(placement: Placement, asked: Resources, number: int) -> Placement:
-    """Return the placement with machines of one of the task's kinds: each next one is twice as dear, and as fast."""
+    """Return the placement with machines of one of the task's kinds: each further one costs and does twice as much."""
     offer, factor = placement.offer, 2.0**number
     assert offer.spot_usd_hour is not None and offer.ondemand_usd_hour is not None
     machine = replace(

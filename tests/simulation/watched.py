@@ -63,7 +63,7 @@ class WatchedCloud(SimulatedCloud):
 
 
 class WatchedLister(Lister):
-    """Lists that report to the universe the age of a list requested without one."""
+    """Lists that report their age to the universe where none was allowed."""
 
     universe: Universe
 

@@ -1,4 +1,4 @@
-"""A simulated environment for controllers: a cloud, a pretend gang that checks the rules, a store that may crash."""
+"""A simulated environment for controllers: a cloud, a fake gang that checks the rules, a store that may crash."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Run:
 
 
 class SimulatedGang:
-    """A pretend gang: one step a second, a checkpoint each tenth. With a slow node, steps take twice as long.
+    """A fake gang: one step a second, a checkpoint each tenth. With a slow node, steps take twice as long.
 
     Two attempts of one job at work at once fail the test.
     """

@@ -74,7 +74,7 @@ def test_detected_size_fills_in_what_the_file_leaves_open(tmp_path: Path) -> Non
     write_facts(tmp_path / "facts.json", {"lab/10.0.0.1": found, "lab/10.0.0.2": found})
     first, second, third = read(tmp_path, SKYPILOT)
     assert first.machine == found
-    assert second.machine and second.machine.accelerator == "H100", "what is stated stands"
+    assert second.machine and second.machine.accelerator == "H100", "stated values are kept"
     assert third.machine is None
 
 

@@ -1,4 +1,4 @@
-"""A real SkyPilot API server of our own, with one cloud that it can use: Lambda, whose HTTP interface is played here.
+"""A real SkyPilot API server of our own, with one enabled cloud: Lambda, whose HTTP interface is simulated here.
 
 `make test-sky` names SkyPilot's interpreter in BROKER_TEST_SKY_PYTHON; without it these tests are skipped. Nothing but
 the address of Lambda's interface is changed in SkyPilot.
@@ -112,7 +112,7 @@ def run_sky(*words: str) -> str:
 
 
 def end_all(home: Path) -> None:
-    """Processes that the server left running, identified by its home folder."""
+    """End the processes that the server left running, identified by its home folder."""
     end_s = time.monotonic() + END_S_MAX
     while True:
         left = []

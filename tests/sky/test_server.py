@@ -1,4 +1,4 @@
-"""broker and a real SkyPilot API server: what it can use, dry runs, tables, refusals, a launch that is called off."""
+"""broker and a real SkyPilot API server: what it can use, dry runs, tables, refusals, a cancelled launch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def wait_for(cloud: SkyCloud, token: str, is_so: Callable[[list[Node]], bo
         if is_so(nodes):
             return nodes
         await asyncio.sleep(1)
-    raise AssertionError(f"never came true of {nodes}")
+    raise AssertionError(f"the nodes did not reach the expected state: {nodes}")
 
 
 def test_broker_check_shows_what_the_server_says(cloud: SkyCloud, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_offers_missing_from_the_skypilot_catalog_come_from_other_sources(
         asyncio.run(engine.launch("wrong", make_task(make_request(**offer)), is_dry=True))
 
 
-def test_a_request_that_no_place_can_serve_is_our_mistake(cloud: SkyCloud, engine: WorkerEngine) -> None:
+def test_a_request_that_no_place_can_serve_is_invalid(cloud: SkyCloud, engine: WorkerEngine) -> None:
     request = replace(make_request(), spec=MachineSpec(labels={"": "no name"}, disk_tier="none such"))
     with pytest.raises(InvalidRequestError):
         asyncio.run(engine.launch("wrong", make_task(request), is_dry=True))
@@ -126,7 +126,7 @@ def test_a_full_region_refuses_and_leaves_nothing(cloud: SkyCloud, fake_lambda: 
     assert not fake_lambda.launched and not fake_lambda.instances
 
 
-def test_a_gang_is_seen_coming_up_and_is_called_off(cloud: SkyCloud, fake_lambda: FakeLambda) -> None:
+def test_a_gang_is_seen_coming_up_and_its_launch_is_cancelled(cloud: SkyCloud, fake_lambda: FakeLambda) -> None:
     fake_lambda.launched.clear()
 
     async def act() -> None:

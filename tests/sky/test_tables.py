@@ -40,12 +40,12 @@ def ask() -> tuple[list[str], list[str], list[str]]:
     return names, clouds, barred
 
 
-def test_every_exception_has_a_row_and_every_cloud_a_way() -> None:
+def test_every_exception_has_a_row_and_every_cloud_an_adapter() -> None:
     names, clouds, barred = ask()
     assert len(names) > 60
-    assert not set(names) - set(KINDS), "SkyPilot raises what we do not know"
+    assert not set(names) - set(KINDS), "SkyPilot raises errors that we do not know"
     others = {name for name in KINDS if hasattr(builtins, name)} | {"NotForSaleError"}
-    assert not set(KINDS) - set(names) - others, "rows for what SkyPilot does not raise"
+    assert not set(KINDS) - set(names) - others, "rows for errors that SkyPilot does not raise"
     assert set(clouds) <= set(CLOUDS) and set(clouds) <= set(KNOWN_CLOUDS)
     behind = {name for name, path in CLOUDS.items() if path.startswith("broker.clouds.sky.makers")}
     assert behind <= set(clouds)

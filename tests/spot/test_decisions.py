@@ -166,8 +166,8 @@ def test_a_fallback_is_the_cheapest_in_time_else_the_fastest() -> None:
     for left, target in ((20.2, slow), (20.0, SURE), (5.0, SURE), (None, slow)):
         assert find_fallback(view_of(10, left), [SURE, OPEN, slow]) is target
     far = replace(slow, move_usd=3.0)
-    assert find_fallback(view_of(10, 30), [SURE, far]) is SURE, "its egress makes it dearer"
-    assert find_fallback(view_of(10, 20.2, look_hours=0.2), [SURE, slow]) is SURE, "a fault may be seen so much later"
+    assert find_fallback(view_of(10, 30), [SURE, far]) is SURE, "its egress makes it more expensive"
+    assert find_fallback(view_of(10, 20.2, look_hours=0.2), [SURE, slow]) is SURE, "a fault may be noticed late"
     assert find_fallback(view_of(10, 20.2), [OPEN]) is None
     saved = view_of(10, 15.2, unsaved_hours=2.5)
     assert find_fallback(saved, [SURE, slow]) is SURE

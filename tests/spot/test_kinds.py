@@ -114,7 +114,7 @@ def test_the_fallback_is_the_kind_that_is_cheapest_in_the_time_left(time_left: f
     assert [each.placement.offer.zone for each in reserves] == (["slow", "fast"] if zone == "slow" else ["fast"])
 
 
-def test_a_kind_that_is_slower_and_dearer_is_no_reserve() -> None:
+def test_a_kind_that_is_slower_and_more_expensive_is_not_a_reserve() -> None:
     view, candidates = view_of(20, 60), make_kinds(fast_usd=1.8)
     fallback = find_fallback(view, candidates)
     assert fallback is not None and list_reserves(view, candidates, fallback) == [candidates[3]]
@@ -152,7 +152,7 @@ def test_slow_spot_is_left_in_time_for_fast_on_demand() -> None:
 
 
 def test_on_demand_that_turns_out_too_slow_is_left_for_a_kind_in_time() -> None:
-    """10 h of work measured at 0.8 of the told speed: 12.5 h for 12 h."""
+    """10 h of work measured at 0.8 of the stated speed: 12.5 h for 12 h."""
     candidates = make_kinds(is_open=False)
     view = view_of(10, 12, current=1)
     assert isinstance(DECIDE(view, candidates), Stay)
@@ -192,7 +192,7 @@ def test_a_slower_place_exposes_more_time_between_its_checkpoints() -> None:
 # -- state values -----------------------------------------------------------------------------------------------------
 
 
-def test_fast_spot_costs_the_same_work_and_a_dearer_start() -> None:
+def test_fast_spot_costs_the_same_for_the_work_and_more_for_the_start() -> None:
     outlook = solve(hazard=0.0, spot_speed=2.0)
     assert outlook.run.read(0, outlook.locate(10.0, 5.0)) == pytest.approx(3.0, rel=1e-6)
     assert outlook.enter_usd(0, 10.0, 5.0) == pytest.approx(0.3 * 10 + 0.6 * 0.1, rel=1e-6)

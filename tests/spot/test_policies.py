@@ -77,7 +77,7 @@ def test_without_deadline_spot_is_waited_for(name: str) -> None:
     assert isinstance(decision, Move) and decision.target is opened
 
 
-def test_no_policy_waits_beside_unwatched_open_spot() -> None:
+def test_no_policy_waits_while_unobserved_spot_is_open() -> None:
     """Waiting reveals nothing: the policy starts on it wherever that is safe and any spare time is left."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     for age in (0.0, 0.1, 0.3, 2.0, 30.0):
@@ -110,7 +110,7 @@ def test_a_much_cheaper_place_is_worth_its_egress_over_all_the_work_not_over_one
     assert isinstance(decision, Move) and decision.target is far
 
 
-def test_spare_time_is_not_used_up_where_on_demand_beside_the_data_keeps_some() -> None:
+def test_spare_time_is_not_used_up_where_on_demand_near_the_data_keeps_some() -> None:
     """On-demand elsewhere is cheaper for all the work, but the job could not return to spot without egress twice."""
     policy = load_policy("adaptive")
     near, far = (

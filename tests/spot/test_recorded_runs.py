@@ -40,7 +40,7 @@ def test_without_spare_time_a_job_runs_on_demand() -> None:
     assert (run.spot_hours, run.ondemand_hours, run.preemptions) == (0.0, 10.2, 0.0)
 
 
-def test_the_shipped_table_is_whole_and_says_where_it_comes_from() -> None:
+def test_the_shipped_table_is_complete_and_names_its_origin() -> None:
     table = json.loads(TABLE.read_text())
     assert "recordings" in table["source"]
     cells = len(list(list_cells()))

@@ -116,8 +116,8 @@ def test_a_start_that_outlasts_young_spells_is_expected_to_be_lost_in_a_storm() 
     assert stormy.starts[-1].lost_hours < 0.2 < calm.starts[-1].lost_hours
 
 
-def test_a_start_beside_running_machines_loses_only_the_part_that_does_not_overlap() -> None:
-    """On a spot that never closes: 0.2 h of work on-demand beside the start, then 0.3 h of start without work."""
+def test_a_start_while_machines_run_loses_only_the_part_that_does_not_overlap() -> None:
+    """On a spot that never closes: 0.2 h of work on-demand during the start, then 0.3 h of start without work."""
     for overlap in (0.2, 0.5):
         outlook = solve(hazard=0.0, start_hours=0.5, overlap_hours=overlap)
         assert outlook.enter_beside_usd(0, 10.0, 5.0) == pytest.approx(overlap + 0.3 * (10.0 + 0.5 - overlap), rel=1e-4)
@@ -135,7 +135,7 @@ def test_on_demand_costs_less_the_more_of_a_later_start_overlaps() -> None:
         assert found == sorted(found, reverse=True) and found[0] > found[-1] + 0.01
 
 
-def test_market_that_closes_beside_running_machines_leaves_them_at_work() -> None:
+def test_market_that_closes_during_a_start_leaves_running_machines_at_work() -> None:
     """A start as long as the overlap is lost for its price alone, so it is worth trying with no time to spare."""
     outlook = solve(hazard=3.0, reopening=0.1, start_hours=0.2, overlap_hours=0.2)
     on_demand = outlook.ondemand_closed.read(0, outlook.locate(10.0, 1.0))

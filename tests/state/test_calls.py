@@ -22,7 +22,7 @@ def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: 
     fail()
     assert (wait_s(), wait_s("y")) == (2.0, 0.0), "each cloud has its own"
     fail()
-    assert wait_s() == 2.0, "never below none"
+    assert wait_s() == 2.0, "never below zero tokens"
     clock.time_s += 1.0
     assert wait_s() == 1.0
     clock.time_s += 1.0
@@ -30,13 +30,13 @@ def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: 
     fail()
     clock.time_s += 1000.0
     for _ in range(3):
-        assert wait_s() == 0.0, "no more than the most come back"
+        assert wait_s() == 0.0, "no more than the maximum comes back"
         fail()
     assert wait_s() == 2.0
     clock.time_s -= 5.0
     assert wait_s() == 2.0, "a clock that was set back a little gives nothing and takes nothing"
     clock.time_s -= 500.0
-    assert wait_s() == 0.0, "a stamp from far ahead holds up no call until then"
+    assert wait_s() == 0.0, "a timestamp far in the future delays no call"
 
 
 def test_paces_are_kept_by_cloud_and_answer(store: Store) -> None:

@@ -69,7 +69,10 @@ def test_three_controllers_share_jobs_and_take_over_from_one_that_is_killed(shel
     task = shell.write("count.yaml", COUNT)
     for _ in range(JOBS):
         shell.run("jobs", "launch", task, "--yes", "--detach-run")
-    controllers = [shell.open("daemon"), shell.open("daemon")]  # beside the one that the first command has started
+    controllers = [
+        shell.open("daemon"),
+        shell.open("daemon"),
+    ]  # besides the one that the first command started
     store = open_store(shell)
     shell.wait_until(lambda: store.claims.measure_load().controller_count == 3, "three controllers have a lease")
     shell.wait_until(

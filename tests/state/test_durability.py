@@ -111,7 +111,7 @@ NOT_DURABLE: dict[str, Action] = {
 
 
 @pytest.mark.parametrize("name", DURABLE)
-def test_it_is_one_commit_and_on_the_disk(store: Recording, name: str) -> None:
+def test_critical_data_is_one_commit_and_on_the_disk(store: Recording, name: str) -> None:
     for _ in range(2):
         DURABLE[name](store)
         assert store.commits == [FULL]
@@ -121,12 +121,12 @@ def test_it_is_one_commit_and_on_the_disk(store: Recording, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_DURABLE)
-def test_it_is_one_commit_and_may_be_lost_in_a_power_cut(store: Recording, name: str) -> None:
+def test_observable_data_is_one_commit_and_may_be_lost_in_a_power_cut(store: Recording, name: str) -> None:
     NOT_DURABLE[name](store)
     assert store.commits == [NORMAL]
 
 
-def test_a_transaction_is_durable_unless_said_and_its_parts_are_one_commit(store: Recording) -> None:
+def test_a_transaction_is_durable_by_default_and_its_parts_are_one_commit(store: Recording) -> None:
     with store.transaction():
         store.jobs.set_progress(1, Progress(step=2))
         store.intents.put(REQUEST)

@@ -54,7 +54,7 @@ def test_a_lost_state_file_is_not_a_fresh_start(path: Path, damage: str) -> None
     assert caught.value.exit_code == 4
     assert any("broker state restore" in hint for hint in caught.value.hints)
     assert any("broker state reset" in hint for hint in caught.value.hints)
-    assert path.exists() is (damage == "empty"), "looking makes nothing"
+    assert path.exists() is (damage == "empty"), "a failed open creates nothing"
 
 
 def test_the_error_names_the_newest_copy_and_its_date(path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_server_that_has_vanished_is_noticed_within_half_a_minute(open_postgre
     assert idle_s + every_s * count <= 30 and int(limits["tcp_user_timeout"]) <= 30_000
 
 
-def test_transactions_follow_one_another(open_postgres: OpenStore) -> None:
+def test_transactions_are_serialized(open_postgres: OpenStore) -> None:
     """A transaction reads, decides and writes; another process waits for its end."""
     one, two = open_postgres(), open_postgres()
     two.rows("SELECT set_config('lock_timeout', '50ms', false)")

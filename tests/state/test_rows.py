@@ -65,7 +65,7 @@ def test_a_stored_job_is_read_back_with_its_updates(store: Store, clock: Hands) 
     assert (ended.ended_s, ended.failure, ended.status) == (START_S + 10.0, "code 3", JobStatus.FAILED)
 
 
-def test_a_live_status_has_no_end_and_only_live_jobs_can_be_cancelled(store: Store) -> None:
+def test_a_live_status_has_no_end_and_an_unknown_job_cannot_be_cancelled(store: Store) -> None:
     job = store.jobs.add("j", Task())
     assert store.jobs.set_status(job.id, JobStatus.RECOVERING)
     assert get(store, job).ended_s is None and not get(store, job).cancel_requested
@@ -260,7 +260,7 @@ def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
     assert store.bills.spend_usd(cluster="d", job_id=7, now_s=3600.0) == 0.0
     assert store.bills.spend_usd(now_s=3600.0) == pytest.approx(4.0)
     assert store.bills.spend_usd(now_s=-5.0) == 0.5 * 2.0, (
-        "a node from ahead of a clock that was set back costs nothing"
+        "a node created before the clock was set back costs nothing yet"
     )
     assert store.bills.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
     assert store.bills.list_spend_usd([7, 8], now_s=3600.0) == {7: pytest.approx(3.0)}
@@ -279,13 +279,13 @@ def test_a_bill_ends_once_and_restarts_after_a_stop(store: Store, clock: Hands) 
     store.bills.close(NODE)
     clock.time_s += 3600.0
     store.bills.close(NODE)
-    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(2.0), "it stands still since the first time"
+    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(2.0), "it has not grown since the first close"
     store.bills.reopen(NODE)
     store.bills.reopen(NODE)
     stopped = replace(NODE, state=NodeState.STOPPED, created_s=START_S, ended_s=START_S + 3600.0)
     store.bills.record(stopped)
     clock.time_s += 1800.0
-    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(3.0), "what is listed of before does not close it"
+    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(3.0), "a list from before does not close it"
     store.bills.record(replace(stopped, state=NodeState.TERMINATED, ended_s=clock.time_s))
     clock.time_s += 1800.0
     assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(3.0)
@@ -318,7 +318,7 @@ def test_a_terminated_node_ends_its_bill_even_before_it_is_reopened(store: Store
     assert store.bills.spend_usd(now_s=START_S + 3600.0) == 0.0
 
 
-def test_a_node_takes_its_job_from_its_cluster_whenever_that_is_known_first(store: Store) -> None:
+def test_a_node_takes_its_job_from_its_cluster_once_that_is_known(store: Store) -> None:
     store.bills.record(NODE)
     store.clusters.put(make_cluster("c", job_id=7))
     store.bills.record(replace(NODE, usd_hour=4.0))

@@ -111,7 +111,7 @@ def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
     assert not store.events.list()
 
 
-def test_an_intent_stays_open_until_closed_and_its_first_outcome_stands(store: Store) -> None:
+def test_an_intent_stays_open_until_closed_and_its_token_remains(store: Store) -> None:
     request = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
     store.intents.put(request)
     store.intents.put(request)
@@ -182,12 +182,12 @@ def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: P
     for _ in range(4):
         lasting.append(refuse())
         clock.time_s += lasting[-1]
-        assert not store.refusals.list_active(clock.now_s()), "one try is let through"
+        assert not store.refusals.list_active(clock.now_s()), "one attempt is allowed"
     assert lasting == [100.0, 200.0, 300.0, 300.0]
     store.refusals.forgive(PLACEMENT)
     assert refuse() == 100.0
     clock.time_s += 100.0 + 3600.0
-    assert refuse() == 100.0, "long ago is forgotten"
+    assert refuse() == 100.0, "an old refusal is forgotten"
 
 
 def test_a_clock_that_is_set_back_does_not_prolong_refusals_or_probes(tmp_path: Path) -> None:

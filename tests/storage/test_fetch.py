@@ -23,7 +23,7 @@ class BrokenConnection(Exception):
 
 
 class Library:
-    """Stands for obstore: an object in two parts, whose connection breaks after the first one some times."""
+    """A stand-in for obstore: an object in two parts; the connection breaks a number of times after the first part."""
 
     exceptions = SimpleNamespace(GenericError=BrokenConnection)
 
@@ -89,7 +89,7 @@ def test_the_version_of_rclone_is_read(said: str, version: tuple[int, int], monk
 
 
 @pytest.mark.parametrize("error", [AuthError("no login"), TransientError("try again")])
-def test_a_bucket_that_cannot_be_asked_for_is_not_created(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_whose_lookup_fails_is_not_created(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(url: str) -> object:
         raise error
 

@@ -98,7 +98,7 @@ def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url:
 
 
 def test_r2_bucket_is_copied_with_its_own_login(node: Node, url: str, server: S3Server) -> None:
-    """Moto's server stands for Cloudflare; the login is from SkyPilot's files, or from variables."""
+    """Moto's server stands in for Cloudflare; the login is from SkyPilot's files, or from variables."""
     step = copy_to("~/in", url.replace("s3://", "r2://") + "/data")
     bare = replace(node, environment={"PATH": node.environment["PATH"]})
     refused = bare.run(step)

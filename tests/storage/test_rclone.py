@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(kw_only=True)
 class Gate(Wire):
-    """Forwards looks and small files to the object server, but nothing large while it is closed."""
+    """Forwards listings and small files to the object server, but nothing large while it is closed."""
 
     is_open: threading.Event = field(default_factory=threading.Event)
 

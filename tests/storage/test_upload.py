@@ -36,9 +36,9 @@ def test_files_are_sent_once_and_those_that_changed_again(url: str, tmp_path: Pa
     for name, file in files.items():
         file.write_text(name)
         os.utime(file, (1e9, 1e9))  # S3 has whole seconds: a file as new as that is sent again
-    told: list[tuple[int, int]] = []
-    first = send_files(url, files, on_sent=lambda sent, total: told.append((sent, total)))
-    assert told in ([(1, 7), (7, 7)], [(6, 7), (7, 7)]), "how many bytes of all have gone, after each file"
+    progress: list[tuple[int, int]] = []
+    first = send_files(url, files, on_sent=lambda sent, total: progress.append((sent, total)))
+    assert progress in ([(1, 7), (7, 7)], [(6, 7), (7, 7)]), "bytes sent and in total, after each file"
     assert (first.files, first.sent_files, first.sent_bytes, first.is_new_bucket) == (2, 2, 7, True)
     again = send_files(url, files)
     assert (again.sent_files, again.is_new_bucket) == (0, False)

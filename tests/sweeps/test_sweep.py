@@ -113,7 +113,7 @@ class SweepWorld(World):
                 return view
 
             view = asyncio.run(follow())
-            assert max(live) <= 2 * parallel  # at most `parallel` beside those that are being stopped
+            assert max(live) <= 2 * parallel  # at most `parallel` in addition to those being stopped
             return driver, view
         finally:
             context.close()

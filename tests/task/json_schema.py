@@ -11,12 +11,12 @@ Schema = dict[str, Any]
 
 
 def make_validator(name: str, defs: Schema) -> Draft202012Validator:
-    """Of the definition of this name."""
+    """Return a validator for the definition with this name."""
     return Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": defs})
 
 
 def make_values(schema: Schema, defs: Schema, depth: int = 0) -> st.SearchStrategy[Any]:
-    """Values that are likely valid; check them where that matters."""
+    """Return a strategy for values that are likely valid; check them where that matters."""
     if "$ref" in schema:
         return make_values(defs[schema["$ref"].removeprefix("#/$defs/")], defs, depth)
     if "anyOf" in schema:

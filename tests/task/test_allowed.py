@@ -223,13 +223,13 @@ def test_the_schema_has_the_same_patterns() -> None:
 
 @pytest.mark.parametrize(("store", "name"), [("s3", "my.bucket-1"), ("gcs", "my_bucket.example.com"), ("azure", "a-b"),
                                              ("r2", "a-b-c")])  # fmt: skip
-def test_bucket_that_its_store_takes_loads(store: str, name: str) -> None:
+def test_bucket_name_that_its_store_admits_loads(store: str, name: str) -> None:
     assert BUCKETS[store].admits(name)
     load_tasks_text(f"run: x\nfile_mounts: {{/x: {{name: {name}, store: {store}}}}}", "x.yaml")
 
 
 @pytest.mark.parametrize("target", ["~/data", "/data", "data/sub", "./x", "/mnt/a b", "~/.netrc", "/..a/b..", "/data/"])
-def test_target_that_a_node_has_room_for_loads(target: str) -> None:
+def test_valid_mount_target_loads(target: str) -> None:
     load_tasks_text(f"run: x\nfile_mounts: {{'{target}': s3://bucket}}", "x.yaml")
 
 

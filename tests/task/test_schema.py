@@ -50,7 +50,7 @@ def accepts(table: Table, value: dict[str, Any]) -> bool:
 
 
 def fill(name: str, key: str, value: Any) -> dict[str, Any]:
-    """The table's smallest mapping with this field in it."""
+    """Return the table's smallest mapping with this field in it."""
     needed = {"path": "/", "min_replicas": 1, "keyfile": "k", "certfile": "c", "run": "x", "url": "u", "hours": 1,
               "cron": "0 2 * * *", "type": "haproxy"}  # fmt: skip
     required = DEFS[name].get("required", [])

@@ -75,8 +75,8 @@ def test_empty_text_in_resources_counts_as_unset(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["name: {}", "resources: {{job_recovery: {{strategy: {}}}}}"])
-def test_empty_name_and_strategy_are_no_value(field: str) -> None:
-    """As templates write them whose variable is not set."""
+def test_empty_name_and_strategy_count_as_unset(field: str) -> None:
+    """Templates write such values when their variable is not set."""
     assert load(f"run: x\n{field.format(repr(''))}") == load(f"run: x\n{field.format('')}")
 
 
@@ -123,13 +123,13 @@ def test_unknown_setting_in_config_is_noted_where_it_stands(text: str, message: 
     assert notice.hint.startswith(hint)
 
 
-def test_url_as_workdir_is_told_how_a_repository_is_written() -> None:
+def test_url_as_workdir_gets_a_hint_about_repositories() -> None:
     (notice,) = load("run: x\nworkdir: https://host/org/x").notices
     assert notice.blocks_launch
     assert notice.hint == "for a git repository, write `workdir: {url: https://host/org/x}`"
 
 
-def test_text_that_is_no_mapping_is_told_where_its_colon_belongs() -> None:
+def test_text_that_is_not_a_mapping_gets_a_hint_about_its_colon() -> None:
     with pytest.raises(TaskError) as caught:
         load_tasks_text("run:echo", "task.yaml")
     assert caught.value.issues[0].hint == "put a space after the colon: `run: ...`"
@@ -148,7 +148,7 @@ def test_empty_alternatives_are_none() -> None:
         "{global.HF_TOKEN: }",
     ],
 )
-def test_scope_of_a_servers_secret_is_no_part_of_its_name(secrets: str) -> None:
+def test_scope_of_a_servers_secret_is_not_part_of_its_name(secrets: str) -> None:
     (task,) = load_tasks_text(f"run: x\nsecrets: {secrets}", "task.yaml", secrets={"HF_TOKEN": "abc"})
     assert {name: secret.value for name, secret in task.secrets.items()} == {"HF_TOKEN": "abc"}
     (notice,) = load(f"run: x\nsecrets: {secrets}").notices
@@ -193,7 +193,7 @@ def test_file_of_another_program_is_refused_in_one_sentence(text: str, expected:
         ("resources: {autostop: {zzz: 1}}", "1 unknown field `zzz` in `autostop` | its fields: idle_minutes, down"),
     ],
 )
-def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
+def test_misplaced_field_gets_a_hint_about_its_place(text: str, fault: str) -> None:
     assert find_faults(f"{text}\nrun: x")[0].startswith(fault)
 
 
@@ -289,7 +289,7 @@ def test_bucket_by_name_without_a_store_is_in_the_cloud_of_the_task(infra: str, 
 
 
 @pytest.mark.parametrize("resources", ["{}", "{infra: lambda}", "{any_of: [{infra: aws}, {infra: gcp}]}"])
-def test_bucket_by_name_that_could_be_in_several_stores_is_told_to_name_one(resources: str) -> None:
+def test_bucket_by_name_that_could_be_in_several_stores_gets_a_hint_to_name_one(resources: str) -> None:
     task = load(f"run: x\nresources: {resources}\nfile_mounts:\n  /ckpt: {{name: my-bucket}}")
     (notice,) = task.notices
     assert notice.blocks_launch and notice.message == "`file_mounts`: the bucket `my-bucket` has no `store`"

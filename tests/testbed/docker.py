@@ -1,4 +1,4 @@
-"""A real docker on a pretend machine: its daemon, and an image of this machine's own programs. Nothing is pulled."""
+"""A real docker on a simulated machine: its daemon, and an image of this machine's own programs. Nothing is pulled."""
 
 from __future__ import annotations
 

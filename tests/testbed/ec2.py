@@ -1,7 +1,7 @@
 """A fake AWS on loopback for real boto3: EC2 as strict as the original about tokens, tags, states and permissions.
 
-Deterministic: it moves on its clock only, one call at a time. `machines behind it` come by `on_started` and `on_ended`
-of the account: a test may put a real host behind an instance, set its addresses, and say when it `is_ready`.
+Deterministic: it advances only with its clock, one call at a time. The account's `on_started` and `on_ended` connect
+real machines: a test may put a real host behind an instance, set its addresses, and say when it `is_ready`.
 """
 
 from __future__ import annotations

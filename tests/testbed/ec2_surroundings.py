@@ -208,7 +208,7 @@ def delete_volume(account: Account, region: str, asked: Parameters) -> Answer:
 
 
 def get_spot_placement_scores(account: Account, region: str, asked: Parameters) -> Answer:
-    """Score zones if they are asked for, and else whole regions, which have no zone."""
+    """Score zones if they are requested, and otherwise whole regions, which have no zone."""
     if not asked.get("InstanceTypes") or not asked.get("TargetCapacity"):
         raise ApiError("MissingParameter")
     scored = [(zone, score) for zone, score in account.scores.items() if zone[:-1] in asked.get("RegionNames", ZONES)]

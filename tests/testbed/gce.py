@@ -114,7 +114,7 @@ class FakeGce(Operations):
         """Answer a request. Raise GceError, or LostAnswer."""
         project, _, rest = path.removeprefix("/compute/v1/projects/").partition("/")
         if path.endswith(":testIamPermissions"):
-            return self._tell_permissions(body["permissions"])
+            return self._answer_permissions(body["permissions"])
         if rest.startswith("global/images/family/"):
             return self._find_family(project, rest)
         with self._lock:
@@ -145,7 +145,7 @@ class FakeGce(Operations):
         if project != self.project and project not in self.others:
             raise missing(f"projects/{project}")
 
-    def _tell_permissions(self, asked: Sequence[str]) -> Json:
+    def _answer_permissions(self, asked: Sequence[str]) -> Json:
         if not self.tells_permissions:
             raise GceError(403, "accessNotConfigured", "Cloud Resource Manager API has not been used")
         return {"permissions": [each for each in asked if self.allowed is None or each in self.allowed]}
@@ -351,15 +351,15 @@ class FakeGce(Operations):
     def _halt(self, instance: Json) -> None:
         instance["status"] = "TERMINATED"
         instance["lastStopTimestamp"] = stamp(self.now())
-        self._tell_ended(instance)
+        self._report_ended(instance)
 
     def _remove(self, zone: str, name: str) -> None:
         instance = self.instances.pop((zone, name), None)
         if instance is not None and instance["status"] != "TERMINATED":
             instance["status"] = "DEPROVISIONING"
-            self._tell_ended(instance)
+            self._report_ended(instance)
 
-    def _tell_ended(self, instance: Json) -> None:
+    def _report_ended(self, instance: Json) -> None:
         if self.on_instance is not None:
             threading.Thread(target=self.on_instance.ended, args=(copy.deepcopy(instance),), daemon=True).start()
 

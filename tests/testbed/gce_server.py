@@ -16,7 +16,7 @@ from tests.testbed.gce_rules import GceError
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # head and body in one packet: else Nagle's algorithm holds the second back for 40 ms
+    wbufsize = -1  # head and body in one packet: otherwise Nagle's algorithm holds the second back for 40 ms
     disable_nagle_algorithm = True
     gce: ClassVar[FakeGce]
 

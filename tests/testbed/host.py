@@ -1,4 +1,4 @@
-"""A pretend machine as real as possible without a cloud: own network, processes, root folder and sshd.
+"""A simulated machine, as real as possible without a cloud: own network, processes, root folder and sshd.
 
 It boots as an image does: sshd with fresh host keys, then the boot script as root. The root folder is the machine's own
 under an overlay, so all its programs are there and nothing written comes back.
@@ -132,7 +132,7 @@ class Host:
             self.execute("/usr/local/sbin/shutdown", "-h", "now")
 
     def power_off(self, *, is_silent: bool = False) -> None:
-        """Power off silently: the cable is pulled first, so that no peer hears a last word, as at a power loss."""
+        """Power off silently: the cable is pulled first, so that no peer gets a last message, as in a power loss."""
         with self._lock:
             if not self.is_alive:
                 return

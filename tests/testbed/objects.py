@@ -1,7 +1,7 @@
-"""A Google and an Azure bucket on the loopback, as far as obstore speaks to them: objects in a dict, nothing kept.
+"""A Google and an Azure bucket on the loopback, as far as obstore uses them: objects in a dict, nothing kept.
 
 Paths and headers follow Google's XML API (docs.cloud.google.com/storage/docs/xml-api) and Azure's Blob service REST API
-(learn.microsoft.com/rest/api/storageservices). Google's logins are not looked at, Azure's are.
+(learn.microsoft.com/rest/api/storageservices). Google's logins are not checked, Azure's are.
 """
 
 import base64
@@ -190,12 +190,12 @@ class Azure(Handler):
         Raise the error that `handle_one_request` answers with, if there is no login of the account.
         """
         found = super().begin()
-        if not is_let_in(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}):
+        if not is_authorised(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}):
             raise ForbiddenError
         return found
 
     def handle_one_request(self) -> None:
-        """Handle a request as the base does, with the one refusal that may come of any verb."""
+        """Handle a request as the base does, with the one refusal that any verb may raise."""
         try:
             super().handle_one_request()
         except ForbiddenError:
@@ -258,7 +258,7 @@ class Azure(Handler):
         return f"<EnumerationResults><Blobs>{blobs}{prefixes}</Blobs><NextMarker /></EnumerationResults>".encode()
 
 
-def is_let_in(verb: str, path: str, headers: Mapping[str, str]) -> bool:
+def is_authorised(verb: str, path: str, headers: Mapping[str, str]) -> bool:
     """Return whether the account's key, a signature in the query, or a token of Entra's authorises the request."""
     parts = urlsplit(path)
     query = parse_qs(parts.query, keep_blank_values=True)

@@ -1,8 +1,8 @@
 """A cloud that answers from a recording (`broker check CLOUD --live --record FILE`), over HTTP on loopback.
 
-Reads are answered in their order between two changes, the last of them as often as it is asked; a change takes the
-recording on. Names that are drawn at random, such as tokens, differ from run to run: what a request says now where it
-said something else then stands for it in all later answers.
+Reads are answered in their order between two changes, the last of them as often as requested; a change advances the
+recording. Names that are drawn at random, such as tokens, differ from run to run: where a request now has another name
+than in the recording, later answers have it, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An S3 on the loopback, moto's, and a wire to it that can be cut."""
+"""moto's S3 on the loopback, and a connection to it that can be cut."""
 
 import contextlib
 import logging

@@ -107,22 +107,22 @@ class Stage(Shell):
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + self.patience_s
         while not is_so():
-            assert time.monotonic() < end_s, f"it never came to this: {what}\n{self.tell()}"
+            assert time.monotonic() < end_s, f"this never happened: {what}\n{self.describe()}"
             time.sleep(0.1)
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """Return the story so far."""
         parts = [self.run("jobs", "events", "1", code=None).stdout, self.run("jobs", "queue", code=None).stdout]
         parts += [path.read_text()[-3000:] for path in (self.home / "logs").rglob("*.log")]
         return "\n".join(parts)
 
     def wait_for_step(self, step: int, *, attempt: int = 1) -> None:
-        """Wait for a step, reading from the store: a command for each poll would take the processors that train."""
+        """Wait for a step, reading from the store: a command for each poll would slow the training down."""
         store = Store(self.home / "state.db", clock=SystemClock())
 
         def is_there() -> bool:
             job = store.jobs.get(1)
-            assert job and not job.status.is_terminal, f"it ended before step {step}\n{self.tell()}"
+            assert job and not job.status.is_terminal, f"it ended before step {step}\n{self.describe()}"
             return len(job.attempts) >= attempt and job.progress is not None and job.progress.step >= step
 
         self.wait_until(is_there, f"step {step} of attempt {attempt}")

@@ -224,7 +224,7 @@ class Handler(BaseHTTPRequestHandler):
             self.store.objects.pop(path, None)
             self.answer(204)
         elif path not in self.store.objects:
-            self.store.check(key, token, "s3:ListBucket", arn)  # else S3 does not even say that it is missing
+            self.store.check(key, token, "s3:ListBucket", arn)  # otherwise S3 does not even say that it is missing
             raise Denied("NoSuchKey", 404)
         else:
             self.answer(200, self.store.objects[path], {"ETag": '"1"', "Last-Modified": MOMENT})

@@ -79,7 +79,7 @@ def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) 
     stage.wait_for_step(10)
     stage.bridge.preempt(first[1], notice_s=0)
     job = stage.finish()
-    assert job.status is JobStatus.SUCCEEDED, stage.tell()
+    assert job.status is JobStatus.SUCCEEDED, stage.describe()
     log = stage.run("jobs", "logs", "1").stdout
     assert len(job.attempts) == 2 and "step 60/60" in log, log
     installs = [line for line in log.splitlines() if "trainers: installing torch" in line]
@@ -104,4 +104,4 @@ def test_elastic_run_takes_in_a_bare_host_for_a_lost_one(stage: Stage) -> None:
     stage.wait_until(is_taken_in, "the new host trains with the others")
     stage.bridge.hosts[first[0]].execute("touch", "/home/ubuntu/sky_workdir/released")
     job = stage.finish()
-    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.tell()
+    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.describe()

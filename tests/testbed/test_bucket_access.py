@@ -68,7 +68,7 @@ def test_job_without_keys_reaches_its_bucket_from_two_clouds_and_without_its_bro
     stage.bridge.hosts[on_gcp].shut_down()
     stage.wait_until(lambda: not stage.list_living(), "the machine has ended itself")
     stage.run("status")  # brings a daemon back
-    assert stage.finish().status is JobStatus.SUCCEEDED, stage.tell()
+    assert stage.finish().status is JobStatus.SUCCEEDED, stage.describe()
     assert {key.rpartition("/")[2] for key in store.objects} >= {"from-1", "from-2"}
     assert store.used_keys and KEY not in store.used_keys, "each write was made with a session"
 

@@ -1,4 +1,4 @@
-"""`image_id: docker:...` on hosts with a real docker engine, which confirms the pretend docker of the unit tests."""
+"""`image_id: docker:...` on hosts with a real docker engine, which confirms the fake docker of the unit tests."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_setup_and_run_are_inside_and_outcome_and_progress_come_out(bed: Bed, sh
 
 
 def test_notice_reaches_the_program_inside(bed: Bed, shared: Path) -> None:
-    told = """
+    trapping = """
         trap 'test -e "$BROKER_PREEMPTION_FILE" && echo saved; exit 0' TERM
         echo up; while :; do sleep 0.05; done
     """
 
     async def act() -> None:
         cluster = await open_cluster(bed, shared)
-        await start(bed, cluster, told)
+        await start(bed, cluster, trapping)
         await wait_until_up(bed, cluster)
         bed.cloud.give_notice(cluster.nodes[0].id, in_s=120)
         status, log = await follow(bed, cluster)

@@ -22,7 +22,7 @@ from tests.testbed.metadata import MetadataServer
 
 
 class Bed:
-    """Hosts of one pretend cloud and the broker's way to them."""
+    """Hosts of one simulated cloud and the broker's transport to them."""
 
     def __init__(self, folder: Path, metadata: MetadataServer, *, kind: str = "aws", shared: Path) -> None:
         self.keys = Keys(folder / "keys")

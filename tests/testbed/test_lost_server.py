@@ -156,10 +156,10 @@ class Story:
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + STORY_S_MAX
         while not is_so():
-            assert time.monotonic() < end_s, f"it never came to this: {what}\n{self.tell()}"
+            assert time.monotonic() < end_s, f"this never happened: {what}\n{self.describe()}"
             time.sleep(0.1)
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         logs = [each.host.try_execute("cat", "/root/server.log", f"{HOME}/logs/daemon.log")
                 for each in self.servers if each.host.is_alive]  # fmt: skip
         return "\n".join(each.stdout[-3000:] for each in logs)
@@ -174,7 +174,7 @@ def story(tmp_path: Path, metadata: MetadataServer, shared: Path) -> Iterator[St
             host.power_off()
 
 
-def test_restored_server_finishes_the_job_and_the_woken_one_orders_nothing(story: Story) -> None:
+def test_restored_server_finishes_the_job_and_orders_of_the_woken_one_are_refused(story: Story) -> None:
     old, new = story.old, story.new
     old.write("config.toml", f'backup = "{PLACE}"\n')
     old.write("ssh_pools.yaml", story.pools)
@@ -190,19 +190,19 @@ def test_restored_server_finishes_the_job_and_the_woken_one_orders_nothing(story
     old.host.cut_off()
     old.signal("STOP")
     new.write("secret.key", key)
-    code, told = new.run("-m", "broker", "server", "restore", "--from", PLACE, "--yes")
-    assert code == 0 and "as epoch 2" in told, told
+    code, output = new.run("-m", "broker", "server", "restore", "--from", PLACE, "--yes")
+    assert code == 0 and "as epoch 2" in output, output
     new.start()
     second = story.login("second", new)
     story.wait_until(lambda: all(read_epoch(story.hosts[each]) == 2 for each in NODES), "the new server has spoken")
 
     old.host.reconnect()
-    told = old.run("-c", ORDER)[1]
-    assert sorted(told.splitlines()) == ["renew refused", "start refused", "stop refused"], told
+    output = old.run("-c", ORDER)[1]
+    assert sorted(output.splitlines()) == ["renew refused", "start refused", "stop refused"], output
     old.signal("CONT")
     story.wait_until(lambda: not old.list_processes(), "the woken server ends by itself")
-    code, told = old.run("-m", "broker", "jobs", "cancel", "1")
-    assert code and "was replaced by one that was restored" in told, told
+    code, output = old.run("-m", "broker", "jobs", "cancel", "1")
+    assert code and "was replaced by one that was restored" in output, output
 
     (story.shared / "enough").touch()
     story.wait_until(lambda: read_job(second)["status"] == "SUCCEEDED", "the job ends")

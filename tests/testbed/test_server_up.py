@@ -74,9 +74,9 @@ def test_server_on_a_host_runs_jobs_without_the_laptop(laptop: Laptop) -> None:
 
 def test_server_on_a_cloud_is_a_cluster_that_down_terminates(stage: Stage) -> None:
     place = ("--infra", "aws/us-east-1", "--python", sys.executable)
-    told = stage.run("server", "up", *place, "--yes", "--login").stdout
+    output = stage.run("server", "up", *place, "--yes", "--login").stdout
     (machine,) = stage.account.instances.values()
-    assert not machine.is_spot and "Logged in as admin" in told
+    assert not machine.is_spot and "Logged in as admin" in output
     assert stage.read_json("server", "status")["is_running"]
     assert stage.run("jobs", "queue").stdout.startswith("No managed jobs")
     stage.run("server", "up", *place, "--yes")

@@ -27,7 +27,7 @@ lab:
   fence: test -e {folder}/off-{{host}}
   hosts: [{hosts}]
 """
-# The program counts on: its state is in a folder that all hosts share, and tells in which attempt a step was taken.
+# The program continues to count: its state is in a folder that all hosts share, with the attempt of each step.
 TASK = """\
 name: count
 num_nodes: 2

@@ -51,11 +51,11 @@ def test_training_moves_between_regions_and_clouds_and_continues_from_its_bucket
     second = stage.list_by_rank()
     stage.bridge.preempt(second[1], notice_s=0)
     job = stage.finish()
-    assert job.status is JobStatus.SUCCEEDED, stage.tell()
+    assert job.status is JobStatus.SUCCEEDED, stage.describe()
     zones = [attempt.placement.offer.zone for attempt in job.attempts]
     assert zones == ["us-east-1a", "us-west-2a", "us-central1-a"]
     events = stage.run("jobs", "events", "1").stdout
-    # Two seconds are enough to save and to report it where the processors are free; else the list shows which are gone.
+    # Two seconds suffice to save and to report it where processors are free; otherwise the list shows what was lost.
     assert "the cloud gave notice" in events or "node 0 and 1 gone" in events, events
     assert "node 1 gone" in events, events
     assert events.count("recovered at step") == 2, events
@@ -69,9 +69,9 @@ def test_training_moves_between_regions_and_clouds_and_continues_from_its_bucket
     cuts = [(old, new) for old, new in pairwise(numbers) if new != old + 1]
     assert len(cuts) <= 2, "with notice no step is lost where two seconds were enough to save"
     assert all(old - new < 10 for old, new in cuts), (
-        f"else those since the newest checkpoint, of each fifth step: {cuts}"
+        f"otherwise those since the newest checkpoint, of each fifth step: {cuts}"
     )
-    # Machines that are gone at once take their last lines with them; what those steps came to is in the checkpoint.
+    # Machines that vanish at once take their last lines with them; the result of those steps is in the checkpoint.
     untold = {step for old, new in cuts[:1] for step in range(old + 1, new)}
     assert sorted({*numbers, *untold}) == list(range(1, 61)), log
     assert len(set(steps)) == 60 - len(untold), "what is done twice comes to the same loss, on another cloud too"
@@ -108,7 +108,7 @@ run: |
     stage.wait_until(lambda: not stage.list_living(), "the machine has ended itself")
     stage.run("status")  # brings a daemon back
     job = stage.finish()
-    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.tell()
+    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.describe()
 
 
 def test_secret_is_visible_only_to_the_program(stage: Stage) -> None:
@@ -140,7 +140,7 @@ run: |
     (on_gcp,) = stage.list_living()
     expect_quiet(stage, on_gcp)
     stage.bridge.hosts[on_gcp].execute("touch", "/home/ubuntu/sky_workdir/stop")
-    assert stage.finish().status is JobStatus.SUCCEEDED, stage.tell()
+    assert stage.finish().status is JobStatus.SUCCEEDED, stage.describe()
     for command in (
         ("jobs", "events", "1"),
         ("jobs", "queue", "-o", "json"),
@@ -148,8 +148,8 @@ run: |
         ("status", "--json"),
     ):
         assert CANARY not in stage.run(*command).stdout
-    told = stage.run("jobs", "logs", "1").stdout
-    assert told.count("heard") == 2 and CANARY not in told
+    text = stage.run("jobs", "logs", "1").stdout
+    assert text.count("heard") == 2 and CANARY not in text
     stage.wait_until(lambda: not list((stage.home / "secrets").glob("*")), "the secret is forgotten")
 
 
@@ -164,8 +164,8 @@ def expect_quiet(stage: Stage, name: str) -> None:
     for path in host.execute("grep", "-rl", CANARY, "/home/ubuntu", "/var/log", "/run").split():
         assert host.execute("stat", "-c", "%a %U", path) == "600 ubuntu\n", path
     machines = [(each.id, each.user_data, each.tags, each.parameters) for each in stage.account.instances.values()]
-    told = repr((stage.account.calls, machines, stage.gce.requests))
-    assert name in told and "ssh-ed25519" in told and CANARY not in told
+    text = repr((stage.account.calls, machines, stage.gce.requests))
+    assert name in text and "ssh-ed25519" in text and CANARY not in text
     for path in (each for each in stage.home.rglob("*") if each.is_file()):
         if path.parent.name == "secrets":
             assert path.stat().st_mode & 0o777 == 0o600

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GATEWAY, METADATA = "169.254.1.1", "169.254.169.254"
-CONTROL = "10.255.0.1"  # address of the pretend clouds
+CONTROL = "10.255.0.1"  # address of the simulated clouds
 INSIDE = "BROKER_TESTBED_WORLD"
 PACKAGES = {
     "ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "unshare": "util-linux", "sudo": "sudo",

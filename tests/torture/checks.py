@@ -67,8 +67,8 @@ def check_ends(history: History, work: Workload, name: str, end: str, jobs: Sequ
     wanted = [end, "SUCCEEDED"] if work.follow_up == "retry" else [end]
     found = [job.status for job in jobs]
     if found != wanted:
-        told = "; ".join(f"job {job.id} {job.status}: {job.failure}" for job in jobs)
-        history.violate(f"{name} must end {' then '.join(wanted)}, and is: {told or 'nowhere'}")
+        ends = "; ".join(f"job {job.id} {job.status}: {job.failure}" for job in jobs)
+        history.violate(f"{name} must end {' then '.join(wanted)}, and is: {ends or 'nowhere'}")
 
 
 def find_problems(work: Workload, name: str, jobs: Sequence[JobRow], evidence: Path) -> Iterator[str]:
@@ -117,12 +117,12 @@ def check_rest(bed: LocalBed, history: History, view: View) -> None:
     if view.open_bills:
         history.violate(f"{view.open_bills} nodes still cost money by the bills")
     with closing(sqlite3.connect(bed.database)) as connection:
-        told = connection.execute("PRAGMA integrity_check").fetchone()[0]
-        if told != "ok":
-            history.violate(f"the store is damaged: {told}")
+        answer = connection.execute("PRAGMA integrity_check").fetchone()[0]
+        if answer != "ok":
+            history.violate(f"the store is damaged: {answer}")
         for sql in ("SELECT id FROM nodes WHERE ended_s < created_s",):
             if rows := connection.execute(sql).fetchall():
-                history.write("note", told=f"nodes whose bill ends before it begins: {rows}")
+                history.write("note", text=f"nodes whose bill ends before it begins: {rows}")
     done = bed.run("gc", "--dry-run", "--json")
     if done.returncode or json.loads(done.stdout)["nodes"] or json.loads(done.stdout)["clusters"]:
         history.violate("`broker gc` finds something to collect", stdout=done.stdout, stderr=done.stderr)

@@ -19,7 +19,7 @@ from tests.torture.killer import SHORT_S_MAX, Acts, Killer
 from tests.torture.processes import Process, list_processes, name_kind, read_command, read_process, send_signal
 from tests.torture.workloads import HERE, Setting
 
-# A cloud that lists a machine without power as running costs its job ten minutes of silence, so it is drawn seldom.
+# A cloud that lists a machine without power as running costs its job ten minutes of silence, so it is drawn rarely.
 ACTS: Acts = (
     *(("daemon-kill", 4.0), ("daemon-stop", 2.0), ("daemon-term", 1.0)),
     *(("runner-kill", 1.0), ("runner-stop", 1.0), ("watcher-kill", 1.0), ("watcher-stop", 1.0)),
@@ -187,7 +187,7 @@ class HostsKiller(Killer):
         return {"host": host.name}
 
     def _part(self, kind: str) -> dict[str, object] | None:
-        """Partition a host for a while: neither the broker nor a peer hears it, and it works on."""
+        """Partition a host for a while: it reaches neither the broker nor a peer, and continues to work."""
         host = self._draw_host()
         if host is None or host.name in self._cut:
             return None

@@ -58,9 +58,9 @@ class References:
         found = digest([*wanted.values(), *places], environment)
         pairs = {place: (found.get(place, "unreadable"), found.get(wanted[places[place]])) for place in places}
         return {
-            place: f"the tensors of the last checkpoint are {told}, undisturbed {right}"
-            for place, (told, right) in pairs.items()
-            if told != right
+            place: f"the tensors of the last checkpoint are {actual}, undisturbed {right}"
+            for place, (actual, right) in pairs.items()
+            if actual != right
         }
 
 
@@ -131,7 +131,7 @@ def compare_numbers(
         problems.append(f"{differing[0]}; {len(differing)} of {len(found)} values differ")
     last = max(expected, default=None)
     if last is None or last not in {(step, name) for step, name, _ in found}:
-        problems.append(f"the last step was not told: {last}")
+        problems.append(f"the last step was not reported: {last}")
     return problems
 
 

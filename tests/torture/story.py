@@ -19,7 +19,7 @@ from tests.torture.references import References
 from tests.torture.users import Looker, Submitter
 
 LOOK_S = 1.0
-TELL_EVERY_S = 30.0
+PRINT_EVERY_S = 30.0
 # After healing, something must move within this time. The product's longest pause is ten minutes: a gang may be silent
 # as a whole for that long while its cloud lists it as running.
 STALL_S_MAX = 900.0
@@ -65,7 +65,7 @@ class Story:
         self._view: View | None = None
 
     def play(self, references: References) -> Outcome:
-        threading.excepthook = self._tell_of_thread
+        threading.excepthook = self._report_thread
         for thread in (self._submitter, self._looker, self._killer):
             thread.start()
         self._torture()
@@ -83,7 +83,7 @@ class Story:
         self._check(references)
         return self._sum_up()
 
-    def _tell_of_thread(self, failed: threading.ExceptHookArgs) -> None:
+    def _report_thread(self, failed: threading.ExceptHookArgs) -> None:
         """Report a user or a killer that stopped by an error of its own: such a run has proven nothing."""
         if self._bed.is_closed:
             return  # the run was interrupted: threads that fail now say nothing about the product
@@ -93,14 +93,14 @@ class Story:
 
     def _torture(self) -> None:
         """Torture until the time is up or, where the number of jobs is given, until all have ended."""
-        told_s = self._history.elapsed_s
+        printed_s = self._history.elapsed_s
         while self._history.elapsed_s < self._minutes * 60:
             self._look()
             if self._submitter.is_exhausted and self._is_quiet():
                 return
-            if self._history.elapsed_s - told_s >= TELL_EVERY_S:
-                told_s = self._history.elapsed_s
-                self.tell()
+            if self._history.elapsed_s - printed_s >= PRINT_EVERY_S:
+                printed_s = self._history.elapsed_s
+                self.print_progress()
             time.sleep(LOOK_S)
 
     def _look(self) -> None:
@@ -120,7 +120,7 @@ class Story:
 
     def _wait_until_ended(self) -> None:
         """Wait as long as anything moves; only a standstill is a violation."""
-        stamp, moved_s, told_s = "", time.monotonic(), time.monotonic()
+        stamp, moved_s, printed_s = "", time.monotonic(), time.monotonic()
         while True:
             self._look()
             if self._is_quiet() and not self._submitter.is_alive():
@@ -134,9 +134,9 @@ class Story:
                 clusters = sorted(view.clusters) if view else []
                 self._history.violate(f"healed, and nothing moves for {STALL_S_MAX:g} s: {left} {clusters}")
                 return
-            if time.monotonic() - told_s >= TELL_EVERY_S:
-                told_s = time.monotonic()
-                self.tell()
+            if time.monotonic() - printed_s >= PRINT_EVERY_S:
+                printed_s = time.monotonic()
+                self.print_progress()
             time.sleep(LOOK_S)
 
     def _leave_nothing(self) -> None:
@@ -168,7 +168,7 @@ class Story:
             history.violate(f"processes are left: {sorted(each.kind for each in left)}", processes=left)
         check_locks(bed, history)
 
-    def tell(self) -> None:
+    def print_progress(self) -> None:
         """Print one line of progress."""
         view = self._view
         jobs = list(view.jobs.values()) if view else []

@@ -38,7 +38,7 @@ def start_witness(evidence: Path, attempt: int, *program: str) -> subprocess.Pop
 def wait_until(is_so: Callable[[], object]) -> None:
     end_s = time.monotonic() + WAIT_S_MAX
     while not is_so():
-        assert time.monotonic() < end_s, "it never came to this"
+        assert time.monotonic() < end_s, "the condition was never met"
         time.sleep(0.02)
 
 
@@ -148,8 +148,8 @@ def test_contradictory_records_are_reported(tmp_path: Path, views: list[View], c
     for view in views:
         monitor.look(view)
     assert any(claim in each for each in history.violations), history.violations
-    told = [json.loads(line) for line in history.path.read_text().splitlines()]
-    assert any(line["what"] == "violation" for line in told), "with its evidence in the history"
+    entries = [json.loads(line) for line in history.path.read_text().splitlines()]
+    assert any(line["what"] == "violation" for line in entries), "with its evidence in the history"
 
 
 def test_signal_reaches_no_process_of_another_bed(tmp_path: Path) -> None:

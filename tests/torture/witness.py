@@ -30,7 +30,7 @@ class Witness:
         self.attempt = int(os.environ["BROKER_ATTEMPT"])
         self.rank = int(os.environ["SKYPILOT_NODE_RANK"])
 
-    def tell(self, event: str, **fields: object) -> None:
+    def record(self, event: str, **fields: object) -> None:
         """Append one line in one write."""
         about = {"event": event, "attempt": self.attempt, "rank": self.rank, "pid": os.getpid()}
         line = json.dumps({"time_s": time.time(), **about, **fields})
@@ -40,12 +40,12 @@ class Witness:
     def hold(self) -> int:
         """Lock this attempt's file and look for a live rank of another attempt; returns the lock's descriptor."""
         with (self.folder / "probe.lock").open("ab") as mutex:
-            fcntl.flock(mutex, fcntl.LOCK_EX)  # one probe at a time: two would take each other for the living
+            fcntl.flock(mutex, fcntl.LOCK_EX)  # one probe at a time: two would take each other for live ranks
             lock = os.open(self.folder / f"attempt-{self.attempt}.lock", os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(lock, fcntl.LOCK_SH)
             for path in sorted(self.folder.glob("attempt-*.lock")):
                 if path.name != f"attempt-{self.attempt}.lock" and is_held(path):
-                    self.tell("overlap", other=int(path.stem.partition("-")[2]))
+                    self.record("overlap", other=int(path.stem.partition("-")[2]))
         return lock
 
     def count_failures(self) -> int:
@@ -61,11 +61,11 @@ class Witness:
         try:
             descriptor = os.open(self.folder / "finished.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            self.tell("redone")
+            self.record("redone")
             return
         os.write(descriptor, json.dumps({"attempt": self.attempt, "pid": os.getpid()}).encode())
         os.close(descriptor)
-        self.tell("finish")
+        self.record("finish")
 
 
 def is_held(path: Path) -> bool:
@@ -97,16 +97,16 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     witness = Witness(folder)
     lock = witness.hold()
-    witness.tell("begin")
+    witness.record("begin")
     failures_wanted = int(options[options.index("--fail-first") + 1]) if "--fail-first" in options else 0
     is_head = witness.rank == 0
     if is_head and not (folder / "repaired").exists() and witness.count_failures() < failures_wanted:
-        witness.tell("fail")
+        witness.record("fail")
         return EXIT_OF_FAILURE
     code = run_program(command, lock, umask)
     if code == 0 and is_head:
         witness.finish()
-    witness.tell("end", code=code)
+    witness.record("end", code=code)
     return code
 
 

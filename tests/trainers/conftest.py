@@ -27,7 +27,7 @@ TINY = [
 ]
 
 # The schedule must not depend on the number of steps, and a low rate keeps rounding from growing over a thousand:
-# a step's loss then tells which samples it was taken of.
+# a step's loss then shows which samples it is from.
 STEADY = ("--model.dropout", "0", "--train.learning_rate", "1e-4", "--train.learning_rate_min", "1e-4")
 ENDLESS = "1000000"
 PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORTURE_PACE_S": "0.03"}
@@ -64,7 +64,7 @@ class TrainingFolder:
         )
 
     def run(self, *flags: str, workers: int = 1, attempt: int = 1, strategy: str = "ddp") -> tuple[int, str]:
-        """Run an attempt to its end; its exit code and stderr."""
+        """Run an attempt to its end; return its exit code and stderr."""
         process = self.start(*flags, workers=workers, attempt=attempt, strategy=strategy)
         _, errors = process.communicate(timeout=120)
         return process.returncode, errors
@@ -78,7 +78,7 @@ class TrainingFolder:
         strategy: str = "ddp",
         kill_after: int = 0,
     ) -> Ended:
-        """As `run`, by the warm process and without the launcher; `kill_after` a step, kill -9 for all ranks."""
+        """Run as `run` does, by the warm process without the launcher; `kill_after` a step, all ranks get SIGKILL."""
         return worlds.call(
             self.path,
             "trainers.lm:main",
@@ -90,11 +90,11 @@ class TrainingFolder:
         )
 
     def lines(self) -> list[dict[str, object]]:
-        """All that was reported so far."""
+        """Return all lines reported so far."""
         return [json.loads(line) for line in (self.path / "progress.jsonl").read_text().splitlines()]
 
     def losses(self) -> dict[int, list[float]]:
-        """Every loss ever reported for a step, as exact floats."""
+        """Return every loss ever reported for each step, as exact floats."""
         losses: dict[int, list[float]] = {}
         for line in self.lines():
             if line.get("loss") is not None:
@@ -112,7 +112,7 @@ def await_step(process: "subprocess.Popen[str]", step: int) -> None:
 
 
 def kill_all(process: "subprocess.Popen[str]") -> None:
-    """kill -9 for the launcher and all its workers."""
+    """Kill the launcher and all its workers with SIGKILL."""
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=300)
 
@@ -175,7 +175,7 @@ def await_line(process: "subprocess.Popen[str]", words: str) -> None:
 
 
 def count_lost_steps(folder: TrainingFolder) -> list[int]:
-    """For each loss of a node: how many reported steps the run had to take again."""
+    """Count, for each loss of a node, the reported steps that the run had to take again."""
     lost, reported = [], 0
     for line in folder.lines():
         if line.get("event") == "resumed from memory":

@@ -1,4 +1,4 @@
-"""What single ranks do in the worlds of `test_peer_checkpoint.py`."""
+"""Checks that single ranks run in the worlds of `test_peer_checkpoint.py`."""
 
 import os
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ def restore_parts(arguments: Sequence[str]) -> int:
 
 
 def make_state(name: str, ranks: Ranks) -> dict[str, Any]:
-    """The shared state of a run under a strategy."""
+    """Return the shared state of a run under a strategy."""
     strategy = create_strategy(name, ranks)
     assert strategy.HAS_PEER_COPIES
     model = Model()
@@ -90,7 +90,7 @@ def make_state(name: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def list_tensors(shared: dict[str, Any], step: int) -> list[tuple[str, Tensor, Tensor]]:
-    """The path of every tensor, its elements on this rank, and what they are at a step: all elements differ."""
+    """List the path of each tensor, its elements on this rank, and their values at a step; all elements differ."""
     found = []
     for key, holder in shared.items():
         for path, value in iterate_values(holder.state_dict(), (key,)):

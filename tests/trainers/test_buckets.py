@@ -128,7 +128,7 @@ def test_manifest_seals_what_lies_in_the_bucket(url: str) -> None:
     assert found is not None and found[0].step == 5
 
 
-def test_large_file_travels_in_parts_and_is_there_whole_or_not_at_all(
+def test_large_file_is_uploaded_in_parts_and_restored(
     google: tuple[Objects, dict[str, str]],
     azure: tuple[Objects, dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Collectives to measure: a wrong or missing result is counted in every run, and the slowest rank's time is told."""
+"""Collectives to measure: wrong or missing results are counted in every run, and the time is the slowest rank's."""
 
 import dataclasses
 import itertools
@@ -35,11 +35,11 @@ def test_sums_over_many_ranks_are_exact_in_16_bits(dtype: str) -> None:
         parts = [collectives._values(9, each.rank, kind, each) for each in ranks]
         total = sum(parts, torch.zeros(9, dtype=kind))
         assert torch.equal(total.double(), torch.stack(parts).double().sum(0))
-        assert len({tuple(each.tolist()) for each in parts}) == min(world_size, 3), "ranks can be told apart"
+        assert len({tuple(each.tolist()) for each in parts}) == min(world_size, 3), "ranks can be distinguished"
 
 
 def find_wrong_results(_: list[str]) -> int:
-    """In a world: a collective that stops working after a good run is found out."""
+    """Check in a world that a collective that stops working after a good run is detected."""
     from trainers.collectives import create_collective
     from trainers.ranks import join_ranks, leave_ranks
 
@@ -60,7 +60,7 @@ def find_wrong_results(_: list[str]) -> int:
 
 
 def measure_with_a_clock_of_its_own(_: list[str]) -> int:
-    """In a world: each run takes a second times the rank, by a clock that only runs move."""
+    """Measure in a world in which each run takes as many seconds as its rank, by a clock that only runs advance."""
     from trainers.ranks import join_ranks, leave_ranks
 
     ranks = join_ranks()

@@ -78,8 +78,8 @@ def test_damaged_or_foreign_file_is_deleted_and_not_used(
     path = f"{cache._folder}/0123"
     FolderStorage(tmp_path).create(path, content)
     assert cache.load() == 0
-    told = capsys.readouterr().err
-    assert ("another device" if damage == "foreign" else "does not match its checksum") in told
+    errors = capsys.readouterr().err
+    assert ("another device" if damage == "foreign" else "does not match its checksum") in errors
     assert not (tmp_path / path).exists()
 
 

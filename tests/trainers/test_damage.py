@@ -29,7 +29,7 @@ def cut(content: bytearray, draw: random.Random) -> None:
 
 
 def zero(content: bytearray, draw: random.Random) -> None:
-    """As a file system leaves a page that was never written."""
+    """Zero a part, as a file system leaves a page that was never written."""
     begin = draw.randrange(len(content))
     end = min(len(content), begin + 4096)
     while not any(content[begin:end]):  # zeros already: nothing would be damaged
@@ -39,7 +39,7 @@ def zero(content: bytearray, draw: random.Random) -> None:
 
 
 def swap(content: bytearray, draw: random.Random) -> None:
-    """Two parts in each other's place: every byte is one that was written."""
+    """Swap two parts: every byte is one that was written."""
     half = len(content) // 2
     if content[:half] == content[half : 2 * half]:
         flip(content, draw)

@@ -35,7 +35,7 @@ def load(folder: Path, name: str) -> torch.Tensor:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_own_script_of_the_docs_resumes_bit_identical_after_a_preemption(tmp_path: Path) -> None:
+def test_own_script_of_the_docs_resumes_bit_identically_after_a_preemption(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert run_script(whole, 1) == 0
     broken.mkdir()

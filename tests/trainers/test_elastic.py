@@ -27,15 +27,15 @@ class Ear:
     """The messages that a member received."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
 
     def send(self, **message: Any) -> None:
-        self.told.append(message)
+        self.received.append(message)
 
     def take(self) -> list[str]:
-        """Kinds and verdicts since the last look."""
-        kinds = [each.get("verdict") or each["kind"] for each in self.told]
-        self.told.clear()
+        """Return kinds and verdicts since the last call."""
+        kinds = [each.get("verdict") or each["kind"] for each in self.received]
+        self.received.clear()
         return kinds
 
 
@@ -78,8 +78,8 @@ def test_first_world_waits_for_all_and_is_in_the_order_of_nodes() -> None:
     rendezvous.arrive(early)
     assert late.ear.take() == []
     rendezvous.arrive(middle)
-    assert [each.ear.told[0]["rank"] for each in (early, middle, late)] == [0, 1, 2]
-    assert {each.ear.told[0]["address"] for each in (early, middle, late)} == {"host-a"}
+    assert [each.ear.received[0]["rank"] for each in (early, middle, late)] == [0, 1, 2]
+    assert {each.ear.received[0]["address"] for each in (early, middle, late)} == {"host-a"}
 
 
 def test_lost_member_is_reported_to_the_others_which_form_the_next_world() -> None:
@@ -90,7 +90,7 @@ def test_lost_member_is_reported_to_the_others_which_form_the_next_world() -> No
     assert b.ear.take() == []
     c = come_back(rendezvous, c, rank=2, step=8)
     for member, rank in ((b, 0), (c, 1)):
-        (world,) = member.ear.told
+        (world,) = member.ear.received
         assert (world["rank"], world["world_size"], world["holdings"]) == (rank, 2, [(7, 0, 1), (8, 0, 1)])
         assert (world["generation"], world["address"]) == (2, "host-b")
 
@@ -114,8 +114,11 @@ def test_too_few_workers_wait_for_a_newcomer() -> None:
     rendezvous.consider()
     assert rendezvous.is_gathering
     rendezvous.give_up()
-    told = rendezvous.waiting["b"]
-    assert isinstance(told, Ears) and "1 ranks are left, and `--elastic` asks for 3" in told.ear.told[0]["reason"]
+    waiting = rendezvous.waiting["b"]
+    assert (
+        isinstance(waiting, Ears)
+        and "1 ranks are left, and `--elastic` asks for 3" in waiting.ear.received[0]["reason"]
+    )
 
 
 def test_newcomer_waits_for_the_end_of_a_step_and_one_too_many_for_a_loss() -> None:
@@ -127,7 +130,7 @@ def test_newcomer_waits_for_the_end_of_a_step_and_one_too_many_for_a_loss() -> N
         rendezvous.vote(member, is_leaving=False)
     assert [each.ear.take() for each in members] == [["again"]] * 2
     back = [come_back(rendezvous, each, rank=rank, step=9) for rank, each in enumerate(members)]
-    assert [each.ear.told[0]["rank"] for each in (*back, extra)] == [0, 1, 2]
+    assert [each.ear.received[0]["rank"] for each in (*back, extra)] == [0, 1, 2]
     spare = make_member("y", order=(1, 6))
     rendezvous.arrive(spare)
     assert spare.ear.take() == [] and "joiner" not in back[0].ear.take()
@@ -159,7 +162,7 @@ def test_end_of_the_run_is_not_a_loss() -> None:
     rendezvous.depart(a)
     rendezvous.arrive(late)
     assert b.ear.take() == ["world"]
-    assert spare.ear.told == late.ear.told == [{"kind": "end", "is_over": True}]
+    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True}]
 
 
 def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
@@ -179,7 +182,7 @@ def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
     assert [each.ear.take() for each in again] == [["joiner"], ["joiner"], []]
 
 
-def test_parts_take_turns_as_they_did_so_that_few_have_to_be_sent() -> None:
+def test_parts_alternate_in_their_order_so_that_few_have_to_be_sent() -> None:
     parts = [("a", 1), ("b", 1), ("c", 0), ("d", 0)]
     members = [make_member(name, order=(0, place), holding=(9, index, 2)) for place, (name, index) in enumerate(parts)]
     older, newcomer = make_member("e", order=(0, 4), holding=(8, 0, 2)), make_member("f", order=(1, 0))
@@ -226,7 +229,7 @@ def test_part_that_one_of_sixteen_holds_comes_to_all_in_four_rounds() -> None:
 
 
 def come_from(member: Ears, *, generation: int, former: str, lost: str = "a") -> Ears:
-    """A survivor whose rendezvous was lost, at another one."""
+    """Make a survivor that comes to another rendezvous after the loss of its own."""
     again = make_member(member.id, order=(0, 0), step=7)
     again.generation, again.former, again.lost = generation, tuple(former), lost
     return again
@@ -241,11 +244,11 @@ def test_world_of_a_lost_rendezvous_forms_at_the_next_one_with_a_newcomer() -> N
     successor.arrive(again[0])
     assert newcomer.ear.take() == [] and successor.is_gathering
     successor.arrive(again[1])
-    assert [each.ear.told[0]["rank"] for each in (*again, newcomer)] == [0, 1, 2]
-    assert again[0].ear.told[0]["generation"] == 2 and again[0].ear.told[0]["members"] == ["b", "c", "x"]
+    assert [each.ear.received[0]["rank"] for each in (*again, newcomer)] == [0, 1, 2]
+    assert again[0].ear.received[0]["generation"] == 2 and again[0].ear.received[0]["members"] == ["b", "c", "x"]
 
 
-def test_part_of_a_world_that_is_not_more_than_half_never_forms_one() -> None:
+def test_at_most_half_of_a_world_never_forms_a_new_one() -> None:
     """A leader cut off from two peers of three, given two new ones, and the two peers: only those may continue."""
     leader, (a, b, c) = gather(is_movable=True)
     leader.depart(b)
@@ -257,7 +260,7 @@ def test_part_of_a_world_that_is_not_more_than_half_never_forms_one() -> None:
     leader.consider()
     assert leader.is_gathering and a.ear.take() == []
     leader.give_up()
-    assert "may continue elsewhere" in a.ear.told[0]["reason"]
+    assert "may continue elsewhere" in a.ear.received[0]["reason"]
     successor = Rendezvous(least=2, most=3, first_count=3, is_movable=True)
     survivors = [come_from(each, generation=1, former="abc") for each in (b, c)]
     for each in survivors:
@@ -328,10 +331,10 @@ def test_one_survivor_continues_where_broker_names_the_leader() -> None:
     assert back.ear.take() == [], "the third may come back"
     successor.is_late = True
     successor.consider()
-    assert back.ear.told[0]["world_size"] == 1 and back.ear.told[0]["generation"] == 2
+    assert back.ear.received[0]["world_size"] == 1 and back.ear.received[0]["generation"] == 2
 
 
-def test_leader_that_is_not_named_any_more_forms_no_world() -> None:
+def test_leader_that_is_no_longer_named_forms_no_world() -> None:
     broker = Broker()
     first = broker.make(0)
     a, b, c = begin(first)
@@ -368,10 +371,10 @@ def test_invalid_bounds_are_refused(text: str) -> None:
 
 
 def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
-    """Every step once, with the loss of a run that nothing disturbed: no sample was left out or taken twice.
+    """Check that each step was taken once, with the loss of an undisturbed run: no sample was left out or repeated.
 
-    The first rank may lose a peer between moving the parameters and hearing the others' losses: that step is taken,
-    and its loss not told.
+    The first rank may lose a peer between moving the parameters and receiving the others' losses: that step is taken
+    without reporting a loss.
     """
     found = {step: losses[-1] for step, losses in folder.losses().items()}
     last = max(found)

@@ -125,7 +125,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert find_bus_factor("all_reduce", 8) == 1.75
 
 
-def test_one_rank_alone_and_a_size_that_is_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_size_and_an_unknown_collective_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in (
         (["--largest", "1T"], "`1T` is not a size"),
         (["--collectives", "all_to_all"], "`all_to_all`"),
@@ -135,7 +135,7 @@ def test_one_rank_alone_and_a_size_that_is_none_are_refused(capsys: pytest.Captu
         assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_weights_leave_as_safetensors_whatever_strategy_saved_them(
+def test_weights_are_exported_as_safetensors_whatever_strategy_saved_them(
     worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for strategy, ranks in (("ddp", 1), ("fsdp", 2)):
@@ -152,7 +152,7 @@ def test_weights_leave_as_safetensors_whatever_strategy_saved_them(
     assert "no complete checkpoint is in" in capsys.readouterr().err
 
 
-def test_half_precision_weights_are_rounded_and_the_file_is_aligned(tmp_path: Path) -> None:
+def test_half_precision_weights_are_read_back_and_the_file_is_aligned(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3).bfloat16(), "a": torch.arange(6).view(2, 3), "c": torch.tensor(True)}
     write_safetensors(tmp_path / "x", tensors, {"format": "pt"})
     assert struct.unpack("<Q", (tmp_path / "x").read_bytes()[:8])[0] % 8 == 0
@@ -172,7 +172,7 @@ def test_safetensors_in_several_files_are_read_by_their_index(tmp_path: Path) ->
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """By the format's description, apart from the writer."""
+    """Read a file by the format's description, independently of the writer."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -188,7 +188,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def find_planted_errors(_: list[str]) -> int:
-    """In a world of two ranks: a collective that does nothing is found out, one that works is not."""
+    """Check in a world of two ranks that a collective that does nothing is detected, and a working one is not."""
     from trainers.collectives import create_collective
     from trainers.ranks import join_ranks, leave_ranks
 

@@ -14,7 +14,7 @@ MISTIMED, UNTIMED = 41, 42
 
 
 def train_and_watch(arguments: Sequence[str]) -> int:
-    """A rank's main: `MISTIMED` where something was collected beside or by a pass, or by another thread."""
+    """Run a rank; return `MISTIMED` where something was collected during a pass or by another thread."""
     from trainers import loop
     from trainers.lm import main
 
@@ -43,7 +43,7 @@ def train_and_watch(arguments: Sequence[str]) -> int:
 
 @pytest.mark.long
 def test_garbage_is_collected_between_steps_and_by_the_training_thread_alone(worlds: Worlds, tmp_path: Path) -> None:
-    """Else torch takes live parts of the graph for garbage, and DDP's backward finds itself gone."""
+    """Otherwise torch takes live parts of the graph for garbage, and DDP's backward pass finds its own parts gone."""
     flags = [*TINY, "--strategy", "ddp", "--train.steps", "50"]
     ended = worlds.call(tmp_path, "tests.trainers.test_gc_control:train_and_watch", flags, ranks=2)
     assert ended.codes == [0, 0], ended.errors

@@ -71,7 +71,7 @@ def find_class(name: str) -> Any:
 
 
 def save_model(folder: Path, name: str) -> Any:
-    """A model of the family with no weight at its first value: norms and biases too must arrive."""
+    """Save a model of the family with all weights changed: norms and biases must arrive, too."""
     torch.manual_seed(1)
     class_name, fields = MODELS[name]
     model = find_class(name).from_config(getattr(transformers, class_name)(**fields)).eval()

@@ -24,7 +24,7 @@ def test_interval_takes_hardly_more_time_than_the_best_of_all(stall_s: float, ha
     assert count_time(2 * chosen, stall_s, hazard_per_hour) > best * 1.001
 
 
-def test_interval_heeds_slow_writes_and_caution() -> None:
+def test_interval_is_bounded_by_slow_writes_and_a_maximum() -> None:
     assert find_interval_s(0.0, 20.0, 1.0) == 200.0  # a tenth of the time
     assert find_interval_s(10.0, 0.0, 0.0) == find_interval_s(300.0, 0.0, 0.01) == INTERVAL_S_MAX
     assert find_interval_s(10.0, 4000.0, 1.0) == 4000.0  # no sooner than the last is written
@@ -57,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (Environment(hazard_per_hour=16.0), find_interval_s(2.0, 0.1, 16.0)),
         (Environment(hazard_per_hour=16.0, checkpoint_every_s=50.0), 50.0),
     ],
-    ids=["calm", "wild", "told"],
+    ids=["calm", "wild", "received"],
 )
 def test_run_saves_by_measured_and_received_values(
     clock: list[float], environment: Environment, interval_s: float
@@ -69,15 +69,15 @@ def test_run_saves_by_measured_and_received_values(
 
 
 def test_every_rank_follows_the_first(clock: list[float]) -> None:
-    told: list[int] = []
+    shared: list[int] = []
 
-    def tell(value: int) -> int:
-        told.append(value)
+    def share(value: int) -> int:
+        shared.append(value)
         return value
 
-    first = Pacer(AUTOMATIC, Environment(), tell)
+    first = Pacer(AUTOMATIC, Environment(), share)
     saves = list_saves(first, clock, 3000, step_s=0.5, stall_s=2.0)
-    answers = iter(told)
+    answers = iter(shared)
     other = Pacer(AUTOMATIC, Environment(hazard_per_hour=99.0), lambda _: next(answers))
     assert list_saves(other, clock, 3000, step_s=0.7, stall_s=9.0) == saves
 
@@ -89,20 +89,20 @@ def test_flag_fixes_the_steps(clock: list[float]) -> None:
 
 
 def test_next_attempt_prefers_received_values_to_those_of_the_last_one(clock: list[float]) -> None:
-    """The broker tells each attempt what suits the place where it runs now; the flag stays above, the hazard below."""
-    told = {"BROKER_HAZARD_PER_HOUR": "16", "BROKER_CHECKPOINT_EVERY_S": "50"}
-    first = Pacer(AUTOMATIC, read_environment(told), lambda value: value)
+    """The broker gives each attempt the values of its place; a flag overrides the interval, and that the hazard."""
+    given = {"BROKER_HAZARD_PER_HOUR": "16", "BROKER_CHECKPOINT_EVERY_S": "50"}
+    first = Pacer(AUTOMATIC, read_environment(given), lambda value: value)
     saves = list_saves(first, clock, 300, step_s=0.5, stall_s=2.0)
     assert saves[-1] - saves[-2] == 100
     second = Pacer(
-        AUTOMATIC, read_environment({**told, "BROKER_CHECKPOINT_EVERY_S": "5"}), lambda value: value, step=205
+        AUTOMATIC, read_environment({**given, "BROKER_CHECKPOINT_EVERY_S": "5"}), lambda value: value, step=205
     )
     saves = list_saves(second, clock, 60, step_s=0.5, stall_s=2.0, begin=205)
     assert saves[:4] == [210, 215, 225, 235]
     third = Pacer(AUTOMATIC, read_environment({"BROKER_HAZARD_PER_HOUR": "16"}), lambda value: value)
     saves = list_saves(third, clock, 300, step_s=0.5, stall_s=2.0)
     assert saves[-1] - saves[-2] == round(find_interval_s(2.0, 0.1, 16.0) / 0.5)
-    fixed = Pacer(7, read_environment(told), lambda value: value)
+    fixed = Pacer(7, read_environment(given), lambda value: value)
     assert list_saves(fixed, clock, 21, step_s=0.5, stall_s=2.0) == [7, 14, 21]
 
 

@@ -159,7 +159,7 @@ def test_the_newest_checkpoint_is_the_last_whose_files_are_all_as_written(
     assert f"skipping checkpoint `step-00000003-attempt-0001-{manager._run}`" in capsys.readouterr().err
 
 
-def test_a_corpus_is_another_one_where_text_context_seed_or_part_is() -> None:
+def test_a_corpus_differs_where_its_text_context_seed_or_part_does() -> None:
     made = [
         make_corpus([99], 4, range(9)),
         make_corpus([99], 5, range(9)),
@@ -197,7 +197,7 @@ class Items:
         return self._make(index)
 
 
-def test_a_dataset_is_shown_whole_every_epoch_in_another_order_that_any_rank_can_find() -> None:
+def test_a_dataset_is_shown_whole_every_epoch_in_another_order_that_any_rank_can_compute() -> None:
     samples = DatasetSamples(Items(17), seed=3)
 
     def read(first: int, count: int, of: DatasetSamples = samples) -> list[int]:
@@ -213,7 +213,7 @@ def test_a_dataset_is_shown_whole_every_epoch_in_another_order_that_any_rank_can
     assert read(0, 17, DatasetSamples(Items(17), seed=4)) != epochs[0]
 
 
-def test_the_print_of_a_dataset_tells_its_shape_and_not_its_values() -> None:
+def test_the_fingerprint_of_a_dataset_depends_on_its_shape_and_not_on_its_values() -> None:
     def find(count: int, make: Callable[[int], Any], seed: int = 0) -> str:
         return DatasetSamples(Items(count, make), seed=seed).fingerprint
 
@@ -231,7 +231,7 @@ def test_the_print_of_a_dataset_tells_its_shape_and_not_its_values() -> None:
     assert describe(torch.zeros(4, 2)) == describe(torch.ones(9, 2)), "the number of samples is not part of it"
 
 
-def test_sources_of_samples_are_told_apart() -> None:
+def test_sources_of_samples_are_distinguished() -> None:
     items = Items(4)
     assert isinstance(open_samples(items, seed=1), DatasetSamples)
     assert isinstance(open_samples(lambda: items, seed=1), DatasetSamples)
@@ -347,7 +347,7 @@ class FullDisk(FolderStorage):
         return super().open_writer(path)
 
 
-def test_saves_that_fail_are_warnings_until_too_many_in_a_row_did(
+def test_failed_saves_are_warnings_until_too_many_fail_in_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     most = checkpoint.FAILURES_MAX

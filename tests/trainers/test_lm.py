@@ -144,7 +144,7 @@ def test_vocabulary_is_rounded_up_for_gpus_by_default() -> None:
 
 
 def test_deterministic_run_is_the_same_run_on_a_cpu(folder: TrainingFolder, worlds: Worlds, tmp_path: Path) -> None:
-    """There it changes nothing; that the switches are set is what can be seen without a GPU."""
+    """On a CPU it changes nothing; without a GPU, only the switches can be checked."""
     assert folder.fork(worlds, "--train.steps", "5").codes == [0]
     other = TrainingFolder(path=tmp_path / "deterministic")
     ended = worlds.call(
@@ -158,7 +158,7 @@ def test_deterministic_run_is_the_same_run_on_a_cpu(folder: TrainingFolder, worl
 
 
 def train_deterministically(arguments: Sequence[str]) -> int:
-    """A rank's main: 3 unless the switches are set."""
+    """Run a rank; return 3 unless the switches are set."""
     code = main(arguments)
     is_set = torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" in os.environ
     return code if is_set else 3

@@ -25,7 +25,7 @@ IMPORT_AGENT = f"import sys; sys.path.insert(0, 'broker/agent'); [*map(__import_
 
 
 def find_needs(version: str, *paths: str) -> str:
-    """What needs a newer Python than `version`, by syntax and by the names that are used."""
+    """Find what needs a newer Python than `version`, by syntax and by the names that are used."""
     options = [f"--target={version}-", "--no-tips", "--violations", "--processes=1"]
     argv = [sys.executable, "-c", "import vermin; vermin.main()", *options, *paths]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
@@ -48,7 +48,7 @@ def test_too_new_syntax_is_found(tmp_path: Path) -> None:
 
 
 def find_python(name: str) -> str | None:
-    """On PATH, or among those that pyenv keeps: a shim of pyenv's may lead nowhere."""
+    """Find one on PATH, or among those that pyenv keeps, as a shim of pyenv's may lead nowhere."""
     version = name.removeprefix("python")
     kept = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/{name}"))
     found = [*filter(None, [shutil.which(name)]), *map(str, kept)]

@@ -27,7 +27,7 @@ def take_steps(model: nn.Module, optimizer: Optimizer, first: int, count: int) -
 
 
 def copy(state: dict[str, object]) -> dict[str, object]:
-    """As a checkpoint would hold it: apart from the live tensors."""
+    """Copy as a checkpoint does: apart from the live tensors."""
     return {
         key: {name: tensor.clone() for name, tensor in value.items()} if isinstance(value, dict) else value
         for key, value in state.items()

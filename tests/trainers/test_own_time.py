@@ -136,7 +136,7 @@ def test_strategy_says_whether_ranks_compare_and_when_they_exchange(name: str, e
 
 
 def mark_precedes_the_wait_for_a_peer(_: Sequence[str]) -> int:
-    """The second rank begins its backward pass only after the first has passed its mark: else both would hang."""
+    """The second rank begins its backward pass only after the first has passed its mark: otherwise both hang."""
     ranks = join_ranks()
     store: Any = dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)

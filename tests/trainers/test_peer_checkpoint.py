@@ -55,7 +55,7 @@ def test_newest_version_has_all_parts_of_one_world() -> None:
 
 @given(data=st.data(), rows=st.integers(1, 9), columns=st.integers(1, 3))
 def test_moves_fill_each_element_once(data: st.DataObject, rows: int, columns: int) -> None:
-    """A tensor held in as many row blocks as the former ranks, and wanted in as many as the present ones."""
+    """A tensor is held in as many row blocks as there were ranks, and wanted in as many as there are now."""
     ranks, former = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     held = {
         box: data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=2, unique=True))
@@ -77,7 +77,7 @@ def test_moves_fill_each_element_once(data: st.DataObject, rows: int, columns: i
 
 
 def split_rows(rows: int, columns: int, count: int) -> list[Box | None]:
-    """The rows of each of `count` ranks, as torch.chunk splits them."""
+    """Return the rows of each of `count` ranks, as torch.chunk splits them."""
     size = -(-rows // count)
     starts = [min(rank * size, rows) for rank in range(count + 1)]
     return [
@@ -215,9 +215,9 @@ def await_losses(process: "subprocess.Popen[str]", count: int) -> None:
 
 
 def check_exact(worlds: Worlds, folder: TrainingFolder, path: Path, *, strategy: str, gaps_max: int) -> None:
-    """Every step has the bits of runs that nothing disturbed, with as many ranks, one continuing from another.
+    """Check that every step has the bits of undisturbed runs with as many ranks, each continuing from the last.
 
-    The first rank may lose a peer before it has heard the others' losses: that step is taken, and its loss not told.
+    The first rank may lose a peer before it has received the others' losses: that step is taken, its loss not reported.
     """
     found = {step: losses[-1] for step, losses in folder.losses().items()}
     last = max(found)

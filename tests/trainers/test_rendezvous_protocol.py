@@ -137,7 +137,7 @@ def test_worker_with_another_epoch_is_refused(gang_file: Path) -> None:
         workers = [come(server, name, place, epoch=1) for place, name in enumerate("ab")]
         assert [each.read()["kind"] for each in workers] == ["world"] * 2
         write_leader(gang_file, epoch=2, rank=0)
-        with pytest.raises(OSError):  # of its own epoch, in which it does not lead any more
+        with pytest.raises(OSError):  # of its own epoch, in which it no longer leads
             come(server, "c", epoch=1).read()
 
 
@@ -170,7 +170,7 @@ def test_worker_finds_the_leader_that_is_named_and_keeps_to_it(gang_file: Path) 
 
 def test_worker_dials_the_present_address_of_a_replaced_node(gang_file: Path) -> None:
     with open_rendezvous(is_movable=True, find_epoch=lambda: 1) as (_, server):
-        text = f"192.0.2.1:{server.port},192.0.2.2:{server.port}"  # none of these exists any more
+        text = f"192.0.2.1:{server.port},192.0.2.2:{server.port}"  # none of these exists now
         write_leader(gang_file, epoch=1, rank=1, addresses=2)
         place, wire = Places(text, Past()).connect()
         assert place == 1

@@ -68,7 +68,7 @@ def test_long_restore_is_not_a_stall_to_watchdog_or_broker(tmp_path: Path, monke
     lines_out = Progress(tmp_path / "progress.jsonl", total=9, is_silent=False)
     stalls_s: list[float] = []
 
-    def tell(found: RestoreStatus) -> None:
+    def report_status(found: RestoreStatus) -> None:
         lines_out.report(step=found.step, event="restoring", busy_s=watchdog.timeout_s, read_gb=found.read_bytes / 1e9)
 
     def look(path: str) -> None:
@@ -80,7 +80,7 @@ def test_long_restore_is_not_a_stall_to_watchdog_or_broker(tmp_path: Path, monke
         report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=line)
         stalls_s.append(watch.measure_stall_s(report, clock.now_s))
 
-    progress = RestoreProgress(LocalCounter(), beat=watchdog.beat, report=tell, now_s=clock)
+    progress = RestoreProgress(LocalCounter(), beat=watchdog.beat, report=report_status, now_s=clock)
     monkeypatch.setattr(restore_progress, "LOOK_S", 3600.0)  # the slow folder looks instead
     counter = Counter()
     manager = CheckpointManager(
@@ -105,10 +105,10 @@ def test_rank_that_waits_for_others_hangs_only_if_they_do(monkeypatch: pytest.Mo
     clock, shared = VirtualClock(), LocalCounter()
     monkeypatch.setattr(watchdog_module.time, "monotonic", clock)
     watchdogs = [Watchdog(60.0), Watchdog(60.0)]
-    told: list[RestoreStatus] = []
+    statuses: list[RestoreStatus] = []
     reading, waiting = (
-        RestoreProgress(shared, beat=each.beat, report=tell, now_s=clock)
-        for each, tell in zip(watchdogs, (told.append, lambda found: None), strict=True)
+        RestoreProgress(shared, beat=each.beat, report=report, now_s=clock)
+        for each, report in zip(watchdogs, (statuses.append, lambda found: None), strict=True)
     )
     reading.note_wanted(1000)
     for _ in range(100):
@@ -117,7 +117,7 @@ def test_rank_that_waits_for_others_hangs_only_if_they_do(monkeypatch: pytest.Mo
         reading.look()
         waiting.look()
         assert not any(each.find_hang() for each in watchdogs)
-    assert told[-1] == RestoreStatus(step=0, read_bytes=1000, wanted_bytes=1000)
+    assert statuses[-1] == RestoreStatus(step=0, read_bytes=1000, wanted_bytes=1000)
     for _ in range(4):
         clock.now_s += 20.0
         reading.look()
@@ -146,7 +146,7 @@ def test_start_has_a_limit_of_its_own_and_the_first_beat_ends_it(monkeypatch: py
 
 
 def run_rank(rank: int, port: int, scenario: str, path: Path, answers: Any) -> None:
-    """One of two processes."""
+    """Run one of two processes."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         answers.put((rank, SCENARIOS[scenario](path)))
@@ -211,7 +211,7 @@ def time_out(seconds: float) -> None:
 
 
 def restore_damaged(path: Path) -> Any:
-    """A byte of what rank 1 alone wrote flips in the newest checkpoint."""
+    """Flip a byte of what rank 1 alone wrote in the newest checkpoint, and restore."""
     ranks = join_ranks(start_s=300.0, checkpoint_s=300.0)
     save_two(path, ranks)
     if ranks.is_first:

@@ -1,4 +1,4 @@
-"""What goes round a run: watching, telling, evaluating, skipping; and models run otherwise that learn the same."""
+"""Everything around a run: watching, reporting, evaluating, skipping; and other ways to run a model alike."""
 
 import dataclasses
 import io
@@ -143,7 +143,7 @@ def test_optimizer_moves_as_torchs_own() -> None:
 
 
 @pytest.mark.parametrize(("on_nan", "poisoned", "message"), [("stop", (2,), "step 2 "), ("skip", (2, 3, 4), "step 4 ")])
-def test_run_that_cannot_learn_any_more_stops_with_a_hint(on_nan: str, poisoned: tuple[int], message: str) -> None:
+def test_run_that_can_no_longer_learn_stops_with_a_hint(on_nan: str, poisoned: tuple[int], message: str) -> None:
     config = TrainConfig(steps=9, batch=4, micro_batch=4, on_nan=on_nan, skips_max=2)
     with pytest.raises(TrainerError, match=f"gradients of {message}(?s:.*)hint: lower `--train.learning_rate`"):
         list(take_steps(make_model(), config, Poison(*poisoned)))
@@ -216,7 +216,7 @@ def test_recomputed_blocks_learn_the_same_to_the_last_bit(kind: str, recompute: 
     assert kept[1] < kept[0]
 
 
-def test_tied_embeddings_are_one_parameter_and_tearing_them_is_noticed() -> None:
+def test_tied_embeddings_are_one_parameter_and_untying_them_is_noticed() -> None:
     model = make_model(tie_embeddings=True)
     shared = find_shared(model)
     assert shared == [["token_embedding.weight", "head.weight"]] and find_shared(make_model()) == []
@@ -424,16 +424,16 @@ def test_hang_ends_the_process_and_shows_where_it_was(how: str, code: int, words
 def test_model_that_does_not_fit_is_refused_before_it_takes_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Else the kernel ends the process without a word: eight thousand million weights of four bytes."""
+    """Otherwise the kernel kills the process without a message: eight billion weights of four bytes."""
     monkeypatch.setenv("BROKER_CHECKPOINT_DIR", str(tmp_path))
     for name in ("RANK", "SKYPILOT_NUM_NODES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("trainers.preemption.PreemptionNotice.listen", lambda self: None)
     monkeypatch.setattr("trainers.devices.find_memory", lambda device: 2**34)
     assert main(["--preset", "llama3-8b", "--watchdog.timeout_s", "0"]) == 1
-    told = capsys.readouterr().err
-    assert "8,030 million parameters take 119.7 GiB per rank, but only 16.0 GiB are available" in told
-    assert "hint: use more ranks" in told
+    message = capsys.readouterr().err
+    assert "8,030 million parameters take 119.7 GiB per rank, but only 16.0 GiB are available" in message
+    assert "hint: use more ranks" in message
 
 
 START = """

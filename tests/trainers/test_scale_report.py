@@ -12,7 +12,7 @@ def test_powers_of_two_and_all_devices_are_measured() -> None:
     assert list_counts(1) == [1] and list_counts(2) == [1, 2] and list_counts(6) == [1, 2, 4, 6]
 
 
-def test_efficiency_is_against_one_rank_and_communication_against_ranks_that_do_not_talk() -> None:
+def test_efficiency_is_against_one_rank_and_communication_against_ranks_that_do_not_communicate() -> None:
     alone, measured, apart = (Measurement(tokens_per_s=rate, mfu=None) for rate in (1000.0, 1200.0, 1600.0))
     row = make_row("strong", 2, 16, measured, alone, apart)
     assert (row.efficiency, row.communication) == pytest.approx((0.6, 0.25))

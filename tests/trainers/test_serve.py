@@ -136,7 +136,7 @@ def test_cancelled_generation_frees_its_slot() -> None:
     assert first.finish == "stop" and second.tokens
 
 
-def test_text_is_kept_back_until_a_character_is_complete() -> None:
+def test_text_is_held_back_until_a_character_is_complete() -> None:
     ids = list("aé€\U0001f600b".encode())
     text = Detokenizer(ByteTokenizer().decode)
     pieces = [text.add(each) for each in ids]

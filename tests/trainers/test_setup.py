@@ -1,4 +1,4 @@
-"""`trainers.setup` takes the Python that fits, and installs one where none does; the outside is pretended."""
+"""`trainers.setup` takes the Python that fits, and installs one where none does; everything outside is faked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_program(path: Path, script: str) -> Path:
 def write_python(
     path: Path, *, python: str = "[3, 11]", torch: str = "2.13.0", cuda: str = "null", works: bool = True
 ) -> Path:
-    """An interpreter that only answers what it has."""
+    """Write an interpreter that only reports what it has."""
     said = f'{{"python": {python}, "torch": "{torch}", "cuda": {cuda}, "rocm": null, "has_buckets": false}}'
     check = "exit 0" if works else "echo 'RuntimeError: no kernel image' >&2; exit 1"
     return write_program(path, f"case \"$2\" in *float*) {check} ;; *) echo '{said}' ;; esac")
@@ -179,7 +179,7 @@ exit 0
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in the shape of the simple index, with a wheel of a pretended uv."""
+    """A folder in the shape of the simple index, with a wheel of a fake uv."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr(f"uv-{UV}.data/scripts/uv", f"#!/bin/sh\n{FAKE_UV}")
@@ -248,7 +248,7 @@ def test_torch_that_does_not_work_after_all_fails_the_setup(tmp_path: Path, inde
     assert not (tmp_path / "python/venv/complete").exists()
 
 
-def test_image_with_torch_gets_what_a_bucket_needs_beside_it(tmp_path: Path, index: Path) -> None:
+def test_image_with_torch_gets_what_a_bucket_needs_in_addition(tmp_path: Path, index: Path) -> None:
     path = write_python(tmp_path / "bin/python")
     path.write_text(path.read_text() + '[ "$1" = tell ] && echo "$PYTHONPATH"\ntrue\n')
     run_setup(tmp_path, f"{tmp_path}/bin:{SYSTEM}", UV_DEFAULT_INDEX=str(index), BROKER_CHECKPOINT_DIR="s3://b/c")

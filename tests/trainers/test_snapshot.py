@@ -1,4 +1,4 @@
-"""Copies of the state beside training, on a GPU's streams: a simulation of them that runs each stream's work late."""
+"""Copies of the state during training, on a GPU's streams: a simulation that runs each stream's work late."""
 
 import threading
 from collections import deque
@@ -57,8 +57,8 @@ class LateStreams:
                 self._done.add(work)
 
 
-def take_beside(snapshot: Snapshot, live: dict[str, Any]) -> dict[str, Any]:
-    """As `CheckpointManager` does: another thread copies."""
+def take_in_thread(snapshot: Snapshot, live: dict[str, Any]) -> dict[str, Any]:
+    """Take a copy in another thread, as `CheckpointManager` does."""
     result: dict[str, Any] = {}
     thread = threading.Thread(target=lambda: result.update(snapshot.take(live)))
     thread.start()
@@ -101,7 +101,7 @@ def test_the_simulation_detects_a_missing_settle_time() -> None:
     snapshot.begin()
     streams.train(lambda: weight.fill_(99.0))
     streams.finish_training()
-    assert take_beside(snapshot, {"weight": weight})["weight"].tolist() == [99.0] * 3
+    assert take_in_thread(snapshot, {"weight": weight})["weight"].tolist() == [99.0] * 3
 
 
 def test_buffers_are_allocated_once() -> None:
@@ -110,7 +110,7 @@ def test_buffers_are_allocated_once() -> None:
     places = []
     for _ in range(2):
         snapshot.begin()
-        state = take_beside(snapshot, live)
+        state = take_in_thread(snapshot, live)
         snapshot.settle()
         places.append([state[key]["weight"].data_ptr() for key in live])
     assert places[0] == places[1] and places[0][0] != places[0][1]

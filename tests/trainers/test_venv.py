@@ -1,4 +1,4 @@
-"""`trainers.venv` makes an environment once for each set of packages; uv and the index are pretended."""
+"""`trainers.venv` makes an environment once for each set of packages; uv and the index are faked."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def group_is_retried_in_several_commits() -> Patches:
 
 
 def addresses_of_a_lost_task_are_kept() -> Patches:
-    """Give the newest attempt of a task for its live one, so that its peers are never told of its loss."""
+    """Give the newest attempt of a task for its live one, so that its peers never learn of its loss."""
 
     def find_newest(job: Job) -> Attempt | None:
         ready = [each for each in job.attempts if each.ready_s is not None]

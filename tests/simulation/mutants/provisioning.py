@@ -148,7 +148,7 @@ def late_gang_kept() -> Patches:
 
 
 def late_call_unheard() -> Patches:
-    """Assume that a place given back before its answer came has made nothing."""
+    """Assume that a place released before its answer came has made nothing."""
 
     async def hear_nothing(self: Any, one: Any, call: Any) -> CloudError:
         call.cancel()

@@ -46,7 +46,7 @@ def a_claim_of_what_is_not_free() -> Patches:
     return (
         _rewrite(f"AND {is_free}", "AND ? IS NOT NULL", "SELECT job_id FROM claims WHERE job_id IN"),
         _rewrite(f"SELECT job_id FROM claims WHERE NOT {is_free}", "SELECT -1 WHERE ? IS NULL", "SELECT id FROM ("),
-        patch.object(workload, "SHARE_S", math.inf),  # else jobs change hands so often that none waits
+        patch.object(workload, "SHARE_S", math.inf),  # otherwise jobs change hands so often that none waits
     )
 
 

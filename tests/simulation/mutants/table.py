@@ -32,7 +32,7 @@ class Mutant:
     scene: str
     needs_collector: bool = False
     first_point: int = 1  # the effect at which the first kill of the hunt comes
-    is_stop: bool = False  # exposed where a process is stopped at an effect; else where it is killed
+    is_stop: bool = False  # exposed where a process is stopped at an effect; otherwise where it is killed
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What single ranks do in a world of tests; each raises where a claim does not hold."""
+"""Checks that single ranks run in a world; each raises where a claim does not hold."""
 
 import math
 import os
@@ -76,7 +76,7 @@ def islands_follow_the_algorithm(arguments: Sequence[str]) -> int:
 
 
 def simulate(name: str, world_size: int) -> list[list[list[Tensor]]]:
-    """The parameters of every rank after every step, by the papers' update rules, written out."""
+    """Return the parameters of every rank after every step, by the papers' update rules, written out."""
     models = [make_model() for _ in range(world_size)]
     optimizers = [Optimizer(model.named_parameters(), CONFIG) for model in models]
     anchor = [each.detach().clone() for each in models[0].parameters()]
@@ -130,7 +130,7 @@ def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
 
 
 def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
-    """The last worker does not begin before the server has heard that the first is as far ahead as it may be.
+    """The last worker does not begin before the server knows that the first is as far ahead as it may be.
 
     Were the bound lower, the first worker would never come that far and both would wait forever.
     """
@@ -144,15 +144,15 @@ def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
     first, last = 1, ranks.world_size - 1
     if ranks.is_first:
         server = strategy._role
-        answer, told = server._answer, []
+        answer, sent = server._answer, []
 
-        def answer_and_tell() -> None:
+        def answer_and_signal() -> None:
             answer()
-            if server._done[first] == 3 and not told:
-                assert first in server._waiting, "it was let go three steps ahead"
-                told.append(dist.send(torch.ones(1), last, group=signals))
+            if server._done[first] == 3 and not sent:
+                assert first in server._waiting, "it was allowed to go three steps ahead"
+                sent.append(dist.send(torch.ones(1), last, group=signals))
 
-        server._answer = answer_and_tell
+        server._answer = answer_and_signal
     for step in range(CONFIG.steps):
         if step == 0 and ranks.rank == last:
             dist.recv(torch.ones(1), 0, group=signals)
@@ -199,13 +199,13 @@ def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
 
 
 def make_model() -> nn.Module:
-    """A layer with the same weights everywhere."""
+    """Return a layer with the same weights everywhere."""
     torch.manual_seed(5)
     return nn.Linear(7, 3)
 
 
 def put_gradient(model: nn.Module, step: int, rank: int) -> None:
-    """Gradients that differ by step and rank."""
+    """Set gradients that differ by step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)

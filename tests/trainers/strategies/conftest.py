@@ -20,7 +20,7 @@ TINY = [
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What became of the ranks."""
+    """The outcome of the ranks of a world."""
 
     codes: list[int]
     errors: str
@@ -81,7 +81,7 @@ class Worlds:
         attempt: int = 1,
         function: str = "trainers.lm:main",
     ) -> dict[int, list[float]]:
-        """Train the tiny model to its end, or to a kill -9 after some step; every loss the folder has seen, by step."""
+        """Train the tiny model to its end, or to a kill -9 after some step; return all losses of the folder by step."""
         arguments = ["--strategy", strategy, *TINY, *flags]
         kill_at = f"step {kill_after}/" if kill_after else ""
         ended = self.call(path, function, arguments, ranks=ranks, kill_at=kill_at, attempt=attempt)
@@ -102,12 +102,12 @@ def write_documents(folder: Path) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
-    """All that the runs in a folder reported."""
+    """Return all lines that the runs in a folder reported."""
     return [json.loads(line) for line in (path / "progress.jsonl").read_text().splitlines()]
 
 
 def read_losses(path: Path) -> dict[int, list[float]]:
-    """Every loss reported for a step, in the order of attempts."""
+    """Return every loss reported for each step, in the order of attempts."""
     losses: dict[int, list[float]] = {}
     for line in read_lines(path):
         if line.get("loss") is not None:
@@ -117,6 +117,6 @@ def read_losses(path: Path) -> dict[int, list[float]]:
 
 @pytest.fixture(scope="session")
 def alone(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process on the same data."""
+    """Return the losses of one process on the same data."""
     losses = worlds.train(tmp_path_factory.mktemp("alone"), "ddp", ranks=1)
     return {step: each[0] for step, each in losses.items()}

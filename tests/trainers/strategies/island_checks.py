@@ -1,4 +1,4 @@
-"""What ranks that drift apart save and restore; each function raises where a claim does not hold."""
+"""Saving and restoring ranks that drift apart; each function raises where a claim does not hold."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ class Island:
         )
 
     def copy_tensors(self) -> dict[str, Tensor]:
-        """Weights and both moments, by name."""
+        """Copy weights and both moments, by name."""
         state: Mapping[str, Any] = {"model": self.model.state_dict(), **self.optimizer.state_dict()}
         return {
             f"{part}.{name}": tensor.clone()
@@ -64,7 +64,7 @@ def save_islands(arguments: Sequence[str]) -> int:
 
 
 def restore_islands(arguments: Sequence[str]) -> int:
-    """Each rank of as many has exactly its own tensors again; in a world of another size, all have the first one's."""
+    """Check that each rank gets its own tensors back, and in a world of another size the first rank's."""
     name, folder, saved_ranks = arguments[0], Path(arguments[1]), int(arguments[2])
     island = Island(name, folder, attempt=2)
     assert island.checkpoints.restore() == STEPS
@@ -73,7 +73,7 @@ def restore_islands(arguments: Sequence[str]) -> int:
     for key, tensor in island.copy_tensors().items():
         assert torch.equal(tensor, saved[mine][key]), key
         others = [each[key] for rank, each in enumerate(saved) if rank != mine]
-        assert not any(torch.equal(tensor, other) for other in others), f"{key} tells no island from another"
+        assert not any(torch.equal(tensor, other) for other in others), f"{key} does not distinguish islands"
     assert island.optimizer.steps_done == STEPS
     leave_ranks()
     return 0

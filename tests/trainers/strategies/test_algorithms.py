@@ -40,7 +40,7 @@ def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strat
 @pytest.mark.parametrize("strategy", ["diloco", "gossip"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_island_restores_its_own_optimizer_state(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
-    """With as many ranks its own weights and moments; otherwise both are of the first island, never of two islands."""
+    """With equally many ranks its own weights and moments; otherwise both are the first island's, never a mixture."""
     island_checks = "tests.trainers.strategies.island_checks"
     ended = worlds.call(tmp_path, f"{island_checks}:save_islands", [strategy, str(tmp_path)], ranks=2)
     assert ended.codes == [0] * 2, ended.errors
@@ -53,7 +53,7 @@ def test_checkpoint_of_asynchronous_workers_is_a_clean_cut(worlds: Worlds, tmp_p
     assert ended.codes == [0] * 3, ended.errors
 
 
-def test_moves_of_part_of_a_step_go_as_far_together_as_one() -> None:
+def test_partial_moves_of_a_step_add_up_to_a_whole_one() -> None:
     """Under a gradient that stays the same, Adam moves by its learning rate; the decay is set aside."""
     config = TrainConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0)
     whole, parts = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))

@@ -129,7 +129,7 @@ def test_strategies_on_a_gpu_keep_offloaded_moments_elsewhere() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_problem_is_told_by_its_flag(options: StrategyOptions, problem: str) -> None:
+def test_a_problem_is_reported_by_its_flag(options: StrategyOptions, problem: str) -> None:
     assert problem in (find_problem(options) or "")
 
 

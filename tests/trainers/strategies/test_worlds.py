@@ -247,4 +247,4 @@ def test_indivisible_configuration_is_a_one_line_error(
     ended = worlds.call(tmp_path, "trainers.lm:main", ["--strategy", strategy, *flags], ranks=2)
     assert ended.codes == [1, 1], ended.errors
     assert reason in ended.errors and "Traceback" not in ended.errors
-    assert ended.errors.count("error:") == 1  # both ranks made it; it is told once
+    assert ended.errors.count("error:") == 1  # both ranks made it; it is reported once

@@ -67,7 +67,7 @@ def run_world(order: dict[str, Any]) -> list[int]:
 
 
 def be_rank(order: dict[str, Any], rank: int, port: int, output: int) -> None:
-    """In the child: run the order and end."""
+    """Run the order in the child, and exit."""
     os.environ.update(
         order["variables"],
         RANK=str(rank),
