@@ -20,3 +20,7 @@ def test_each_case_is_in_one_tier() -> None:
 def test_values_of_several_arguments_stay_apart() -> None:
     first, second = cases = spread([("a", 1), ("b", 2)], every=2)
     assert first == ("a", 1) and second.values == ("b", 2) and list_marks(cases) == ["", "long"]
+
+
+def test_no_case_may_be_left_to_the_default_suite() -> None:
+    assert list_marks(spread("abc", every=0, more=2)) == ["long", "exhaustive", "long"]

@@ -16,11 +16,12 @@ exhaustive = pytest.mark.exhaustive
 def spread(cases: Sequence[Any], *, every: int, more: int = 1) -> list[Any]:
     """Leave every `every`th case to `make test`, every `more`th of the others to `make test-slow`, and mark the rest.
 
-    `cases` are values for `pytest.mark.parametrize`, or tuples of them; the first one is always in `make test`.
+    `cases` are values for `pytest.mark.parametrize`, or tuples of them. With `every` 0, none is left to `make test`.
+    The first case is in the quickest of the commands that run any.
     """
     marked: list[Any] = []
     for place, case in enumerate(cases):
-        if place % every == 0:
+        if every and place % every == 0:
             marked.append(case)
         else:
             values = case if isinstance(case, tuple) else (case,)

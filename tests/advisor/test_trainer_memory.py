@@ -230,11 +230,11 @@ def make_option(training: Training, sharding: Sharding) -> Option:
 @pytest.mark.parametrize(
     "sharding",
     [
-        pytest.param(Sharding(data=2), id="ddp", marks=pytest.mark.long),
-        pytest.param(Sharding(pipeline=2, data=2), id="pipeline+allreduce", marks=pytest.mark.long),
-        pytest.param(Sharding(tensor=2, data=2), id="allreduce+tensor", marks=pytest.mark.long),
-        pytest.param(Sharding(tensor=2, data=2, zero=3), id="fsdp+tensor"),
-        pytest.param(Sharding(pipeline=2, data=2, zero=3), id="pipeline+fsdp", marks=pytest.mark.long),
+        pytest.param(Sharding(data=2), id="ddp", marks=pytest.mark.exhaustive),
+        pytest.param(Sharding(pipeline=2, data=2), id="pipeline+allreduce", marks=pytest.mark.exhaustive),
+        pytest.param(Sharding(tensor=2, data=2), id="allreduce+tensor", marks=pytest.mark.exhaustive),
+        pytest.param(Sharding(tensor=2, data=2, zero=3), id="fsdp+tensor", marks=pytest.mark.long),
+        pytest.param(Sharding(pipeline=2, data=2, zero=3), id="pipeline+fsdp", marks=pytest.mark.exhaustive),
         pytest.param(Sharding(data=4, zero=3, expert=2), id="fsdp+expert", marks=pytest.mark.long),
     ],
 )

@@ -207,6 +207,7 @@ def test_node_with_a_slow_network_ends_the_run_before_its_first_step(rig: Rig, g
     assert found.serials and all(gpus.read_sick() in serial for serial in found.serials), "all GPUs of that node"
 
 
+@pytest.mark.long
 def test_slow_network_that_shows_no_node_is_reported_and_the_program_starts(rig: Rig, gpus: FakeGpus) -> None:
     gpus.plant("network")
     report, log = asyncio.run(run_checked(rig, gpus, node_count=2, network_gbs=0.02))

@@ -131,6 +131,7 @@ def test_reason_why_a_setup_is_not_kept(
     assert not list(tmp_path.glob("kept/*"))
 
 
+@pytest.mark.long
 def test_fresh_start_runs_setup_and_replaces_the_archive(rig: Rig, tmp_path: Path) -> None:
     counter, place = tmp_path / "counter", str(tmp_path / "kept")
 

@@ -40,6 +40,7 @@ def test_the_advised_interval_is_longer_the_more_a_checkpoint_costs(shell: Shell
     assert 5 * cheap_s < dear_s < 10 * cheap_s  # the square root of the costs: Young's formula
 
 
+@pytest.mark.long
 def test_checkpoints_are_more_frequent_after_a_recent_preemption(shell: Shell) -> None:
     shell.run("jobs", "launch", shell.write("tell.yaml", TELL), "--yes", "--detach-run")
     shell.wait_until(lambda: (shell.find_checkpoints(1) / "told").exists(), "the program runs")

@@ -259,6 +259,7 @@ def test_job_whose_daemon_is_killed_at_its_start_runs_with_the_next_one(shell: S
     assert wait_for_end(shell)["status"] == "SUCCEEDED"
 
 
+@pytest.mark.long
 def test_every_jobs_command_answers_in_json(shell: Shell) -> None:
     task = shell.write("fail.yaml", "name: fail\nresources: {infra: local}\nrun: echo hello; exit 3\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import boto3
+import pytest
 
 from tests.cli.conftest import Shell
 from tests.testbed.s3 import BUCKET, serve_s3
@@ -42,6 +43,7 @@ def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell)
         assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]
 
 
+@pytest.mark.long
 def test_local_files_are_put_into_a_bucket_that_is_made_for_them(shell: Shell) -> None:
     (shell.folder / "set" / "deep").mkdir(parents=True)
     (shell.folder / "set" / "deep" / "words").write_text("from here\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.tiers import spread
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -90,7 +91,7 @@ def test_a_program_that_ignores_its_warning_is_reported(shell: Shell) -> None:
     assert "resumed once" in done.stdout
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("asked", spread([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], every=3))
 def test_an_interrupted_rehearsal_is_reported_and_leaves_nothing_running(shell: Shell, asked: signal.Signals) -> None:
     process = shell.open("rehearse", shell.write("count.yaml", COUNT))
     assert process.stdout is not None
@@ -104,6 +105,7 @@ def test_an_interrupted_rehearsal_is_reported_and_leaves_nothing_running(shell: 
     assert not list(shell.folder.glob("broker-rehearsal-*")), "its state folder has gone with it"
 
 
+@pytest.mark.long
 def test_more_nodes_than_this_machine_can_play_are_billed_all_the_same(shell: Shell) -> None:
     path = shell.write("count.yaml", COUNT.replace("num_nodes: 2", "num_nodes: 6"))
     done = shell.run(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from broker.types import ReadinessProbe, Resources, ServiceSpec, Task
 from tests.cli.conftest import Shell
 
 
+@pytest.mark.long
 def test_key_is_shown_once_and_revoked_by_name(shell: Shell) -> None:
     task = Task(run="x", resources=(Resources(cloud="local"),), service=ServiceSpec(probe=ReadinessProbe(path="/")))
     shell.home.mkdir(mode=0o700)

@@ -16,6 +16,7 @@ import pytest
 from tests.cli.conftest import Shell
 from tests.signals import signal_all
 from tests.state.conftest import postgres
+from tests.tiers import exhaustive, spread
 
 __all__ = ["postgres"]
 
@@ -87,17 +88,17 @@ class Served(Shell):
         return not (found["live_jobs"] or found["clusters"])
 
 
-@pytest.fixture(params=[pytest.param("embedded", marks=pytest.mark.long), "server"])
+@pytest.fixture(params=[pytest.param("embedded", marks=exhaustive), "server"])
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield from open_terminal(request, tmp_path)
 
 
-@pytest.fixture(params=[*(pytest.param(each, marks=pytest.mark.long) for each in ("embedded", "server")), "postgresql"])
+@pytest.fixture(params=spread(["postgresql", "server", "embedded"], every=3))
 def any_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield from open_terminal(request, tmp_path)
 
 
-@pytest.fixture(params=["server", *(pytest.param(each, marks=pytest.mark.long) for each in ("embedded", "postgresql"))])
+@pytest.fixture(params=["server", *(pytest.param(each, marks=exhaustive) for each in ("embedded", "postgresql"))])
 def usual_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     """As above; a whole life on PostgreSQL is in `make test`, the rest in `make test-slow`."""
     yield from open_terminal(request, tmp_path)

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from broker.task.loader import load_tasks
 from tests.cli.conftest import ROOT, Shell
+from tests.tiers import exhaustive, long
 from trainers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
@@ -26,6 +28,7 @@ TEMPLATES = [
 # Run by `make test`: a program that is not ours, and a trainer. The others differ in programs and strategies, which
 # tests/trainers runs; their commands are always parsed.
 OFTEN = {"hello", "ddp"}
+SOMETIMES = {"elastic", "fsdp", "image", "pipeline"}  # run by `make test-slow`; the others by `make test-exhaustive`
 RUN_S_MAX = 300  # far more than required
 STEPS = "--train.steps 4"
 SMALL = {
@@ -70,9 +73,12 @@ def test_trainers_understand_the_commands_of_every_template(template: Path, tmp_
         assert set(getattr(config, "strategy", "ddp").split("+")) <= set(STRATEGIES)
 
 
+def find_tier(name: str) -> Any:
+    return () if name in OFTEN else long if name in SOMETIMES else exhaustive
+
+
 @pytest.mark.parametrize(
-    "template",
-    [pytest.param(path, marks=() if path.stem in OFTEN else pytest.mark.long, id=path.stem) for path in TEMPLATES],
+    "template", [pytest.param(path, marks=find_tier(path.stem), id=path.stem) for path in TEMPLATES]
 )
 def test_template_runs_to_completion(shell: Shell, template: Path) -> None:
     task = yaml.safe_load(template.read_text())

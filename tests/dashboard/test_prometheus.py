@@ -115,6 +115,7 @@ def test_prometheus_scrapes_what_the_dashboard_shows(prometheus: Prometheus, sto
     assert step["value"][1] == "31"  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_a_hostile_name_stays_one_label_and_the_alert_of_a_failed_job_fires(prometheus: Prometheus) -> None:
     (info,) = prometheus.query('broker_job_info{job="2"}')
     assert info["metric"]["name"] == HOSTILE  # type: ignore[index]

@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.conftest import Shell
 from tests.hosting.test_local import Hosted
+from tests.tiers import spread
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="the host program reads Linux's /proc")
 
@@ -108,16 +109,19 @@ main()
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "name", "is_after"),
-    [
-        ("importing", "_send_files", True),
-        ("importing", "write_moved", True),
-        ("importing", "pack_state", False),
-        ("lifecycle.Hosting", "bring_up", False),
-        ("lifecycle.Hosting", "bring_up", True),
-    ],
+    spread(
+        [
+            ("importing", "_send_files", True),
+            ("importing", "write_moved", True),
+            ("importing", "pack_state", False),
+            ("lifecycle.Hosting", "bring_up", False),
+            ("lifecycle.Hosting", "bring_up", True),
+        ],
+        every=0,
+        more=3,
+    ),
 )
 def test_move_that_was_killed_at_a_step_is_completed_by_the_next(
     hosted: Hosted, target: str, name: str, is_after: bool

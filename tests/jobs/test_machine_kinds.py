@@ -263,7 +263,7 @@ def test_after_a_checkpoint_only_as_many_ranks_resume_a_program_that_needs_them(
     assert {count_ranks(each.placement) for each in plan.estimates} == {8, 4}
     job = make_job(stay(1, A100, 0.0, 1.0), task=STRICT, step=100)
     assert keep_ranks(plan, make_job(task=STRICT), {}) is plan, "any kind may start it"
-    assert keep_ranks(plan, job, {1: replace(SAVED[1], checkpoint_step=None)}) is plan
+    assert keep_ranks(plan, job, {1: SAVED[1]._replace(checkpoint_step=None)}) is plan
     assert {count_ranks(each.placement) for each in keep_ranks(plan, job, SAVED).estimates} == {8}
     assert keep_ranks(plan, replace(job, task=TASK), SAVED) is plan, "the bundled trainers resume on any number"
 

@@ -11,6 +11,7 @@ from broker.jobs.stragglers import SLOW_S_MIN
 from broker.types import Cluster, EventKind, Job, JobRecovery, JobStatus, NodeState, OutcomeKind, Task
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World
+from tests.tiers import spread
 
 LONG, SHORT = 700, 100  # steps of a second; with a slow node, of two
 
@@ -83,7 +84,7 @@ def test_slow_nodes_stay_where_checks_are_switched_off(tmp_path: Path) -> None:
     assert len(world.get_job().attempts) == 1 and list_events(world, EventKind.NODE_SLOW)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 60.0])
+@pytest.mark.parametrize("delay_s", spread([0.0, 60.0], every=2))
 def test_controller_that_restarts_after_the_decision_ends_the_node(tmp_path: Path, delay_s: float) -> None:
     world = make_world(tmp_path, steps=LONG)
     provisioner = world.make_provisioner()

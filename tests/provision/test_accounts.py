@@ -187,6 +187,7 @@ def test_answering_nodes_in_a_region_without_lists_are_kept(world: World) -> Non
     play(world, scenario)
 
 
+@pytest.mark.long
 def test_a_working_gang_keeps_its_lease_while_lists_fail(world: World) -> None:
     """An expired login must not terminate nodes that it can no longer list."""
 

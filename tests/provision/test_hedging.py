@@ -338,7 +338,6 @@ def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("slow", "every"),
     [
-        pytest.param({"east1a": 60.0}, 12, id="some steps"),
         pytest.param({"east1a": 60.0}, 4, marks=long, id="late"),
         pytest.param({"east1a": HANG_S}, 4, marks=long, id="never"),
         pytest.param({"east1a": 60.0}, 1, marks=exhaustive, id="late, every step"),

@@ -9,7 +9,7 @@ from tests.simulation.runner import play_group, play_scene
 from tests.simulation.scenes import Scene
 from tests.tiers import exhaustive, long
 
-FEW, ALL, CHUNK = 6, 306, 30
+FEW, ALL, CHUNK = 6, 306, 15
 
 
 def play(first: int, last: int) -> None:

@@ -11,9 +11,10 @@ from tests.simulation.mutants.provisioning import forget_unanswered_intent
 from tests.simulation.mutants.table import GROUP_MUTANTS, MUTANTS, Mutant, hunt, planted
 from tests.simulation.runner import play_scene
 from tests.simulation.scenes import SCENES
+from tests.tiers import spread
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", spread(MUTANTS, every=2), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize(
     "is_collector_off", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "collector off"]
 )
@@ -25,8 +26,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
     assert catch.letter in mutant.letters.split(), catch.failure
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mutant", GROUP_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", spread(GROUP_MUTANTS, every=0, more=2), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_of_job_groups_is_caught(mutant: Mutant) -> None:
     catch = hunt(mutant)
     assert catch is not None, f"{mutant.name} is not detected"

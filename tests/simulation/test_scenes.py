@@ -10,6 +10,7 @@ import pytest
 from tests.simulation.group_scenes import ALL_SCENES
 from tests.simulation.runner import play_scene
 from tests.simulation.scenes import Scene
+from tests.tiers import spread
 
 FEW, MORE = 60, 12  # one of this many effects is killed at by `make test`, and by `make test-slow`
 
@@ -36,7 +37,7 @@ def kill_at_each(scene: Scene, is_killed: Callable[[int], bool]) -> None:
 each_scene = pytest.mark.parametrize("scene", ALL_SCENES, ids=lambda scene: scene.name)
 
 
-@each_scene
+@pytest.mark.parametrize("scene", spread(ALL_SCENES, every=2), ids=lambda scene: scene.name)
 def test_a_kill_at_some_effects_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, lambda place: place % FEW == 0)
 

@@ -21,7 +21,7 @@ from tests.simulation.schedules import (
 )
 from tests.tiers import exhaustive, long
 
-FEW, MORE, MANY = 5, 10, 40  # histories of `make test`, `make test-slow` and `make test-exhaustive`
+FEW, MORE, MANY = 6, 10, 40  # histories of `make test`, `make test-slow` and `make test-exhaustive`
 EVERY = (240, 60, 13)  # a kill at one of this many effects and commits in each of them
 
 

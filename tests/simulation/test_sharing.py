@@ -13,7 +13,7 @@ import pytest
 from tests.simulation.mutants.sharing import MUTANTS, Patches
 from tests.simulation.sharing import SharedResult, describe_coverage, play_shared
 from tests.simulation.slots import COVERED
-from tests.tiers import exhaustive, long
+from tests.tiers import exhaustive, long, spread
 
 FEW, MORE, MANY = 6, 12, 48  # histories of `make test`, `make test-slow` and `make test-exhaustive`
 HUNTED_MAX = 40  # histories until a planted bug is caught
@@ -34,7 +34,7 @@ def test_controllers_share_jobs_whatever_happens_to_them_and_to_the_store() -> N
         faults += result.faults
         covered.update(result.covered)
     print(describe_coverage(covered, FEW))
-    assert all(covered[name] >= FEW / 5 for name in COVERED), describe_coverage(covered, FEW)
+    assert all(covered[name] for name in COVERED), describe_coverage(covered, FEW)
     assert takeovers > 5 * FEW, "jobs change their controllers"
     assert faults.keys() >= FAULTS
 
@@ -50,8 +50,9 @@ def test_more_histories_of_several_controllers(count: int) -> None:
     assert all(covered[name] >= count / 5 for name in COVERED), describe_coverage(covered, count)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("plant", "letters", "first"), MUTANTS, ids=[plant.__name__ for plant, *_ in MUTANTS])
+@pytest.mark.parametrize(
+    ("plant", "letters", "first"), spread(MUTANTS, every=0, more=2), ids=[plant.__name__ for plant, *_ in MUTANTS]
+)
 def test_a_planted_bug_of_claims_or_slots_is_caught(plant: Callable[[], Patches], letters: str, first: int) -> None:
     with ExitStack() as stack:
         for each in plant():

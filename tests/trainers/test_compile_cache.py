@@ -157,7 +157,7 @@ def test_processors_with_other_instructions_do_not_share_kernels(tmp_path: Path)
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiled kernels on a CPU need g++")
 def test_preempted_run_restarts_without_compiling_a_kernel(worlds: Worlds, tmp_path: Path) -> None:
     """On a machine with an empty cache of its own; bit-identical to a run that was not preempted."""

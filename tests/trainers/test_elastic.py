@@ -435,7 +435,7 @@ def test_sharded_run_continues_from_its_newest_checkpoint(
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=0)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_replica_of_shards_is_lost_and_the_other_continues_from_memory(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
@@ -483,7 +483,7 @@ def test_run_outlives_the_nodes_that_lead_it(
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_rendezvous_outlives_the_nodes_that_lead_it(kills: int, start_node: Start) -> None:
     """As above with workers that do no arithmetic, and with a new node that comes at any moment of the move."""
     draw = random.Random(20261123)

@@ -54,7 +54,7 @@ def test_unsuitable_models_and_strategies_are_refused(width: int, axes: tuple[st
 
 
 @NEEDS_TORCHAO
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2"])
 def test_run_resumes_bit_identically_and_without_float8(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
     flags = ("--dtype", "float8")

@@ -99,6 +99,7 @@ def test_sigterm_commits_the_current_step_and_another_world_size_continues(world
     assert {key: values[0] for key, values in broken.losses().items()} == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_preemption_file_commits_and_bfloat16_resumes(worlds: Worlds, folder: TrainingFolder) -> None:
     """The broker's file stops a run after one more step; without it the run finishes."""
@@ -124,6 +125,7 @@ def test_run_saves_at_the_interval_that_the_broker_advises(
     assert sorted(saved) == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFolder) -> None:
     """A wrong start is an error message, not a stack trace."""

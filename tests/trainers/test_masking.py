@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.tiers import spread
 from trainers.config import parse_config
 from trainers.data import Corpus
 from trainers.lm import build
@@ -72,7 +73,7 @@ def test_tokens_of_an_encoder_see_both_sides(kind: str) -> None:
     assert first.abs().max() > 0
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tensor", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), spread([("tensor", 2), ("fsdp", 2), ("pipeline", 2)], every=3))
 def test_losses_of_a_spread_encoder_are_those_of_one_process(
     worlds: Worlds, tmp_path: Path, strategy: str, ranks: int
 ) -> None:
@@ -82,6 +83,7 @@ def test_losses_of_a_spread_encoder_are_those_of_one_process(
     assert [each[0] for each in spread.values()] == pytest.approx([each[0] for each in alone.values()], abs=2e-5)
 
 
+@pytest.mark.long
 def test_killed_encoder_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
     whole = worlds.train(tmp_path / "whole", "ddp", *ENCODER, ranks=2)
     worlds.train(tmp_path / "broken", "ddp", *ENCODER, ranks=2, kill_after=6)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers import spread
 from trainers.config import CheckpointConfig, Config, find_problem
 from trainers.peer_checkpoint import choose_targets
 from trainers.peer_memory import Box, open_memory
@@ -152,7 +153,7 @@ def test_copies_need_an_elastic_run(worlds: Worlds, folder: TrainingFolder) -> N
     assert ended.codes == [1] and "requires an elastic run" in ended.errors
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lost_node_costs_one_step_of_a_sharded_run(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
@@ -163,8 +164,7 @@ def test_lost_node_costs_one_step_of_a_sharded_run(
     check_exact(worlds, folder, tmp_path / "chain", strategy="fsdp", gaps_max=1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", spread(["fsdp", "zero1", "zero2"], every=0, more=3))
 def test_lost_nodes_cost_one_step_each(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start, strategy: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_lost_nodes_cost_one_step_each(
     check_exact(worlds, folder, tmp_path / "chain", strategy=strategy, gaps_max=4)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_node_is_replaced_and_costs_at_most_the_steps_since_the_last_copy(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
