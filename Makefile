@@ -56,8 +56,7 @@ torture: $(INSTALLED) ## jobs under faults of processes, disks, clocks and netwo
 lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/mypy --python-version 3.10 trainers broker/agent/agent*.py
+	$(BIN)/mypy --python-version 3.10 trainers broker/agent/agent*.py & other=$$!; $(BIN)/mypy; all=$$?; wait $$other && exit $$all
 
 audit: $(INSTALLED) ## bandit over the code, pip-audit over what is installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[audit]'

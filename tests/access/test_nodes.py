@@ -116,11 +116,12 @@ def test_program_mount_outcome_and_log_reach_the_bucket_through_the_grant(
     assert {"by-boto3", "by-trainers"} <= {name.rpartition("/")[2] for name in store.objects}
     outcome = asyncio.run(BucketOutcomes().read_outcome(ENVS["BROKER_CHECKPOINT_DIR"], 1))
     assert outcome is not None and outcome.status is RunStatus.SUCCEEDED
-    for path in Path(cluster.nodes[0].handle).rglob("*"):
-        if path.is_file():
-            content = path.read_bytes()
-            assert SECRET.encode() not in content and KEY.encode() not in content, f"the user's key is in {path}"
-            assert b"session-secret" not in content, f"a session is left in {path}"
+    kept = [path for path in Path(cluster.nodes[0].handle).rglob("*") if path.is_file()]
+    assert kept
+    for path in kept:
+        content = path.read_bytes()
+        assert SECRET.encode() not in content and KEY.encode() not in content, f"the user's key is in {path}"
+        assert b"session-secret" not in content, f"a session is left in {path}"
 
 
 def test_renewed_grant_is_used_by_a_running_program(rig: Rig, config: Config, store: FakeStore) -> None:

@@ -166,7 +166,9 @@ def test_names_ignore_case(book: Book) -> None:
 
 
 def test_architectures_guessed_from_names_match_the_book(book: Book) -> None:
-    for cloud, instance_type, arch in query(book, "SELECT cloud, instance_type, arch FROM types"):
+    rows = query(book, "SELECT cloud, instance_type, arch FROM types")
+    assert rows
+    for cloud, instance_type, arch in rows:
         assert guess_architecture(str(cloud), str(instance_type)) == arch, instance_type
 
 

@@ -137,8 +137,7 @@ class Shell:
         """Send kill -9, as the out-of-memory killer does."""
         daemons = self.find_processes("broker daemon")
         assert daemons, "a daemon runs"
-        for pid in daemons:
-            os.kill(pid, signal.SIGKILL)
+        signal_all(daemons)
         self.wait_until(lambda: not self.find_processes("broker daemon"), "the daemon is dead")
 
 

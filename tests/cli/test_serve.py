@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import ROOT, Shell
+from tests.signals import signal_all
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc"),
@@ -181,8 +182,7 @@ def kill_engine(shell: Shell, number: str) -> None:
     mark = f"SKYPILOT_SERVE_REPLICA_ID={number}\0".encode()
     pids = [pid for pid in shell.find_processes("trainers.serve") if mark in Path(f"/proc/{pid}/environ").read_bytes()]
     assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    signal_all(pids)
 
 
 @pytest.mark.long

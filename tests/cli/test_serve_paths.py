@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 from tests.cli.conftest import Shell
 from tests.cli.test_serve import PROGRAM, ask, list_replicas
 from tests.serve.stands import needs_haproxy
+from tests.signals import signal_all
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc"),
@@ -37,8 +36,7 @@ def kill_program(shell: Shell, word: str, number: int) -> None:
         if mark in Path(f"/proc/{pid}/environ").read_bytes() and command.startswith(sys.executable)
     ]  # fmt: skip
     assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    signal_all(pids)
     # Until then, the kernel may accept a connection for it, which is reset.
     shell.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the program has ended")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from tests.cli.conftest import Shell
 from tests.hosting.test_local import Hosted
+from tests.signals import signal_all
 from tests.tiers import spread
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="the host program reads Linux's /proc")
@@ -37,8 +37,7 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
     (tmp_path / "release").touch()
     hosted.run("server", "down", "--force", code=None)
     for word in ("broker server", "broker daemon", "local_machine", "agent"):
-        for pid in hosted.find_processes(word):
-            os.kill(pid, signal.SIGKILL)
+        signal_all(hosted.find_processes(word))
 
 
 def start_job(shell: Shell) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.signals import signal_all
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="the host program reads Linux's /proc")
 
@@ -52,8 +53,7 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
         lambda: not hosted.find_processes("broker server") and not hosted.find_processes("broker daemon"),
         "the server has ended",
     )
-    for pid in hosted.find_processes():
-        os.kill(pid, signal.SIGKILL)
+    signal_all(hosted.find_processes())
 
 
 @pytest.mark.long
@@ -92,8 +92,7 @@ def test_failed_server_is_restarted_and_repaired(hosted: Hosted) -> None:
     listening = json.loads((hosted.server_home / "server" / "listening.json").read_text())
     os.kill(listening["pid"], signal.SIGKILL)
     hosted.wait_until(lambda: hosted.read_status()["is_running"] is True, "its supervisor has restarted it")
-    for pid in [*hosted.find_processes("host_supervisor"), *hosted.find_processes("broker server start")]:
-        os.kill(pid, signal.SIGKILL)
+    signal_all([*hosted.find_processes("host_supervisor"), *hosted.find_processes("broker server start")])
     assert not hosted.read_status()["is_running"]
     assert "cannot find out what the server runs" in hosted.run("server", "down", code=4).stderr
     hosted.up()
@@ -118,8 +117,7 @@ def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hoste
     hosted.wait_until(lambda: states.exists() and hosted.read_status()["backup_age_s"] is not None, "it is backed up")
     newest = states.stat().st_mtime_ns
     hosted.wait_until(lambda: states.stat().st_mtime_ns > newest, "what has changed since is backed up")
-    for pid in hosted.find_processes("host_supervisor") | hosted.find_processes("broker server start"):
-        os.kill(pid, signal.SIGKILL)
+    signal_all(hosted.find_processes("host_supervisor") | hosted.find_processes("broker server start"))
     lost = tmp_path / "lost"
     hosted.server_home.rename(lost)
     hosted.run("server", "down", "--force")

@@ -225,11 +225,10 @@ def test_preparing_makes_no_calls_and_the_first_call_reports_a_wrong_profile(
 
 def test_concurrent_calls_stay_within_a_bound(bed: AwsBed) -> None:
     async def act() -> None:
-        results = await asyncio.gather(*(bed.cloud.list_nodes(OWNER) for _ in range(40)), return_exceptions=True)
-        assert not any(isinstance(result, CloudError) for result in results)
+        await asyncio.gather(*(bed.cloud.list_nodes(OWNER) for _ in range(40)))
 
     bed.run(act())
-    assert bed.aws.calls_at_once_max <= 16
+    assert 1 < bed.aws.calls_at_once_max <= 16
 
 
 def test_a_denied_region_hides_no_node_of_another(bed: AwsBed) -> None:
