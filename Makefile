@@ -26,10 +26,10 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 test: $(INSTALLED) ## all tests except the longest
 	$(PYTEST)
 
-test-slow: $(INSTALLED) ## longer tests: more histories and kills of the simulation, combined strategies, all templates
+test-slow: $(INSTALLED) ## longer tests: more histories and kills of the simulation, combined strategies
 	$(PYTEST) -m 'long and not exhaustive'
 
-test-exhaustive: $(INSTALLED) ## hours: all histories, a kill at every effect, every property with fresh examples
+test-exhaustive: $(INSTALLED) ## hours: all histories, kills at all effects, all templates, fresh examples of all properties
 	$(PYTEST) -m exhaustive
 	$(PYTEST) -m hypothesis --hypothesis-profile explore
 
@@ -42,7 +42,7 @@ coverage: $(INSTALLED) ## lines of broker/ that the fast tests execute in proces
 
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in isolated network namespaces (Linux, as root)
 	$(BIN)/python -m tests.testbed.registry
-	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
+	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed -m "$(or $(MARKS),not exhaustive)"
 
 test-frameworks: $(INSTALLED) ## other frameworks' templates, killed and preempted on two local nodes: NAMES="jax torchrun"
 	$(BIN)/python -m tests.frameworks $(NAMES)

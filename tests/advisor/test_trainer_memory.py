@@ -235,7 +235,7 @@ def make_option(training: Training, sharding: Sharding) -> Option:
         pytest.param(Sharding(tensor=2, data=2), id="allreduce+tensor", marks=pytest.mark.exhaustive),
         pytest.param(Sharding(tensor=2, data=2, zero=3), id="fsdp+tensor", marks=pytest.mark.long),
         pytest.param(Sharding(pipeline=2, data=2, zero=3), id="pipeline+fsdp", marks=pytest.mark.exhaustive),
-        pytest.param(Sharding(data=4, zero=3, expert=2), id="fsdp+expert", marks=pytest.mark.long),
+        pytest.param(Sharding(data=4, zero=3, expert=2), id="fsdp+expert", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_command_of_every_kind_of_layout_trains(worlds: Worlds, sharding: Sharding, tmp_path: Path) -> None:

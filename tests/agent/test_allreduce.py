@@ -163,7 +163,7 @@ def test_stranger_without_the_token_is_not_a_peer(tmp_path: Path) -> None:
     assert [sorted(each["links"]) for each in results] == [["1"], ["0"]]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @needs_torch
 def test_fast_gang_measures_one_allreduce_with_torch(tmp_path: Path) -> None:
     ports = find_ports(2)

@@ -33,7 +33,7 @@ def read_objects(server: S3Server, part: str) -> list[bytes]:
     return [bytes(store.get(key).bytes()) for key in server.list_keys("last-lines") if part in key]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_lines_printed_after_the_notice_are_in_the_log_of_the_job_although_the_node_died_with_them(shell: Any) -> None:
     with serve_s3() as server:
         shell.environment |= server.variables

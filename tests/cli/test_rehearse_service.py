@@ -50,7 +50,7 @@ def test_a_service_whose_replicas_are_preempted_together_is_ready_again_and_leav
     assert not list(shell.folder.glob("broker-rehearsal-*")), "its state folder has gone with it"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("web.yaml", TASK), "--for", "20m", "--notice", "1", "--json")
@@ -67,7 +67,7 @@ def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
     assert found["left"] == {"machines": 0, "processes": 0, "has_balancer": False}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_service_whose_program_ends_is_reported(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("web.yaml", BROKEN), code=1)

@@ -16,7 +16,7 @@ import pytest
 from tests.cli.conftest import Shell
 from tests.signals import signal_all
 from tests.state.conftest import postgres
-from tests.tiers import exhaustive, spread
+from tests.tiers import exhaustive
 
 __all__ = ["postgres"]
 
@@ -93,7 +93,7 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield from open_terminal(request, tmp_path)
 
 
-@pytest.fixture(params=spread(["postgresql", "server", "embedded"], every=3))
+@pytest.fixture(params=["postgresql", *(pytest.param(each, marks=exhaustive) for each in ("server", "embedded"))])
 def any_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield from open_terminal(request, tmp_path)
 
@@ -187,7 +187,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
     assert not written, "no file keeps the secret"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_history_of_a_job_is_watched_exported_and_reported(usual_terminal: Shell) -> None:
     task = usual_terminal.write("brief.yaml", "name: brief\nresources: {infra: local}\nrun: echo done\n")
     usual_terminal.run("jobs", "launch", task, "-d")

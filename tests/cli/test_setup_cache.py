@@ -101,7 +101,7 @@ def test_start_after_a_preemption_restores_what_setup_wrote(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", spread(["part cut", "part missing", "manifest cut", "manifest changed"], every=0, more=2)
+    "damage", spread(["part cut", "part missing", "manifest cut", "manifest changed"], every=0, more=4)
 )
 def test_torn_archive_is_not_used(bed: Bed, damage: str) -> None:
     job_id = bed.launch()
@@ -120,7 +120,7 @@ def test_torn_archive_is_not_used(bed: Bed, damage: str) -> None:
     assert "setup archive not used" in log and log.count("the tool works") == 4
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_other_setup_envs_or_workdir_run_setup_again(bed: Bed) -> None:
     first = bed.launch()
     bed.wait_for(first, EventKind.SETUP_KEPT)

@@ -95,7 +95,7 @@ def test_own_traces_are_used_alone_or_with_others(shell: Shell) -> None:
     assert together["policies"][1]["over_optimum"] is None
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_policies_change_between_the_kinds_of_machines_that_a_task_accepts(shell: Shell) -> None:
     (shell.folder / "traces").mkdir()
     for name, data in (("one", [1, 1, 0, 1, 0, 0] * 40), ("two", [0, 1, 1, 1, 0, 1] * 40)):

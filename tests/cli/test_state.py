@@ -50,7 +50,7 @@ def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> N
     assert shell.read_json("state", "info")["is_whole"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_after_a_reset_a_running_machine_is_shown_and_ended_on_request(shell: Shell) -> None:
     shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n"), "-c", "dev")
     assert "is now empty" in shell.run("state", "reset", "--yes").stdout

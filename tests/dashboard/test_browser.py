@@ -16,6 +16,7 @@ import pytest
 
 from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import Served, Story
+from tests.tiers import spread
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -159,8 +160,7 @@ def test_the_keyboard_alone_reaches_a_job(chromium: Any, served: Served) -> None
     tab.context.close()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("scheme", spread(["dark", "light"], every=0, more=2))
 def test_axe_finds_nothing_serious_on_any_page(scheme: str, chromium: Any, served: Served) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     tab = Tab(chromium, served, width=360 if scheme == "dark" else 1280, scheme=scheme)

@@ -136,7 +136,7 @@ def test_move_that_was_killed_at_a_step_is_completed_by_the_next(
     check_moved(hosted, pid)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_server_with_work_of_its_own_is_refused(hosted: Hosted) -> None:
     hosted.up("--login")
     hosted.run("jobs", "launch", hosted.write("one.yaml", "name: one\nresources: {infra: local}\nrun: echo one\n"))

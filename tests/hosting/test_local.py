@@ -56,7 +56,7 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
     signal_all(hosted.find_processes())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_server_lives_its_whole_life(hosted: Hosted) -> None:
     told = hosted.up("--login")
     assert told.startswith(f"Server: http://127.0.0.1:{hosted.port}\n") and "Logged in as admin" in told
@@ -86,7 +86,7 @@ def test_server_lives_its_whole_life(hosted: Hosted) -> None:
     assert "this installation has no server" in hosted.run("server", "status", code=2).stderr
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_failed_server_is_restarted_and_repaired(hosted: Hosted) -> None:
     hosted.up()
     listening = json.loads((hosted.server_home / "server" / "listening.json").read_text())
@@ -132,7 +132,7 @@ def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hoste
     assert "this server was replaced by one that was restored from" in back.stderr
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mark", ["server/current"])
 def test_up_that_was_killed_is_completed_by_the_next(hosted: Hosted, mark: str) -> None:
     place = ("--infra", "local", "--port", str(hosted.port), "--python", sys.executable)

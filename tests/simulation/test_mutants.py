@@ -16,7 +16,7 @@ from tests.tiers import spread
 
 @pytest.mark.parametrize("mutant", spread(MUTANTS, every=2), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize(
-    "is_collector_off", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "collector off"]
+    "is_collector_off", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "collector off"]
 )
 def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None:
     if mutant.needs_collector and is_collector_off:

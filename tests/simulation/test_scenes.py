@@ -12,7 +12,7 @@ from tests.simulation.runner import play_scene
 from tests.simulation.scenes import Scene
 from tests.tiers import spread
 
-FEW, MORE = 60, 12  # one of this many effects is killed at by `make test`, and by `make test-slow`
+FEW, MORE = 60, 30  # one of this many effects is killed at by `make test`, and by `make test-slow`
 
 
 def kill_at_each(scene: Scene, is_killed: Callable[[int], bool]) -> None:

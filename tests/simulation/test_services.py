@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.mutants.table import SERVICE_MUTANTS, Mutant, hunt_service
 from tests.simulation.service_scenes import SERVICE_SCENES, ServiceScene, play_service
 
-FEW, MORE = 60, 12  # one of this many effects is killed at by `make test`, and by `make test-slow`
+FEW, MORE = 60, 30  # one of this many effects is killed at by `make test`, and by `make test-slow`
 scenes = pytest.mark.parametrize("scene", SERVICE_SCENES, ids=lambda scene: scene.name)
 
 

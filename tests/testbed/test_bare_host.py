@@ -88,6 +88,7 @@ def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) 
     assert resumed and int(resumed[1]) >= 5, log
 
 
+@pytest.mark.exhaustive
 def test_elastic_run_takes_in_a_bare_host_for_a_lost_one(stage: Stage) -> None:
     folder = stage.folder / "work"
     (folder / "sitecustomize.py").write_text(HOLD)

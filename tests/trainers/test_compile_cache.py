@@ -49,7 +49,7 @@ def list_files(storage: Path) -> list[Path]:
     return sorted(file for file in (storage / "compiled").rglob("*") if file.is_file())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_second_machine_finds_what_the_first_has_compiled(tmp_path: Path) -> None:
     first = compile_on_new_machine(tmp_path / "store", tmp_path / "first")
     assert first["loaded"] == first["hits"] == 0 < first["misses"]

@@ -458,7 +458,7 @@ def test_replica_of_shards_is_lost_and_the_other_continues_from_memory(
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_run_outlives_the_nodes_that_lead_it(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:

@@ -50,7 +50,7 @@ def test_llama_that_recomputes_and_evaluates_resumes_bit_identically(worlds: Wor
     assert 5.0 < float(str(evaluated[8])) < float(str(evaluated[3])) < 6.0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_evaluation_is_the_same_however_the_model_is_shared(worlds: Worlds, tmp_path: Path) -> None:
     found = []
     for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2), ("pipeline", 2)):
@@ -81,7 +81,7 @@ def test_classifier_resumes_bit_identically_for_any_number_of_ranks(worlds: Worl
     assert [each[0] for each in other.values()] == pytest.approx([each[0] for each in whole.values()], abs=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_sweep_measures_every_size_once_also_over_a_kill_and_a_notice(worlds: Worlds, tmp_path: Path) -> None:
     flags = ["--smallest", "64", "--largest", "4K", "--runs", "2", "--collectives", "all_reduce,all_gather"]
     flags += ["--results", str(tmp_path / RESULTS)]

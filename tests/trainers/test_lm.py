@@ -23,7 +23,7 @@ SMALL = ["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "strategy"), spread([(3, "ddp"), (1, "ddp")], every=2), ids=str)
+@pytest.mark.parametrize(("workers", "strategy"), spread([(3, "ddp"), (1, "ddp")], every=2, more=2), ids=str)
 def test_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, workers: int, strategy: str) -> None:
     """Losses after kill -9 of every rank equal those of an undisturbed run to the last bit."""
     (tmp_path / "whole").mkdir()
@@ -99,7 +99,7 @@ def test_sigterm_commits_the_current_step_and_another_world_size_continues(world
     assert {key: values[0] for key, values in broken.losses().items()} == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_preemption_file_commits_and_bfloat16_resumes(worlds: Worlds, folder: TrainingFolder) -> None:
     """The broker's file stops a run after one more step; without it the run finishes."""
@@ -125,7 +125,7 @@ def test_run_saves_at_the_interval_that_the_broker_advises(
     assert sorted(saved) == expected
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFolder) -> None:
     """A wrong start is an error message, not a stack trace."""

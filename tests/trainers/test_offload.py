@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import spread
 from trainers.config import Config, find_problem
 from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
@@ -83,8 +84,7 @@ def test_memory_that_a_parameter_takes_on_the_device(device: str, offload: str, 
     assert create_strategy("fsdp", ranks, StrategyOptions(offload=offload)).count_state_bytes() == expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "ddp"])
+@pytest.mark.parametrize("strategy", spread(["fsdp", "zero1", "zero2", "ddp"], every=0, more=4))
 def test_killed_run_resumes_bit_identically_with_and_without_offload(
     worlds: Worlds, tmp_path: Path, strategy: str
 ) -> None:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiers import spread
 from trainers.config import CheckpointConfig, Config, find_problem
 from trainers.peer_checkpoint import choose_targets
 from trainers.peer_memory import Box, open_memory
@@ -153,7 +152,7 @@ def test_copies_need_an_elastic_run(worlds: Worlds, folder: TrainingFolder) -> N
     assert ended.codes == [1] and "requires an elastic run" in ended.errors
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.slow
 def test_lost_node_costs_one_step_of_a_sharded_run(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
@@ -164,7 +163,8 @@ def test_lost_node_costs_one_step_of_a_sharded_run(
     check_exact(worlds, folder, tmp_path / "chain", strategy="fsdp", gaps_max=1)
 
 
-@pytest.mark.parametrize("strategy", spread(["fsdp", "zero1", "zero2"], every=0, more=3))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2"])
 def test_lost_nodes_cost_one_step_each(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start, strategy: str
 ) -> None:

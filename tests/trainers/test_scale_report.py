@@ -32,7 +32,7 @@ def test_report_measures_strong_and_weak_scaling(capsys: pytest.CaptureFixture[s
     ]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_failed_run_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--scale-report", "--data.path", "/missing"]) == 1
     assert "`/missing` does not exist" in capsys.readouterr().err

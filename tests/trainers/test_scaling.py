@@ -40,7 +40,7 @@ def test_loss_that_no_scale_makes_finite_is_an_error() -> None:
     assert not LossScale("bfloat16").note(is_finite=False)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("pipeline", 2)])
 def test_a_run_in_float16_learns_as_in_float32_and_resumes_bit_identically(
     worlds: Worlds, tmp_path: Path, strategy: str, ranks: int

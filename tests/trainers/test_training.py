@@ -244,7 +244,7 @@ def test_first_example_of_the_docs_is_killed_and_resumes(tmp_path: Path, workers
     assert all(loss == expected[step] for step, each in read_losses(tmp_path / "broken").items() for loss in each)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("fsdp", 2)])
 def test_hugging_face_example_of_the_docs_learns(tmp_path: Path, strategy: str, workers: int) -> None:
     script = tmp_path / "windows.py"

@@ -103,19 +103,19 @@ def test_half_precision_stays_close_to_full_precision(worlds: Worlds, alone: dic
 RESUMED = [
     (2, "fsdp", []),
     (2, "allreduce", ["--allreduce.algorithm", "ring"]),
-    pytest.param(2, "zero1", [], marks=long),
-    pytest.param(2, "zero2", [], marks=long),  # `HANDED_ON` kills and continues both, with other ranks
+    pytest.param(2, "zero1", [], marks=exhaustive),
+    pytest.param(2, "zero2", [], marks=exhaustive),  # `HANDED_ON` kills and continues both, with other ranks
     pytest.param(2, "tensor", [], marks=long),
-    pytest.param(2, "context", [], marks=long),
+    pytest.param(2, "context", [], marks=exhaustive),
     pytest.param(2, "pipeline", [], marks=long),
     (3, "parameter_server", []),
     (2, "diloco", ["--diloco.every_steps", "3"]),
-    pytest.param(3, "gossip", [], marks=long),
-    pytest.param(4, "fsdp+tensor", ["--mesh", "2x2"], marks=long),
-    pytest.param(2, "pipeline", ["--pipeline.schedule", "interleaved", "--model.depth", "4"], marks=long),
-    pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "diloco+fsdp", ["--mesh", "2x2", "--diloco.every_steps", "3"], marks=long),
+    pytest.param(3, "gossip", [], marks=exhaustive),
+    pytest.param(4, "fsdp+tensor", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(2, "pipeline", ["--pipeline.schedule", "interleaved", "--model.depth", "4"], marks=exhaustive),
+    pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=exhaustive),
+    pytest.param(4, "diloco+fsdp", ["--mesh", "2x2", "--diloco.every_steps", "3"], marks=exhaustive),
     pytest.param(4, "diloco+pipeline", ["--mesh", "2x2", "--diloco.every_steps", "3"], marks=exhaustive),
     pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=exhaustive),
 ]
@@ -138,14 +138,14 @@ def test_killed_run_resumes_bit_identically(
 
 
 HANDED_ON = [
-    pytest.param((2, "fsdp", []), (1, "ddp", []), marks=long),
-    pytest.param((2, "ddp", []), (2, "fsdp", []), marks=long),
-    pytest.param((3, "zero2", []), (2, "zero1", []), marks=long),
+    pytest.param((2, "fsdp", []), (1, "ddp", []), marks=exhaustive),
+    pytest.param((2, "ddp", []), (2, "fsdp", []), marks=exhaustive),
+    pytest.param((3, "zero2", []), (2, "zero1", []), marks=exhaustive),
     ((2, "zero1", []), (3, "fsdp", [])),
     pytest.param((2, "pipeline", []), (2, "tensor", []), marks=long),
     ((2, "tensor", []), (3, "parameter_server", [])),
-    pytest.param((3, "parameter_server", []), (2, "pipeline", []), marks=long),
-    pytest.param((4, "fsdp+tensor", ["--mesh", "2x2"]), (2, "allreduce", []), marks=long),
+    pytest.param((3, "parameter_server", []), (2, "pipeline", []), marks=exhaustive),
+    pytest.param((4, "fsdp+tensor", ["--mesh", "2x2"]), (2, "allreduce", []), marks=exhaustive),
     pytest.param((1, "ddp", []), (4, "pipeline+fsdp", ["--mesh", "2x2"]), marks=exhaustive),
     pytest.param((8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"]), (3, "hsdp", ["--mesh", "1x3"]), marks=exhaustive),
 ]
