@@ -231,7 +231,7 @@ print(*reader.read())
     assert done.stdout.strip() == "broker/agent/agent_notice.py parse_time_s"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
 def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     shadow: Shadow, monkeypatch: pytest.MonkeyPatch

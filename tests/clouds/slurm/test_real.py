@@ -18,7 +18,7 @@ from tests.clouds.slurm.real import RealSlurm
 
 __all__ = ["shell"]
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 STORY_S_MAX = 900.0  # training processes import torch for many seconds on a busy machine
 STEPS = 16
 TASK = f"""\

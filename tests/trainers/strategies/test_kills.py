@@ -10,7 +10,7 @@ from tests.tiers import exhaustive, long
 from .conftest import Worlds, read_lines, write_documents
 
 SEED = 20261121
-KILLS = (20, 100)  # of `make test-slow` and of `make test-exhaustive`
+KILLS = (8, 100)  # of `make test-slow` and of `make test-exhaustive`
 KILLS_OF_A_RUN = 2  # each resumes the one before it, so that a run of 16 steps is broken twice
 STEPS = 16
 # Saved every second step, each save waiting for the one before: from here on there is a checkpoint to resume from.
