@@ -101,7 +101,7 @@ def test_an_ignored_warning_does_not_fail_a_service() -> None:
     assert [each.level for each in judge_warned(given=1, ignored=0, grace_s=20)] == ["good"]
 
 
-def test_leftovers_of_a_teardown_are_named() -> None:
+def test_orphans_of_a_teardown_are_named() -> None:
     assert [each.level for each in judge_teardown(Orphans())] == ["good"]
     (found,) = judge_teardown(Orphans(machines=1, processes=3, has_balancer=True))
     assert found.level == "bad" and found.text.endswith("1 machine, 3 processes, the balancer")
