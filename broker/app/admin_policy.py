@@ -14,15 +14,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from broker.config import find_admin_policy
 from broker.errors import PolicyError, StateError, TaskError
 from broker.frozen import frozen
-from broker.types import Task
-
-if TYPE_CHECKING:
-    from broker.state.schedules import Payee
+from broker.types import Payee, Task
 
 log = logging.getLogger(__name__)
 

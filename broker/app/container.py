@@ -14,8 +14,9 @@ from broker.app.known_starts import plan_with_known_starts
 from broker.app.lazy_clouds import LazyClouds
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_home, find_state_url, load_config
+from broker.config import Config, find_admin_policy, find_home, find_state_url, load_config
 from broker.errors import BrokerError, StateError, UsageError
+from broker.types import Payee
 
 if TYPE_CHECKING:
     from broker.access.granting import Grants
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
-    from broker.state.schedules import Payee
     from broker.state.store import Store
     from broker.types import (
         Autostop,
@@ -228,8 +228,6 @@ class Context:
     @property
     def payee(self) -> Payee:
         """The user and project against whose limits the jobs of a new schedule count; empty without a server."""
-        from broker.state.schedules import Payee
-
         return Payee()
 
     def own_jobs(self, jobs: Sequence[Job]) -> None:
@@ -332,9 +330,12 @@ class Context:
 
     def resolve(self, task: Task) -> Task:
         """Apply the administrator's policy, and use the catalog's accelerator names. Raises PolicyError, StateError."""
-        from broker.app.admin_policy import govern
+        home = find_home(self._home)
+        if find_admin_policy(home) is not None:
+            from broker.app.admin_policy import govern
 
-        return self.market.resolve(govern(find_home(self._home), task, self.payee, note=self.note))
+            task = govern(home, task, self.payee, note=self.note)
+        return self.market.resolve(task)
 
     @property
     def book(self) -> Book:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +48,7 @@ def read_moved(home: Path) -> MovedTo | None:
 
 def write_moved(home: Path, moved: MovedTo) -> None:
     """Write the fence durably."""
-    aside = home / f".{MOVED}-{secrets.token_hex(8)}"
+    aside = home / f".{MOVED}-{os.urandom(8).hex()}"
     data = {"url": moved.url, "word": moved.word, "is_complete": moved.is_complete}
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(data, file)

@@ -15,9 +15,8 @@ from broker.app.planning import check_plans, check_programs, plan_launch
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.state.people import Owned
-from broker.state.schedules import Payee
 from broker.task.due_times import find_next
-from broker.types import DueTime, Job, JobSchedule, Plan, Task
+from broker.types import DueTime, Job, JobSchedule, Payee, Plan, Task
 
 log = logging.getLogger(__name__)
 

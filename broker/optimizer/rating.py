@@ -6,8 +6,11 @@ Thousands of offers share work, hazard and recovery, so each distinct forecast i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import attrgetter
 
 from broker.frozen import frozen
 from broker.optimizer.billing import bill_recovery_s
@@ -49,12 +52,19 @@ class _Fallback:
     hours: float = 0.0
 
 
-@frozen
 class _Kinds:
     """The machines of all alternatives between which a job may change."""
 
-    places: CandidatePlaces
-    fallbacks: Sequence[_Fallback]
+    def __init__(self, places: CandidatePlaces, fallbacks: Iterable[_Fallback]) -> None:
+        self.places = places
+        by_hours = sorted(fallbacks, key=attrgetter("hours"))
+        self._hours = [each.hours for each in by_hours]
+        self._cheapest = list(accumulate(by_hours, lambda *pair: min(pair, key=_read_usd)))
+
+    def find_fallback(self, hours: float) -> _Fallback | None:
+        """Return the cheapest on-demand gang that finishes within `hours`."""
+        count = bisect_right(self._hours, hours)
+        return self._cheapest[count - 1] if count else None
 
 
 class CostModel:
@@ -272,9 +282,8 @@ class CostModel:
 
     def _choose_fallback(self, offer: Offer, own: _Fallback | None, kinds: _Kinds) -> _Fallback | None:
         """Choose the cheapest on-demand gang of any kind; a slower one of another kind would have to begin earlier."""
-        most = self._find_work(offer) * SAME_SPEED
-        as_fast = [each for each in kinds.fallbacks if each.hours <= most]
-        return min([*as_fast, *([own] if own else [])], key=_read_usd, default=None)
+        as_fast = kinds.find_fallback(self._find_work(offer) * SAME_SPEED)
+        return min((each for each in (as_fast, own) if each is not None), key=_read_usd, default=None)
 
     def _gather_evidence(self, offer: Offer) -> MarketEvidence:
         seen = (

@@ -16,7 +16,7 @@ from broker.clock import SystemClock
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.state.people import Owned, Role
-from broker.state.schedules import Payee
+from broker.types import Payee
 
 if TYPE_CHECKING:
     from broker.clouds.base import Cloud

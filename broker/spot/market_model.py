@@ -28,6 +28,7 @@ from broker.spot.recorded_runs import (
     interpolate_hours,
     interpolate_mean,
     interpolate_runs,
+    list_hours,
     read_cells,
     read_scenarios,
 )
@@ -180,16 +181,16 @@ def forecast_mean(
     )
     if deadline_hours is None or deadline_hours - start_hours <= work_hours:
         return mean
-    kept, weights = _list_weights(places, evidence)
-    hours = interpolate_hours(kept, work_hours=work_hours, deadline_hours=deadline_hours, start_hours=start_hours)
+    cells, weights = _list_hours(places, evidence)
+    hours = interpolate_hours(cells, work_hours=work_hours, deadline_hours=deadline_hours, start_hours=start_hours)
     return replace(mean, hours=sum(map(operator.mul, hours, weights)))
 
 
 @lru_cache(maxsize=256)
-def _list_weights(places: int, evidence: MarketEvidence) -> tuple[list[Scenario], list[float]]:
+def _list_hours(places: int, evidence: MarketEvidence) -> tuple[tuple[tuple[float, ...], ...], list[float]]:
     kept = _choose_scenarios(places, evidence, None)
     total = sum(weight for _, weight in kept)
-    return [each for each, _ in kept], [weight / total for _, weight in kept]
+    return list_hours([each for each, _ in kept]), [weight / total for _, weight in kept]
 
 
 @lru_cache(maxsize=256)

@@ -98,19 +98,23 @@ def interpolate_mean(
     return _interpolate([cells], work_hours, deadline_hours, start_hours)[0]
 
 
+def list_hours(scenarios: Sequence[Scenario]) -> tuple[tuple[float, ...], ...]:
+    """Return the hours over work of every scenario, for each cell, as `interpolate_hours` takes them."""
+    return tuple(tuple(shares[2] for shares in cell) for cell in zip(*map(read_cells, scenarios), strict=True))
+
+
 def interpolate_hours(
-    scenarios: Iterable[Scenario], *, work_hours: float, deadline_hours: float, start_hours: float
+    hours: Sequence[Sequence[float]], *, work_hours: float, deadline_hours: float, start_hours: float
 ) -> list[float]:
-    """Return the hours of `interpolate_runs` alone."""
+    """Return the hours of `interpolate_runs` alone, from those of the cells (`list_hours`)."""
     corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
-    parts = [(cell, weight * work_hours) for cell, weight in corners]
+    (first, weight), *others = [(hours[cell], weight * work_hours) for cell, weight in corners]
+    found = [weight * each for each in first]
+    for column, weight in others:
+        found = [sum_ + weight * each for sum_, each in zip(found, column, strict=True)]
     most = deadline_hours - start_hours - sure * work_hours
     base = deadline_hours - most
-    found = list[float]()
-    for each in scenarios:
-        cells = read_cells(each)
-        found.append(base + min(sum([weight * cells[cell][2] for cell, weight in parts]), most))
-    return found
+    return [base + min(each, most) for each in found]
 
 
 def _interpolate(

@@ -12,24 +12,15 @@ from functools import partial
 import msgspec
 
 from broker.errors import DamagedRowError, UsageError
-from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.state.jobs import OnDamage
 from broker.state.secret_rows import SecretBox, check_key, load_key
 from broker.task.codec import decode_task, encode_task
-from broker.types import DueOutcome, DueTime, JobSchedule, ScheduleSpec, Task
+from broker.types import DueOutcome, DueTime, JobSchedule, Payee, ScheduleSpec, Task
 
 COLUMNS = "name, uid, spec, hedge, person, project, created_s, next_s, is_paused"
 DUE_COLUMNS = "schedule_uid, due_s, outcome, job_id, detail, count, last_s"
 _LIVE_JOB = "SELECT 1 FROM due_times JOIN jobs ON jobs.id = due_times.job_id WHERE schedule_uid = ? AND NOT is_terminal"
-
-
-@frozen
-class Payee:
-    """The user and project against whose limits the jobs of a schedule count; empty without a server."""
-
-    user: str = ""
-    project: str = ""
 
 
 class ScheduleRows:

@@ -55,7 +55,7 @@ _TYPES = {
     "notify": ("NotificationKind", "NotifySpec"),
     "outcomes": ("Event", "EventData", "EventKind", "IntentEnd", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
-    "schedules": ("DueOutcome", "DueTime", "JobSchedule", "Overlap", "ScheduleSpec"),
+    "schedules": ("DueOutcome", "DueTime", "JobSchedule", "Overlap", "Payee", "ScheduleSpec"),
     "service": (
         "BalancerType",
         "GATEWAYS_MAX",

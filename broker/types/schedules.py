@@ -47,6 +47,14 @@ class DueTime:
 
 
 @frozen
+class Payee:
+    """The user and project against whose limits the jobs of a schedule count; empty without a server."""
+
+    user: str = ""
+    project: str = ""
+
+
+@frozen
 class JobSchedule:
     """A stored schedule. `next_s` is None if it has ended because no due time remains.
 

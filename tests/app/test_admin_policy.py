@@ -17,8 +17,7 @@ from broker.app.schedules import RunLauncher
 from broker.app.verbs.account import plan_tasks
 from broker.config import find_admin_policy
 from broker.errors import PolicyError, StateError, UsageError
-from broker.state.schedules import Payee
-from broker.types import JobSchedule, ScheduleSpec, Task
+from broker.types import JobSchedule, Payee, ScheduleSpec, Task
 
 POLICY = """
 from dataclasses import dataclass, replace

@@ -10,8 +10,7 @@ from broker.client.wire import VERBS
 from broker.errors import DeniedError
 from broker.server.authorisation import check_verb
 from broker.state.people import Owned, Role
-from broker.state.schedules import Payee
-from broker.types import Cluster, ClusterStatus, Placement, Resources, ScheduleSpec, Task
+from broker.types import Cluster, ClusterStatus, Payee, Placement, Resources, ScheduleSpec, Task
 from tests.server.conftest import Hosted
 from tests.simulation.world import make_offer
 

@@ -13,11 +13,10 @@ from broker.errors import StateError, UsageError
 from broker.state.postgres import PostgresDatabase
 from broker.state.postgres_store import PostgresStore
 from broker.state.restoring import drop_row
-from broker.state.schedules import Payee
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.state.transfer import check_store, export_store, import_store
-from broker.types import DueOutcome, DueTime, JobSchedule, JobStatus, Overlap, ScheduleSpec, Secret, Task
+from broker.types import DueOutcome, DueTime, JobSchedule, JobStatus, Overlap, Payee, ScheduleSpec, Secret, Task
 from tests.state.conftest import OpenStore
 from tests.state.postgres_server import Server
 from tests.state.samples import START_S, Hands
