@@ -13,7 +13,7 @@ from broker.cli.main import main
 from broker.clock import SystemClock
 
 ROOT = Path(__file__).parent.parent.parent
-HEAVY = ("cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio")
+HEAVY = ("cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio", "logging", "msgspec")
 
 
 def broker(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
