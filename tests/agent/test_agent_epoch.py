@@ -18,6 +18,7 @@ from broker.runtime import gang as gang_module
 from broker.runtime.gang import Gang
 from broker.types import Autostop, Cluster, RunStatus
 from tests.runtime.local_gang import Rig, make_task, wait_for
+from tests.tiers import spread
 
 epochs, files = program.agent_epoch, program.files
 OLD, NEW = 1, 2
@@ -131,11 +132,14 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [
-        ("if epoch < known:", "if epoch > known:"),
-        ("if epoch > known:", "if epoch < known:"),
-        ("        admit(epoch)", "        pass"),
-    ],
+    spread(
+        [
+            ("if epoch < known:", "if epoch > known:"),
+            ("if epoch > known:", "if epoch < known:"),
+            ("        admit(epoch)", "        pass"),
+        ],
+        every=3,
+    ),
     ids=["refuses the new one", "forgets the new one", "admits all"],
 )
 def test_planted_bug_of_the_epoch_is_detected(rig: Rig, plant: Path, old: str, new: str) -> None:

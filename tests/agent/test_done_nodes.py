@@ -15,6 +15,7 @@ from broker.agent import agent
 from broker.jobs.outcomes import BucketOutcomes
 from broker.types import Node, NodeState, RunStatus, Secret
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+from tests.tiers import long
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_gang import Rig, make_task, wait_for
@@ -78,6 +79,7 @@ def test_nodes_are_done_when_all_is_in_the_bucket(
     asyncio.run(act())
 
 
+@long
 def test_head_whose_bucket_refuses_stays_and_tries_again(rig: Rig) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster()

@@ -19,6 +19,7 @@ from broker.agent import agent
 from broker.runtime.reports import GangReport
 from broker.storage.mounts import MountStep, make_script
 from broker.types import Cluster, RunStatus, Task
+from tests.tiers import long
 
 files, agent_flush = agent.files, agent.agent_flush
 Flush, Pending, list_pending = agent_flush.Flush, agent_flush.Pending, agent_flush.list_pending
@@ -199,6 +200,7 @@ def test_a_programs_own_exit_code_does_not_mean_that_files_did_not_arrive(rig: R
     asyncio.run(act())
 
 
+@long
 def test_a_mount_whose_rclone_was_killed_is_restored_and_uploads_its_cache(rig: Rig, tmp_path: Path) -> None:
     task = make_writing_task(tmp_path, "rclone put ~/out a one; touch ~/wrote", BROKER_FLUSH_HOLD_S="60")
 

@@ -18,6 +18,7 @@ from broker.runtime.reports import GangReport
 from broker.types import RunStatus, SlowNetwork
 from tests.agent.fake_gpus import FakeGpus
 from tests.fuzz.targets_gang import Gang, await_kind, open_gang
+from tests.tiers import long
 
 sys.path.insert(0, str(FOLDER))  # as on a node: siblings by bare names
 agent_network: Any = importlib.import_module("agent_network")
@@ -198,6 +199,7 @@ def test_gang_whose_network_is_as_expected_starts(rig: Rig, gpus: FakeGpus) -> N
     assert "broker: network check: the slowest pair, ranks 0 and 1, reaches " in log and log.count("begun") == 2
 
 
+@long
 def test_node_with_a_slow_network_ends_the_run_before_its_first_step(rig: Rig, gpus: FakeGpus) -> None:
     gpus.plant("network")
     report, log = asyncio.run(run_checked(rig, gpus, node_count=3, network_gbs=0.02))

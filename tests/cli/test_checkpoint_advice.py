@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 
@@ -28,6 +29,7 @@ run: |
 """
 
 
+@long
 def test_the_advised_interval_is_longer_the_more_a_checkpoint_costs(shell: Shell) -> None:
     """Only the task's `stall` differs."""
     told_s = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -31,6 +32,7 @@ def launch(shell: Shell) -> Path:
     return entry
 
 
+@long
 def test_down_ends_the_run_and_waits_for_the_upload(shell: Shell) -> None:
     entry = launch(shell)
     down = shell.open("down", "dev", "--yes")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import ROOT, Shell
+from tests.tiers import long
 
 TASK = """
 name: elastic
@@ -39,6 +40,7 @@ def list_events(shell: Shell) -> str:
 
 
 @pytest.mark.slow
+@long
 def test_lost_nodes_are_replaced_during_the_work_within_the_first_attempt(shell: Shell) -> None:
     """One is taken without notice, one with notice: the first node's program notices neither."""
     task = shell.write("task.yaml", TASK % (shell.folder, shell.folder))

@@ -10,6 +10,7 @@ import pytest
 from broker.types import Attempt, JobStatus, OutcomeKind
 from tests.cli.conftest import ROOT, Shell
 from tests.cli.test_server import Served, terminal
+from tests.tiers import long
 
 __all__ = ["terminal"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
@@ -101,6 +102,7 @@ def test_no_program_starts_before_all_tasks_are_set_up_and_the_others_end_after_
     assert {each["task"] for each in events} == {"head", "tail"}
 
 
+@long
 def test_the_failure_of_a_primary_task_ends_the_group(shell: Shell) -> None:
     launch_pair(shell, code=3)
     (shell.folder / "end").touch()

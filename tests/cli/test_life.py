@@ -15,6 +15,7 @@ from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, JobStatus, Placement, Task
 from tests.cli.conftest import Shell
 from tests.simulation.world import make_offer
+from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -110,6 +111,7 @@ def test_ctrl_c_detaches_and_explains_how_to_reattach(shell: Shell) -> None:
     assert "begun" in shell.run("logs", "dev", "--no-follow").stdout
 
 
+@long
 def test_an_idle_cluster_goes_down_by_itself(shell: Shell) -> None:
     task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
     shown = shell.run("launch", task, "-c", "dev", "--down")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -64,6 +65,7 @@ def wait_for_end(shell: Shell) -> dict[str, object]:
     return job
 
 
+@long
 def test_the_daemon_may_be_killed_and_the_job_continues(shell: Shell) -> None:
     held = hold(shell)
     shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
@@ -154,6 +156,7 @@ def test_a_cancelled_job_ends_with_its_machines(shell: Shell) -> None:
     assert read_ledger(shell)[-1][1] < 40
 
 
+@long
 def test_the_daemon_sends_a_workdir_relative_to_the_users_folder(shell: Shell) -> None:
     (shell.folder / "code").mkdir()
     (shell.folder / "code" / "main.sh").write_text("echo I was sent\n")
@@ -191,6 +194,7 @@ def test_a_pipeline_runs_in_order_and_passes_on_its_data(shell: Shell) -> None:
     assert second["attempts"][0]["started_s"] >= first["ended_s"]
 
 
+@long
 def test_dependents_of_a_failed_task_never_start(shell: Shell) -> None:
     broken = PIPELINE.replace("mkdir -p $BROKER_PIPELINE_DIR && ", "exit 4; ")
     shell.run("jobs", "launch", shell.write("pipe.yaml", broken), "--yes", "--detach-run")
@@ -240,6 +244,7 @@ def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
     assert len(shell.read_json("jobs", "queue")) == 1
 
 
+@long
 def test_job_whose_daemon_is_killed_at_its_start_runs_with_the_next_one(shell: Shell) -> None:
     """Otherwise the user, who sees only an error, would launch it a second time."""
     (shell.folder / "sitecustomize.py").write_text(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import ROOT, Shell
+from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -67,6 +68,7 @@ def test_a_map_writes_every_result_once_and_the_same_command_shows_it_again(shel
     assert "another input" in other.stderr
 
 
+@long
 def test_an_interrupted_map_continues_and_is_cancelled_by_its_name(shell: Shell) -> None:
     task = write_input(shell, "import threading\n\ndef process(items):\n    threading.Event().wait()\n")
     command = ("map", task, "--input", "in", "--output", "out", "--workers", "1", "--yes")

@@ -13,6 +13,7 @@ from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
+from tests.tiers import long
 
 LAUNCHES = ("ec2:RunInstances", "ec2:CreateFleet")
 ASK = ("launch", "-y", "-c", "train", "--use-spot", "--hedge", "1")
@@ -89,6 +90,7 @@ def test_aws_is_not_called_again_after_a_login_failure(
     assert shell.read_json("status")["clusters"] == []
 
 
+@long
 def test_each_refusal_of_google_is_reported_once_with_reason_and_remedy(shell: Any) -> None:
     gce = FakeGce()
     gce.fail("POST", "instances", code="ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS")

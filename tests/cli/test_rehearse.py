@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Shell
-from tests.tiers import spread
+from tests.tiers import long, spread
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -64,6 +64,7 @@ def test_a_rehearsal_moves_the_job_to_another_zone_and_shows_that_it_resumed(she
     assert not shell.find_processes()
 
 
+@long
 def test_two_preemptions_and_a_warning_as_data(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", COUNT), "--preemptions", "2", "--env", "P=2", "--json")
     found = json.loads(done.stdout)

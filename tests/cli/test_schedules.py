@@ -18,6 +18,7 @@ from broker.state.store import Store
 from broker.types import DueOutcome, DueTime
 from tests.cli.conftest import Shell
 from tests.cli.test_server import Served, terminal
+from tests.tiers import long
 
 __all__ = ["terminal"]
 NIGHTLY = """\
@@ -39,6 +40,7 @@ def make_due(shell: Shell) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+@long
 def test_schedule_lives_its_whole_life(terminal: Shell) -> None:
     task = terminal.write("nightly.yaml", NIGHTLY)
     dry = terminal.run("jobs", "launch", task, "--secret", "TOKEN=swordfish", "--dryrun").stdout

@@ -16,7 +16,7 @@ import pytest
 from tests.cli.conftest import Shell
 from tests.signals import signal_all
 from tests.state.conftest import postgres
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 __all__ = ["postgres"]
 
@@ -125,6 +125,7 @@ def run_terminal(shell: Shell) -> Iterator[Shell]:
     shell.wait_until(lambda: not shell.find_processes(), f"nothing is left of {shell.find_processes()}")
 
 
+@long
 def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
     terminal = any_terminal
     (terminal.folder / "code").mkdir()

@@ -9,7 +9,7 @@ import pytest
 from broker.types import EventKind
 from tests.agent.archives import prolong_setup
 from tests.cli.conftest import Shell
-from tests.tiers import spread
+from tests.tiers import long, spread
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -165,6 +165,7 @@ def test_setup_that_fails_or_cannot_be_kept_whole_is_not_cached(bed: Bed) -> Non
     assert bed.count_setups() == 3
 
 
+@long
 def test_task_that_does_not_ask_for_it_runs_setup_at_each_start(bed: Bed) -> None:
     job_id = bed.launch(TASK.replace(", job_recovery: {cache_setup: true}", ""))
     bed.wait_for(job_id, EventKind.STARTED)
@@ -174,6 +175,7 @@ def test_task_that_does_not_ask_for_it_runs_setup_at_each_start(bed: Bed) -> Non
     assert bed.count_setups() == 2 and not list(bed.shell.home.glob("checkpoints/*setups*"))
 
 
+@long
 def test_buckets_are_mounted_at_a_start_that_skips_setup(bed: Bed) -> None:
     data = bed.shell.folder / "data"
     data.mkdir()

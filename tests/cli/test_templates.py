@@ -27,8 +27,8 @@ TEMPLATES = [
 ]
 # Run by `make test`: a program that is not ours, and a trainer. The others differ in programs and strategies, which
 # tests/trainers runs; their commands are always parsed.
-OFTEN = {"hello", "ddp"}
-SOMETIMES = {"fsdp"}  # run by `make test-slow`; the others by `make test-exhaustive`
+OFTEN = {"hello"}
+SOMETIMES = {"ddp", "fsdp"}  # run by `make test-slow`; the others by `make test-exhaustive`
 RUN_S_MAX = 300  # far more than required
 STEPS = "--train.steps 4"
 SMALL = {

@@ -22,7 +22,7 @@ from broker.clock import SystemClock
 from broker.locks import hold_lock
 from tests.cli.test_catalog import Market, Mirror, mirror, write_vms
 from tests.signals import signal_all
-from tests.tiers import spread
+from tests.tiers import long, spread
 
 __all__ = ["mirror"]  # a fixture
 TASK = "resources: {infra: lambda, accelerators: A10}\nrun: x\n"
@@ -141,6 +141,7 @@ def test_every_environment_of_a_test_keeps_commands_offline() -> None:
 
 
 @pytest.mark.parametrize("damage", spread(["offline", "damaged", "absurd"], every=3))
+@long
 def test_a_failed_update_is_silent_keeps_the_prices_and_is_retried_with_backoff(home: Home, damage: str) -> None:
     before = home.sum_prices()
     if damage == "absurd":
@@ -162,6 +163,7 @@ def test_a_failed_update_is_silent_keeps_the_prices_and_is_retried_with_backoff(
     assert "! lambda: " in shown
 
 
+@long
 def test_a_clock_set_back_delays_no_update(home: Home) -> None:
     home.age(-1000)
     home.plan()
@@ -178,6 +180,7 @@ def test_a_command_starts_no_second_update(home: Home) -> None:
     assert done.stderr == "" and home.read_attempt()["attempted_s"] < SystemClock().now_s() - 3600
 
 
+@long
 def test_a_damaged_record_counts_as_missing(home: Home) -> None:
     before = home.sum_prices()
     locate_attempts(home.cache).write_text('{"lambda": {"attempted_s": "soon"')
@@ -245,6 +248,7 @@ def test_update_killed_at_any_step_leaves_the_old_or_the_new_book(home: Home, tm
 
 
 @pytest.mark.parametrize("bytes_max", spread([100_000, 0, 6_000_000], every=3))
+@long
 def test_on_a_full_disk_the_old_prices_stay_and_a_later_update_succeeds(home: Home, bytes_max: int) -> None:
     """A limit on the size of files fails writes as a full disk does, with another error code."""
     before = home.sum_prices()

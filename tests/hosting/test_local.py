@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.conftest import Shell
 from tests.signals import signal_all
+from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="the host program reads Linux's /proc")
 
@@ -99,6 +100,7 @@ def test_failed_server_is_restarted_and_repaired(hosted: Hosted) -> None:
     assert hosted.read_status()["is_running"]
 
 
+@long
 def test_other_place_is_refused_while_a_server_exists(hosted: Hosted) -> None:
     hosted.up()
     other = hosted.run("server", "up", "--infra", "ssh://nowhere", code=2).stderr

@@ -59,6 +59,7 @@ from broker.types import (
 from broker.wording import describe_event
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World, make_offer
+from tests.tiers import long
 
 STEPS = 400  # one a second
 GOAL = Goal(work_hours=STEPS / 3600, deadline_hours=1.0)
@@ -427,6 +428,7 @@ def test_unsaved_work_of_more_than_a_start_is_not_left() -> None:
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@long
 def test_a_crash_at_any_step_of_a_move_is_harmless(tmp_path: Path, every: int) -> None:
     """The pretend gang fails the test if two attempts work at once."""
     (tmp_path / "calm").mkdir()

@@ -12,6 +12,7 @@ from broker.jobs.controller import JobController
 from broker.types import Cluster, JobRecovery, JobStatus, OutcomeKind, RunStatus, StorageMount
 from broker.wording import describe_outcome
 from tests.simulation.world import OWNER, Report, SimulatedGang, World
+from tests.tiers import long
 
 UPLOAD_S = 1200.0
 NOTE = "written files are not in `s3://b` yet"
@@ -96,6 +97,7 @@ def test_files_that_did_not_arrive_are_reported(world: World) -> None:
     assert describe_outcome(job.attempts[0].outcome) == "files were not uploaded"
 
 
+@long
 def test_exit_code_without_a_report_of_lost_files_is_the_programs(world: World) -> None:
     assert isinstance(world.gang, UploadingGang)
     world.gang.failure, world.gang.reports_loss = "written files did not arrive", False

@@ -44,7 +44,7 @@ from broker.types import (
 from tests.agent.fake_gpus import FakeGpus, make_fake_gpus
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import Report
-from tests.tiers import spread
+from tests.tiers import long, spread
 
 OFFER = Offer(
     cloud="local",
@@ -162,6 +162,7 @@ def test_job_leaves_a_node_with_a_slow_network_and_finishes(
     assert f"({gpus.read_sick()}) is unhealthy: the network to ranks " in said and "not using its GPUs" in said
 
 
+@long
 def test_healthy_nodes_of_the_gang_are_kept(bed: Bed, gpus: FakeGpus) -> None:
     gpus.plant("ecc")
     job = bed.run(make_task(gpus, num_nodes=2))

@@ -22,7 +22,7 @@ from broker.clock import SystemClock
 from broker.config import Config, load_config
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Resources, Task
-from tests.tiers import spread
+from tests.tiers import long, spread
 
 ROOT = Path(__file__).parent.parent.parent
 CRASHING = str(Path(__file__).parent / "failing_daemon.py")
@@ -87,6 +87,7 @@ def find_processes(home: Path) -> list[str]:
 # A calm run passes about forty effects, which the groups share; tests/simulation kills at the same effects on virtual
 # time.
 @pytest.mark.parametrize("group", spread(range(GROUPS), every=GROUPS, more=4))
+@long
 def test_after_a_kill_at_any_effect_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0
     while True:
@@ -154,7 +155,7 @@ def let_go(config: Config, job: Job) -> None:
     (config.checkpoints / job.folder / "go").touch()
 
 
-@pytest.mark.parametrize("jump_s", [3600, -3600])
+@pytest.mark.parametrize("jump_s", spread([-3600, 3600], every=2))
 def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(config: Config, tmp_path: Path, jump_s: int) -> None:
     job = submit(config, WAITING)
     daemon = start_daemon(config, tmp_path / "offset")

@@ -11,7 +11,7 @@ from broker.jobs.stragglers import SLOW_S_MIN
 from broker.types import Cluster, EventKind, Job, JobRecovery, JobStatus, NodeState, OutcomeKind, Task
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World
-from tests.tiers import spread
+from tests.tiers import long, spread
 
 LONG, SHORT = 700, 100  # steps of a second; with a slow node, of two
 
@@ -67,6 +67,7 @@ def test_slow_node_of_a_job_that_is_nearly_done_is_only_named(tmp_path: Path) ->
     assert list_events(world, EventKind.NODE_SLOW) and not list_events(world, EventKind.NODE_UNHEALTHY)
 
 
+@long
 def test_rank_whose_new_node_is_slow_too_is_replaced_once(tmp_path: Path) -> None:
     world = make_world(tmp_path, steps=LONG)
     world.gang.slow_rank = 1
@@ -77,6 +78,7 @@ def test_rank_whose_new_node_is_slow_too_is_replaced_once(tmp_path: Path) -> Non
     assert len(list_events(world, EventKind.NODE_SLOW)) == 2
 
 
+@long
 def test_slow_nodes_stay_where_checks_are_switched_off(tmp_path: Path) -> None:
     world = make_world(tmp_path, steps=LONG, checks_health=False)
     run_to_end(world, "plain")

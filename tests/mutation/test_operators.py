@@ -13,6 +13,7 @@ from tests.mutation.judge import Verdict
 from tests.mutation.operators import find_mutants, is_sound, plant
 from tests.mutation.readers import find_readers
 from tests.mutation.report import measure_percent, render
+from tests.tiers import long
 
 FILE = "broker/jobs/example.py"
 
@@ -110,6 +111,7 @@ def test_bytes_beyond_ascii_before_a_mutant_do_not_move_it() -> None:
     assert mutate("def f(a, b):\n    x = ('é', a < b)\n")["boundary: < -> <="] == "x = ('é', a <= b)"
 
 
+@long
 def test_the_same_seed_draws_the_same_mutants_and_each_file_has_its_share() -> None:
     files = ["broker/state/calls.py", "broker/state/jobs.py", "broker/state/leader.py"]
     first, second, other = draw.draw(30, 1, files), draw.draw(30, 1, files), draw.draw(30, 2, files)

@@ -26,6 +26,7 @@ from broker.runtime.transports.ssh import SshTransport
 from broker.sites.openssh import Completed
 from broker.types import Cluster, ClusterStatus, Node, NodeState, RunStatus
 from tests.signals import signal_all
+from tests.tiers import long
 
 TICKS = "i=0; while [ ! -e $HOME/enough ]; do i=$((i + 1)); echo line $i; sleep 0.02; done; echo last"
 
@@ -455,6 +456,7 @@ def test_suspended_broker_does_not_count_its_own_sleep_as_silence() -> None:
     asyncio.run(act())
 
 
+@long
 def test_older_agent_is_polled_and_offered_a_session_ever_more_rarely() -> None:
     async def act() -> None:
         desk = Desk()

@@ -14,6 +14,7 @@ from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.agent import agent_container
 from broker.types import Resources, RunStatus, Secret, Task
+from tests.tiers import long
 
 CANARY = "canary-in-a-container-0815"
 
@@ -64,6 +65,7 @@ def test_setup_and_run_share_a_container_with_the_nodes_home_and_network(rig: Ri
     assert CANARY not in json.dumps([docker.list_calls(verb) for verb in ("run", "exec", "pull", "login")])
 
 
+@long
 def test_trainers_come_first_inside_and_the_folder_for_state_exists(
     rig: Rig, docker: FakeDocker, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ def test_node_without_docker_is_reported_with_a_remedy(tmp_path: Path, monkeypat
         container.prepare({})
 
 
+@long
 def test_docker_that_may_not_raise_limits_runs_without_them(rig: Rig, docker: FakeDocker) -> None:
     """Simulate a process in a foreign container."""
     (docker.folder / "bounded").touch()

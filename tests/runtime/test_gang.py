@@ -12,6 +12,7 @@ import pytest
 from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.types import Autostop, Cluster, JobRecovery, NodeState, RunStatus, Secret
+from tests.tiers import spread
 
 CATCHER = """
 trap 'echo caught; [ -e "$BROKER_PREEMPTION_FILE" ] && echo noticed; touch ~/../caught-$SKYPILOT_NODE_RANK; exit 3' TERM
@@ -213,11 +214,14 @@ def test_submitting_twice_runs_once(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "state", "reason"),
-    [
-        ("lease", NodeState.TERMINATED, "lease"),
-        ("down", NodeState.TERMINATED, "autostop"),
-        ("stop", NodeState.STOPPED, "stopped"),
-    ],
+    spread(
+        [
+            ("lease", NodeState.TERMINATED, "lease"),
+            ("down", NodeState.TERMINATED, "autostop"),
+            ("stop", NodeState.STOPPED, "stopped"),
+        ],
+        every=3,
+    ),
 )
 def test_node_ends_itself(rig: Rig, rule: str, state: NodeState, reason: str) -> None:
     async def act() -> None:

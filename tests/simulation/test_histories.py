@@ -16,6 +16,7 @@ import pytest
 
 from tests.simulation.coverage import find_empty, fold, list_cells
 from tests.simulation.runner import Result, play_kinds, play_seed
+from tests.tiers import long
 
 # Failures among 20,000 seeds that were fixed here or in the product; the commit log says what was wrong.
 MENDED = (
@@ -115,6 +116,7 @@ def test_a_history_that_once_failed_passes(seed: int) -> None:
     assert not result.failure, explain(result)
 
 
+@long
 def test_a_seed_replays_whatever_the_order_of_hashes() -> None:
     folder = Path(__file__).parents[2]
     outputs = [

@@ -14,7 +14,7 @@ from tests.simulation.scenes import SCENES
 from tests.tiers import spread
 
 
-@pytest.mark.parametrize("mutant", spread(MUTANTS, every=2), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", spread(MUTANTS, every=4), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize(
     "is_collector_off", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "collector off"]
 )

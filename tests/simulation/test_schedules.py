@@ -41,7 +41,7 @@ def test_due_times_happen_once_in_histories_with_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    "every", [EVERY[0], pytest.param(EVERY[1], marks=long), pytest.param(EVERY[2], marks=exhaustive)]
+    "every", [pytest.param(EVERY[0], marks=long), *(pytest.param(each, marks=exhaustive) for each in EVERY[1:])]
 )
 @pytest.mark.parametrize("overlap", Overlap)
 def test_a_kill_at_any_effect_neither_loses_nor_doubles_a_due_time(overlap: Overlap, every: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers import long
 from trainers.config import Config, find_problem
 from trainers.launch import parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
@@ -389,6 +390,7 @@ def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+@long
 def test_run_continues_without_a_lost_node_with_a_new_one_and_after_a_removal(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:

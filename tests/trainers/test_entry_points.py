@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiers import long
 from trainers import export
 from trainers.allreduce import RESULTS, describe, find_bus_factor, iterate_plan, parse_config, read_results
 from trainers.collectives import Collective
@@ -62,6 +63,7 @@ def test_evaluation_is_the_same_however_the_model_is_shared(worlds: Worlds, tmp_
         assert losses == pytest.approx(found[0], abs=1e-4)
 
 
+@long
 def test_classifier_resumes_bit_identically_for_any_number_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
     def train(name: str, *flags: str, ranks: int, kill_after: int = 0, attempt: int = 1) -> dict[int, list[float]]:
         kill_at = f"step {kill_after}/" if kill_after else ""

@@ -172,8 +172,8 @@ def train_on_a_node_of_its_own(arguments: Sequence[str]) -> int:
         ("ddp", {0, 1}),
         pytest.param("fsdp", {0, 1}, marks=pytest.mark.long),
         pytest.param("zero2", {0, 1}, marks=pytest.mark.long),
-        ("parameter_server", {1}),
-        ("pipeline", set()),
+        pytest.param("parameter_server", {1}, marks=pytest.mark.long),
+        pytest.param("pipeline", set(), marks=pytest.mark.long),
     ],
 )
 def test_each_node_reports_the_time_of_its_own_work(

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers import spread
 from trainers.config import CheckpointConfig, Config, find_problem
 from trainers.peer_checkpoint import choose_targets
 from trainers.peer_memory import Box, open_memory
@@ -87,7 +88,7 @@ def split_rows(rows: int, columns: int, count: int) -> list[Box | None]:
 
 
 @pytest.mark.parametrize("former", ["0,2", "0,-,2", "2,0,-,-"], ids=lambda text: f"ranks {text}")
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", spread(["zero1", "fsdp", "zero2"], every=3))
 def test_state_is_restored_without_a_lost_rank(worlds: Worlds, tmp_path: Path, strategy: str, former: str) -> None:
     """Rank 1 of three is lost; the others continue alone, with a new one in its place, or with two new ones."""
     keep_three(worlds, tmp_path, strategy)

@@ -16,6 +16,7 @@ from broker.jobs.monitor import AttemptMonitor
 from broker.runtime.reports import parse_progress
 from broker.types import RunStatus
 from tests.simulation.world import Report
+from tests.tiers import long
 from trainers import restore_progress
 from trainers import watchdog as watchdog_module
 from trainers.checkpoint import CheckpointManager
@@ -232,6 +233,7 @@ def test_restore_may_take_longer_than_a_step(tmp_path: Path) -> None:
     assert run_two("slow", tmp_path) == {0: (10, 10, False), 1: (10, 10, True)}
 
 
+@long
 def test_all_ranks_skip_a_checkpoint_that_one_finds_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_two("damaged", tmp_path) == {0: (5, 5, True), 1: (5, 5, True)}
     assert capfd.readouterr().err.count("skipping checkpoint `step-00000010") == 1

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import spread
 from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
 from trainers.training import parse_config, run_training
@@ -78,7 +79,7 @@ def with_a_module_of_other_weights(arguments: Sequence[str]) -> int:
     ("recipe", "ranks", "flags"),
     [
         ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
-        ("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"]),
+        pytest.param("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"], marks=pytest.mark.long),
         pytest.param("with_adamw", 3, ["--strategy", "parameter_server"], marks=pytest.mark.long),
         pytest.param("with_momentum", 2, ["--strategy", "fsdp"], marks=pytest.mark.long),
         ("with_momentum", 2, ["--strategy", "diloco", "--diloco.every_steps", "3"]),
@@ -226,7 +227,7 @@ def run_script(
     return subprocess.CompletedProcess(process.args, process.returncode, "".join(lines), errors)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", spread([1, 2], every=0))
 def test_first_example_of_the_docs_is_killed_and_resumes(tmp_path: Path, workers: int) -> None:
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()

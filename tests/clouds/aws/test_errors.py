@@ -24,6 +24,7 @@ from tests.clouds.aws.bed import AwsBed
 from tests.clouds.beds import make_node
 from tests.clouds.contract import OWNER, count_living, make_request, settle
 from tests.testbed import ec2_account
+from tests.tiers import spread
 
 # From the EC2 API reference, "Error codes": those that our calls can return, with their HTTP status.
 DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
@@ -159,7 +160,7 @@ def test_table_knows_every_code_that_botocores_service_models_list_for_our_calls
     assert listed - set(KINDS) == set()
 
 
-@pytest.mark.parametrize("wanted", list(DOCUMENTED), ids=lambda wanted: wanted.__name__)
+@pytest.mark.parametrize("wanted", spread(list(DOCUMENTED), every=2), ids=lambda wanted: wanted.__name__)
 def test_documented_code_of_a_launch_becomes_our_class_and_leaves_nothing(
     bed: AwsBed, wanted: type[CloudError]
 ) -> None:

@@ -16,6 +16,7 @@ from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan
 from broker.wording import describe_event
 from tests.clouds.aws.bed import OFFER, AwsBed, open_session
 from tests.clouds.contract import OWNER, count_living
+from tests.tiers import spread
 
 ZONES = ("us-east-1a", "us-east-1b", "us-east-1c")
 
@@ -101,15 +102,18 @@ def test_after_a_lost_answer_and_a_crash_the_same_gang_is_found(world: World, be
 
 @pytest.mark.parametrize(
     ("action", "code", "status"),
-    [
-        ("RunInstances", "RequestLimitExceeded", 503),
-        ("RunInstances", "InternalError", 500),
-        ("RunInstances", "InvalidGroup.NotFound", 400),
-        ("CreateSecurityGroup", "Unavailable", 503),
-        ("DescribeInstances", "RequestLimitExceeded", 503),
-        ("TerminateInstances", "InternalError", 500),
-        ("TerminateInstances", "InvalidInstanceID.NotFound", 400),
-    ],
+    spread(
+        [
+            ("RunInstances", "RequestLimitExceeded", 503),
+            ("RunInstances", "InternalError", 500),
+            ("RunInstances", "InvalidGroup.NotFound", 400),
+            ("CreateSecurityGroup", "Unavailable", 503),
+            ("DescribeInstances", "RequestLimitExceeded", 503),
+            ("TerminateInstances", "InternalError", 500),
+            ("TerminateInstances", "InvalidInstanceID.NotFound", 400),
+        ],
+        every=2,
+    ),
 )
 def test_passing_fault_costs_no_second_gang_and_leaks_nothing(
     world: World, bed: AwsBed, action: str, code: str, status: int

@@ -14,6 +14,7 @@ from broker.errors import CapacityError
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import ClusterStatus, Estimate, Node, NodeState, Offer, Plan, Resources, Task
+from tests.tiers import spread
 
 OWNER = "0123456789ab"
 
@@ -178,7 +179,7 @@ asyncio.run(provisioner.up("c", make_plan(make_offer("n1-standard-4+1xT4"), ["us
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", spread(["after", "before"], every=2))
 def test_nodes_of_a_process_that_died_in_its_create_call_are_found_by_the_next(
     bed: Any, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import exhaustive, long
+from tests.tiers import exhaustive, long, spread
 
 from .conftest import TOTAL, Worlds, read_lines
 
@@ -25,7 +25,7 @@ WORLDS = [
     (2, "context", []),
     pytest.param(2, "pipeline", ["--pipeline.schedule", "gpipe"], marks=long),
     (2, "pipeline", []),
-    (3, "parameter_server", []),
+    pytest.param(3, "parameter_server", [], marks=long),
     pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "fsdp+tensor", ["--mesh", "2x*"], marks=long),
@@ -143,7 +143,7 @@ HANDED_ON = [
     pytest.param((3, "zero2", []), (2, "zero1", []), marks=exhaustive),
     ((2, "zero1", []), (3, "fsdp", [])),
     pytest.param((2, "pipeline", []), (2, "tensor", []), marks=long),
-    ((2, "tensor", []), (3, "parameter_server", [])),
+    pytest.param((2, "tensor", []), (3, "parameter_server", []), marks=long),
     pytest.param((3, "parameter_server", []), (2, "pipeline", []), marks=exhaustive),
     pytest.param((4, "fsdp+tensor", ["--mesh", "2x2"]), (2, "allreduce", []), marks=exhaustive),
     pytest.param((1, "ddp", []), (4, "pipeline+fsdp", ["--mesh", "2x2"]), marks=exhaustive),
@@ -169,7 +169,14 @@ def test_other_world_sizes_and_strategies_continue_with_the_same_losses(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, "diloco", []), (1, "ddp", [])), ((2, "ddp", []), (2, "diloco", [])), ((3, "gossip", []), (2, "diloco", []))],
+    spread(
+        [
+            ((2, "diloco", []), (1, "ddp", [])),
+            ((2, "ddp", []), (2, "diloco", [])),
+            ((3, "gossip", []), (2, "diloco", [])),
+        ],
+        every=3,
+    ),
     ids=str,
 )
 def test_islands_receive_from_and_pass_on_to_others(
