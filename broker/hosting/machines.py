@@ -20,6 +20,7 @@ from broker.sites.openssh import Completed, find_program
 from broker.types import Node
 
 CALL_S = 900.0  # a call may install packages
+CONFIG_S = 30.0
 FOLDER = Path(__file__).parent
 # Executed in this order, in one namespace.
 PROGRAMS = (Path(node_python.__file__), FOLDER / "host_supervisor.py", FOLDER / "host_program.py")
@@ -76,10 +77,16 @@ class SshMachine:
 
     @property
     def address(self) -> str:
-        """The name or address that ssh connects to."""
+        """The name or address that ssh connects to. Raises StateError if a `Match exec` of its configuration hangs."""
         config = ["-F", str(self.login.ssh_config)] if self.login.ssh_config else []
         words = [find_program("ssh"), "-G", *config, "--", self.login.host]
-        output = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+        try:
+            output = subprocess.run(words, capture_output=True, text=True, timeout=CONFIG_S).stdout
+        except subprocess.TimeoutExpired:
+            raise StateError(
+                f"ssh did not read its configuration for `{self.login.host}` within {CONFIG_S:g} s",
+                hints=[f"find the `Match exec` that hangs: ssh -vG {shlex.quote(self.login.host)}"],
+            ) from None
         found = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith("hostname ")]
         return found[0] if found else self.login.host
 

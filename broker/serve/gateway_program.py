@@ -61,7 +61,7 @@ def unpack(root: str, digest: str) -> str:
         return release
     with open(os.path.join(FOLDER, WHEEL), "rb") as file:
         if hashlib.sha256(file.read()).hexdigest() != digest:
-            sys.exit("the wheel of broker arrived damaged")
+            sys.exit("the wheel of broker was damaged in transit")
     aside = "%s.new-%d" % (release, os.getpid())
     shutil.rmtree(aside, ignore_errors=True)
     zipfile.ZipFile(os.path.join(FOLDER, WHEEL)).extractall(aside)

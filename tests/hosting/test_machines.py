@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from broker.errors import BrokerError, StateError, TransientError
-from broker.hosting.machines import ThisMachine
+from broker.hosting.machines import SshMachine, ThisMachine
+from broker.sites.login import SshLogin
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,12 @@ def test_command_that_hangs_or_is_missing_here_is_an_error_of_broker(
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(expected, match=words):
         asyncio.run(ThisMachine().run(["python3"], stdin=b""))
+
+
+def test_ssh_configuration_that_hangs_is_an_error_of_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*arguments: Any, **options: Any) -> None:
+        raise subprocess.TimeoutExpired("ssh", options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(StateError, match="did not read its configuration for `far`"):
+        _ = SshMachine(login=SshLogin(host="far")).address
