@@ -16,7 +16,7 @@ from tests.cli.conftest import Shell
 from tests.simulation.world import make_offer
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
-from tests.tiers import long, spread
+from tests.tiers import spread
 
 HELLO = "resources: {infra: local}\nrun: echo hi\n"
 REASON = "could not query aws: clusters there show their last known state"
@@ -55,8 +55,7 @@ def lose_a_node(shell: Shell) -> None:
     shell.wait_until(lambda: not shell.find_processes(), "its machine has ended itself")
 
 
-@pytest.mark.parametrize("flaw", spread(["login", "forgotten"], every=2))
-@long
+@pytest.mark.parametrize("flaw", spread(["login", "forgotten"], every=0, more=2))
 def test_other_clouds_are_still_queried_and_the_reason_is_shown(shell: Shell, account: Account, flaw: str) -> None:
     account.has_login = False
     lose_a_node(shell)

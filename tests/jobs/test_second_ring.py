@@ -22,7 +22,7 @@ from broker.clock import SystemClock
 from broker.config import Config, load_config
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Resources, Task
-from tests.tiers import long, spread
+from tests.tiers import spread
 
 ROOT = Path(__file__).parent.parent.parent
 CRASHING = str(Path(__file__).parent / "failing_daemon.py")
@@ -86,8 +86,7 @@ def find_processes(home: Path) -> list[str]:
 
 # A calm run passes about forty effects, which the groups share; tests/simulation kills at the same effects on virtual
 # time.
-@pytest.mark.parametrize("group", spread(range(GROUPS), every=GROUPS, more=4))
-@long
+@pytest.mark.parametrize("group", spread(range(GROUPS), every=0, more=8))
 def test_after_a_kill_at_any_effect_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0
     while True:

@@ -339,7 +339,7 @@ def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> N
     ("slow", "every"),
     [
         pytest.param({"east1a": 60.0}, 4, marks=long, id="late"),
-        pytest.param({"east1a": HANG_S}, 4, marks=long, id="never"),
+        pytest.param({"east1a": HANG_S}, 4, marks=exhaustive, id="never"),
         pytest.param({"east1a": 60.0}, 1, marks=exhaustive, id="late, every step"),
         pytest.param({"east1a": HANG_S}, 1, marks=exhaustive, id="never, every step"),
     ],

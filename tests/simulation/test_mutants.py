@@ -14,7 +14,7 @@ from tests.simulation.scenes import SCENES
 from tests.tiers import spread
 
 
-@pytest.mark.parametrize("mutant", spread(MUTANTS, every=4), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", spread(MUTANTS, every=4, more=2), ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize(
     "is_collector_off", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "collector off"]
 )
@@ -26,7 +26,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
     assert catch.letter in mutant.letters.split(), catch.failure
 
 
-@pytest.mark.parametrize("mutant", spread(GROUP_MUTANTS, every=0, more=2), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", spread(GROUP_MUTANTS, every=0, more=4), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_of_job_groups_is_caught(mutant: Mutant) -> None:
     catch = hunt(mutant)
     assert catch is not None, f"{mutant.name} is not detected"

@@ -37,13 +37,12 @@ def kill_at_each(scene: Scene, is_killed: Callable[[int], bool]) -> None:
 each_scene = pytest.mark.parametrize("scene", ALL_SCENES, ids=lambda scene: scene.name)
 
 
-@pytest.mark.parametrize("scene", spread(ALL_SCENES, every=4), ids=lambda scene: scene.name)
+@pytest.mark.parametrize("scene", spread(ALL_SCENES, every=4, more=3), ids=lambda scene: scene.name)
 def test_a_kill_at_some_effects_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, lambda place: place % FEW == 0)
 
 
-@pytest.mark.long
-@each_scene
+@pytest.mark.parametrize("scene", spread(ALL_SCENES, every=0, more=3), ids=lambda scene: scene.name)
 def test_a_kill_at_more_effects_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, lambda place: place % MORE == 0 and place % FEW != 0)
 
@@ -54,15 +53,18 @@ def test_a_kill_at_any_effect_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, lambda place: place % MORE != 0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [
-        "a budget that is spent while its leader sleeps",
-        "a leader that sleeps",
-        "a killed rank and two brokers",
-        "two brokers",
-    ],
+    spread(
+        [
+            "a budget that is spent while its leader sleeps",
+            "a leader that sleeps",
+            "a killed rank and two brokers",
+            "two brokers",
+        ],
+        every=0,
+        more=4,
+    ),
 )
 def test_a_leader_that_is_stopped_at_any_effect_changes_nothing_about_the_end(name: str) -> None:
     scene = next(scene for scene in ALL_SCENES if scene.name == name)

@@ -17,7 +17,7 @@ from tests.torture.report import render
 from tests.torture.story import Story
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc"),
 ]
 SEED = 20261122

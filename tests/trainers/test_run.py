@@ -445,7 +445,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_start_without_compile_does_not_import_the_compiler(tmp_path: Path) -> None:
     """It takes as long as torch itself, and much of torch imports it on the way: every start and resume would wait."""
     shape = "--model.depth 1 --model.width 16 --model.heads 2 --model.context 16 --train.batch 4 --sample.tokens 0"

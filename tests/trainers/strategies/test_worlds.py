@@ -16,18 +16,18 @@ WORLDS = [
     (2, "ddp", []),
     pytest.param(3, "allreduce", [], marks=long),
     (2, "allreduce", ["--allreduce.algorithm", "ring", "--allreduce.bucket_mib", "0.01"]),
-    pytest.param(2, "fsdp", [], marks=long),
+    pytest.param(2, "fsdp", [], marks=exhaustive),
     pytest.param(2, "fsdp", ["--fsdp.reshard", "never", "--fsdp.prefetch", "1"], marks=long),
     (3, "fsdp", []),  # shares of 2, 3 and 3 samples
-    pytest.param(2, "zero1", [], marks=long),  # `HANDED_ON` compares both with one process, too
+    pytest.param(2, "zero1", [], marks=exhaustive),  # `HANDED_ON` compares both with one process, too
     pytest.param(3, "zero2", [], marks=long),
     (2, "tensor", []),
     (2, "context", []),
-    pytest.param(2, "pipeline", ["--pipeline.schedule", "gpipe"], marks=long),
+    pytest.param(2, "pipeline", ["--pipeline.schedule", "gpipe"], marks=exhaustive),
     (2, "pipeline", []),
     pytest.param(3, "parameter_server", [], marks=long),
     pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=long),
-    pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=exhaustive),
     pytest.param(4, "fsdp+tensor", ["--mesh", "2x*"], marks=long),
     pytest.param(4, "allreduce+tensor", ["--mesh", "2x2"], marks=exhaustive),
     pytest.param(4, "pipeline+tensor", ["--mesh", "2x2"], marks=exhaustive),
@@ -105,7 +105,7 @@ RESUMED = [
     (2, "allreduce", ["--allreduce.algorithm", "ring"]),
     pytest.param(2, "zero1", [], marks=exhaustive),
     pytest.param(2, "zero2", [], marks=exhaustive),  # `HANDED_ON` kills and continues both, with other ranks
-    pytest.param(2, "tensor", [], marks=long),
+    pytest.param(2, "tensor", [], marks=exhaustive),
     pytest.param(2, "context", [], marks=exhaustive),
     pytest.param(2, "pipeline", [], marks=long),
     (3, "parameter_server", []),
