@@ -30,7 +30,8 @@ def make_callbacks(show: Callable[[Sequence[Plan]], None], *, yes: bool) -> Call
 def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
     """Ask for confirmation before anything that costs money starts, unless `yes`."""
     choices = [plan.choice for plan in plans]
-    text = f"{format_usd(max(each.placement.usd_hour for each in choices))} USD/h"
+    is_group = any(plan.task.group is not None for plan in plans)  # its tasks run together, those of a pipeline do not
+    text = f"{format_usd((sum if is_group else max)(each.placement.usd_hour for each in choices))} USD/h"
     if all(each.expected_usd is not None for each in choices):
         text += f", {format_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
     if all(each.placement.offer.cloud == "local" for each in choices):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from broker.config import CHECKPOINT_URL
 from broker.task import allowed
 from broker.task.environment import EnvValue
+from broker.task.fields_config import CONFIG
 from broker.task.fields_notify import NOTIFY
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_schedule import SCHEDULE_SHAPE
@@ -97,6 +98,7 @@ WORK = Table(
 )
 GOAL = Table(
     name="goal",
+    bare="work",
     about="Definition of done; with it, broker ranks placements by the expected cost to finish.",
     fields={
         "work": Field(
@@ -130,6 +132,7 @@ GOAL = Table(
 )  # fmt: skip
 CHECKPOINT = Table(
     name="checkpoint",
+    bare="to",
     about="Cost and location of checkpoints.",
     fields={
         "to": Field(
@@ -159,68 +162,6 @@ CHECKPOINT = Table(
         ),
     },
 )
-
-HOOK = Table(
-    name="hook",
-    about="A command that runs when a cluster ends.",
-    fields={
-        "run": Field(shape=Text(), about="Command.", is_required=True),
-        "events": Field(
-            shape=ListOf(item=Choice(words=("stop", "preemption", "down"))), about="Events that run the command."
-        ),
-        "timeout": Field(shape=Whole(minimum=1), about="Timeout in seconds."),
-    },
-)
-_SECTION = MapOf(value=Anything())
-
-
-def _ignored(cloud: str) -> Later:
-    """Describe a cloud's settings, which SkyPilot reads only from its own file."""
-    return Later(
-        message=f"{cloud} settings have no effect in a task",
-        hint="write them to `~/.sky/config.yaml`",
-        blocks_launch=False,
-    )
-
-
-CONFIG = Table(
-    name="config",
-    about="SkyPilot's settings for this task.",
-    fields={
-        "docker": Field(
-            shape=_SECTION, about="`run_options` of the container.",
-            later=Later(message="container options are not supported", hint="install what you need in `setup`"),
-        ),
-        "nvidia_gpus": Field(
-            shape=_SECTION, about="`disable_ecc`.", later=Later(message="ECC is not changed", blocks_launch=False)
-        ),
-        "gcp": Field(
-            shape=_SECTION, about="Networks, instance groups and placement.",
-            later=Later(message="GCP settings are not supported", hint="remove `gcp` to use the defaults"),
-        ),
-        "azure": Field(
-            shape=_SECTION, about="Networks and identity.",
-            later=Later(message="Azure settings are not supported", hint="remove `azure` to use the defaults"),
-        ),
-        "kubernetes": Field(shape=_SECTION, about="Pod settings.", later=_ignored("Kubernetes")),
-        "ssh": Field(shape=_SECTION, about="Settings of your own machines.", later=_ignored("SSH machine")),
-        "slurm": Field(shape=_SECTION, about="Slurm settings.", later=_ignored("Slurm")),
-        "vast": Field(shape=_SECTION, about="Vast settings.", later=_ignored("Vast")),
-        "active_workspace": Field(
-            shape=Text(), about="Workspace of the SkyPilot server.",
-            later=Later(message="workspaces are not supported", blocks_launch=False),
-        ),
-        "hooks": Field(
-            shape=ListOf(item=HOOK), about="Commands that run when a cluster ends.",
-            later=Later(message="hooks are not supported", hint="save state in `run`, on SIGTERM"),
-        ),
-    },
-    elsewhere=dict.fromkeys(
-        ("aws", "oci", "nebius", "jobs", "serve", "api_server", "admin_policy", "allowed_clouds", "logs", "workspaces"),
-        "SkyPilot reads it from `~/.sky/config.yaml` only",
-    ),
-    others=Later(message="it has no effect", blocks_launch=False),
-)  # fmt: skip
 
 NEEDS = Field(
     shape=Either(shapes=(Text(), ListOf(item=Text()), MapOf(value=Size(), has_null=True))),
@@ -262,7 +203,10 @@ TASK = Table(
                         key_expected=allowed.ENV_NAME.expected, has_null=True,
                     ),
                     ListOf(
-                        item=Text(pattern=f"secrets:{_SCOPED}", expected="like `secrets:HF_TOKEN`")
+                        item=Text(
+                            pattern=f"secrets:{_SCOPED}",
+                            expected="like `secrets:HF_TOKEN`, or a mapping from names to values",
+                        )
                     ),
                 )
             ),
@@ -352,6 +296,11 @@ TASK = Table(
         "env": "use `envs`",
         "environment": "use `envs`",
         "command": "use `run`",
+        "commands": "use `run`, one text with a command on each line",
+        "entrypoint": "use `run`",
+        "image": "use `image_id: docker:IMAGE` in `resources`",
+        "working_dir": "use `workdir`",
+        "max_retries": "use `job_recovery: {max_restarts_on_errors: N}` in `resources`",
         "priority": "move it to `resources`",
         "storage": "move storage mounts to `file_mounts`",
         "storage_mounts": "move storage mounts to `file_mounts`",
@@ -364,6 +313,7 @@ TASK = Table(
     },
 )  # fmt: skip
 
+_DELAY = Duration(bare_unit="s", is_zero_ok=True)
 HEADER = Table(
     name="header",
     about="The first document of a pipeline or job group.",
@@ -374,7 +324,7 @@ HEADER = Table(
         ),
         "primary_tasks": Field(shape=ListOf(item=Text()), about="The group ends when these tasks end (default: all)."),
         "termination_delay": Field(
-            shape=Either(shapes=(Duration(bare_unit="s", is_zero_ok=True), MapOf(value=Duration(bare_unit="s")))),
+            shape=Either(shapes=(_DELAY, MapOf(value=_DELAY))),
             about="How long the other tasks continue after that: a duration, or a mapping by task name (default: 0s).",
         ),
         "inter_connection": Field(

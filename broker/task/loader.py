@@ -9,7 +9,7 @@ from pathlib import Path
 from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.caching import check_cached_setup
-from broker.task.checking import check_environment, check_labels
+from broker.task.checking import check_environment, check_images, check_labels
 from broker.task.environment import is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
@@ -122,6 +122,7 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:
     resources, is_ordered = read_resources(reader, section.get("resources"))
     check_labels(reader, section.get("resources"), resources)
+    check_images(reader, section.get("resources"), resources)
     workdir = read_workdir(reader, section)
     file_mounts, storage_mounts = read_file_mounts(reader, section, resources)
     secret_values = _read_values(reader, section, "secrets", secrets)

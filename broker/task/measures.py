@@ -122,6 +122,8 @@ class Duration(Measure):
         self.pattern = rf"{'' if is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
 
     def hint(self, marked: Marked) -> str | None:
+        if str(marked.value).lower() in ("none", "never", "off"):
+            return "remove the field"
         found = re.fullmatch(rf"\s*({_NUMBER}) ?(sec|min|h(?:ou)?r|day|week)[a-z]*\s*", str(marked.value).lower())
         return f"write `{found[1]}{found[2][0]}`" if found else None
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
+from broker.task.allowed import SKYPILOT, find_image_cloud, suggest_image
 from broker.task.fields_recovery import ELASTIC
 from broker.task.fields_resources import PRIORITIES
 from broker.task.measures import Ratio
@@ -18,12 +19,11 @@ from broker.types.task import CONTAINER
 
 IDLE_MINUTES = 5  # SkyPilot's default for `autostop: true`
 ALTERNATIVES_MAX = 1_000  # each is planned separately
-SKYPILOT = "skypilot:"
-IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
 _ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as null
 _NO_ACCELERATOR = "none"
 _CPU = "cpu"  # `CPU:4` loads in SkyPilot
+_HOSTS = ("local", "slurm", "ssh")  # machines that exist already, with their own system
 
 _Pairs = list[tuple[str, float]]
 
@@ -101,6 +101,8 @@ def _read_alternatives(
 def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
     """Apply every single-valued field to `base`."""
     get = section.get
+    if get("disk_size") is not None and get("disk_size") < 1:
+        reader.fault(section.marks["disk_size"], "`disk_size` must be at least 1GB; it is rounded down to whole GB")
     changes: dict[str, Any] = {
         "cpus": get("cpus"),
         "instance_type": get("instance_type"),
@@ -250,10 +252,13 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     if any(each.startswith(SKYPILOT) for each in images.values()):
         hint = "remove `image_id`: broker chooses an image for the machine"
         reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not supported", hint, blocks_launch=True)
-    elif not all(each.startswith(CONTAINER) for each in images.values()):
-        message = "`image_id` on local: machine images are not supported"
+    elif found := [each for each in images.values() if not each.startswith(CONTAINER)]:
+        is_known = all(find_image_cloud(each) for each in found)
         hint = "remove `image_id`, and install what you need in `setup`"
-        reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
+        for cloud in _HOSTS:
+            message = f"`image_id` on {cloud}: machine images are not supported"
+            shown = hint if is_known else suggest_image(found[0], cloud)
+            reader.warn(place, "image_id", message, shown, blocks_launch=True, cloud=cloud)
     return images
 
 
@@ -268,7 +273,7 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
             each,
             image_id=_complete_image(image, each.cloud),
             region=region or each.region,
-            cloud=each.cloud or _find_cloud(image),
+            cloud=each.cloud or find_image_cloud(image),
         )
         for each in spread
         for region, image in (fitting or images).items()
@@ -285,8 +290,3 @@ def _complete_image(image: str, cloud: str | None) -> str:
     """Return the image with SkyPilot's `docker:`, which may be omitted for pods: they have no machine images."""
     is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
     return CONTAINER + image if is_pod else image
-
-
-def _find_cloud(image: str) -> str | None:
-    """Return the cloud of an image, judged by its form; None for a container, which any cloud can run."""
-    return next((cloud for start, cloud in IMAGE_CLOUDS.items() if image.startswith(start)), None)
