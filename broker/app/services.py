@@ -295,7 +295,9 @@ def find_service(context: Context, name: str) -> Service:
     if service is None:
         names = [each.name for each in context.store.services.list()]
         hint = (
-            f"known services: {', '.join(f'`{each}`' for each in names)}" if names else "start one: `broker serve up`"
+            f"known services: {', '.join(f'`{each}`' for each in names)}"
+            if names
+            else "start one with `broker serve up TASK.yaml`"
         )
         raise UsageError(f"unknown service `{name}`", hints=[hint])
     return service

@@ -93,6 +93,22 @@ def test_gpus_lists_one_accelerator() -> None:
     assert "nebius" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("gpus", "H100:0"), "error: invalid count `0`"),
+        (("gpus", "H100:nan"), "error: invalid count `nan`"),
+        (("catalog", "update", "--cloud", "aaws"), "error: unknown cloud `aaws`\n\nhint: did you mean `aws`?"),
+    ],
+)
+def test_unknown_cloud_and_a_count_of_nothing_are_refused(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments)
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "task_templates/ddp.yaml"]], ids=["help", "plan"])
 def test_fast_command_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
