@@ -13,21 +13,15 @@ from broker.task.fields_notify import NOTIFY
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_schedule import SCHEDULE_SHAPE
 from broker.task.fields_service import POOL, SERVICE
+from broker.task.fields_storage import SOURCE, STORAGE
 from broker.task.measures import NUM_NODES_MAX, Duration, Size
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 
 _NAME = Text(rule=allowed.TASK_NAME, also_scalar=True)
-_SOURCE = Text(rule=allowed.SOURCE)
 SECRET_SCOPES = ("personal.", "workspace.", "global.")  # scopes of a server's secrets
 _SCOPED = rf"(?:(?:personal|workspace|global)\.)?{allowed.ENV_NAME.pattern}"
 _SECRET_NAME = rf"(?:secrets:)?{_SCOPED}"
-STORES = ("s3", "gcs", "azure", "r2", "ibm", "oci", "nebius", "coreweave", "vastdata", "hf", "volume")
-BUCKET_SCHEMES = (
-    "s3://", "gs://", "gcs://", "r2://", "https://", "http://", "az://", "cos://", "oci://", "nebius://", "cw://",
-    "hf://", "vastdata://",
-)  # fmt: skip
-
 WORKDIR_GIT = Table(
     name="workdir_git",
     about="A git repository as the working directory.",
@@ -36,48 +30,6 @@ WORKDIR_GIT = Table(
         "ref": Field(shape=Text(rule=allowed.GIT_REF, also_scalar=True), about="Branch, tag or commit."),
     },
 )
-STORAGE_CONFIG = Table(
-    name="storage_config",
-    about="Storage mount options.",
-    fields={
-        "disk_size": Field(shape=Size(), about="Size of a new volume."),
-        "disk_tier": Field(shape=Text(), about="Performance tier of a new volume."),
-        "storage_type": Field(shape=Text(), about="`network` or `instance`."),
-        "attach_mode": Field(shape=Text(), about="`read_write` or `read_only`."),
-        "mount_cached": Field(shape=MapOf(value=Anything()), about="Write-back cache options."),
-        "mount": Field(shape=MapOf(value=Anything()), about="Mount options."),
-    },
-)
-STORAGE = Table(
-    name="storage",
-    about="A bucket mounted as a folder on every node.",
-    fields={
-        "name": Field(shape=Text(rule=allowed.BUCKET), about="Bucket name; created if it does not exist."),
-        "source": Field(
-            shape=Either(shapes=(_SOURCE, ListOf(item=_SOURCE, count_min=1))),
-            about="Bucket URL, or local paths to upload.",
-            examples=("s3://bucket/folder",),
-        ),
-        "store": Field(
-            shape=Choice(words=STORES),
-            about="Storage provider of the bucket (default: the cloud's own, if `infra` names AWS, GCP or Azure).",
-        ),
-        "persistent": Field(shape=Flag(), about="Broker never deletes a bucket; `false` prints a warning."),
-        "mode": Field(
-            shape=Choice(words=("MOUNT", "COPY", "MOUNT_CACHED")),
-            about="Read and write in place, copy before the run, or write back in the background.",
-        ),
-        "type": Field(
-            shape=Choice(words=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW")),
-            about="Preset for the kind of data.",
-        ),
-        "config": Field(shape=STORAGE_CONFIG, about="Storage mount options."),
-        "_is_sky_managed": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
-        "_bucket_sub_path": Field(shape=Text(), about="Internal to SkyPilot; no effect."),
-        "_force_delete": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
-    },
-)
-
 _MEASURED_ON = rf"{ACCELERATOR_NAME}(?::[0-9]{{1,5}}(?:\.[0-9]{{1,4}})?)?"
 
 WORK = Table(
@@ -182,7 +134,7 @@ TASK = Table(
             about="Number of identical nodes (default: 1).",
         ),
         "workdir": Field(
-            shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
+            shape=Either(shapes=(SOURCE, WORKDIR_GIT)), examples=(".",),
             about="Local folder to upload as the working directory of every node, or a git repository, which is cloned "
             "on this machine at one commit and uploaded with its `.git`.",
         ),
@@ -213,7 +165,7 @@ TASK = Table(
             about="Like `envs`, but never shown; pass those without a value with `--secret`.",
         ),
         "file_mounts": Field(
-            shape=MapOf(value=Either(shapes=(_SOURCE, STORAGE)), key=allowed.TARGET),
+            shape=MapOf(value=Either(shapes=(SOURCE, STORAGE)), key=allowed.TARGET),
             about="Path on the node -> local path, bucket URL, or storage mount.",
         ),
         "inputs": Field(shape=_SIZES, about="URL -> size of data to read; plans include the transfer cost."),
@@ -310,6 +262,10 @@ TASK = Table(
         **{key: "move it to `resources`" for key in RESOURCES.fields if key[0] != "_"},
         **dict.fromkeys(("replicas", "replica_policy", "readiness_probe"), "move it to `service`"),
         **dict.fromkeys(("hooks", "docker", "kubernetes"), "move it to `config`"),
+        **dict.fromkeys(
+            ("execution", "primary_tasks", "termination_delay", "inter_connection"),
+            "move it to a header: a first document, with `---` between it and the tasks",
+        ),
     },
 )  # fmt: skip
 

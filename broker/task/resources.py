@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +68,22 @@ def read_recovery(section: Section | None) -> JobRecovery:
 
 def read_priority(section: Section | None) -> int:
     """Read `priority` of the task: that of the first alternative that has one."""
-    value: int | str = _read_first(section, "priority") or 0
-    return PRIORITIES[value] if isinstance(value, str) else value
+    return _read_priority(_read_first(section, "priority"))
+
+
+def _read_priority(value: int | str | None) -> int:
+    return PRIORITIES[value] if isinstance(value, str) else value or 0
+
+
+def note_differences(reader: Reader, section: Section | None) -> None:
+    """Note fields of a whole task that differ between its alternatives, because the first one applies to all."""
+    items: Sequence[Section] = (section.get("any_of") or section.get("ordered") or ()) if section else ()
+    for field, read in _OF_TASK.items():
+        found = [read(each.get(field, section.get(field) if section else None)) for each in items]
+        if odd := next((item for item, value in zip(items, found, strict=True) if value != found[0]), None):
+            place = odd.find_key(field) if field in odd.marks else (odd.marked.line, odd.marked.column)
+            message = f"`{field}` differs between the alternatives: that of the first applies to all"
+            reader.warn(place, field, message, f"write `{field}` once, next to `any_of`", blocks_launch=False)
 
 
 def _read_first(section: Section | None, field: str) -> Any:
@@ -200,6 +214,14 @@ def _read_recovery(value: Any) -> JobRecovery:
         checks_health=value.get("health_check"),
         caches_setup=value.get("cache_setup", False),
     )
+
+
+# Fields of the whole task, although they are written in `resources`.
+_OF_TASK: Mapping[str, Callable[[Any], object]] = {
+    "autostop": _read_autostop,
+    "job_recovery": _read_recovery,
+    "priority": _read_priority,
+}
 
 
 def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:

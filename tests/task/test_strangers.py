@@ -123,6 +123,35 @@ def test_unknown_setting_in_config_is_noted_where_it_stands(text: str, message: 
     assert notice.hint.startswith(hint)
 
 
+@pytest.mark.parametrize(
+    ("field", "first", "second"),
+    [
+        ("autostop", "10", "{idle_minutes: 10, down: true}"),
+        ("job_recovery", "FAILOVER", "{strategy: EAGER_NEXT_REGION}"),
+        ("priority", "high", "1"),
+    ],
+)
+def test_field_of_the_whole_task_that_differs_between_alternatives_is_noted(
+    field: str, first: str, second: str
+) -> None:
+    text = "run: x\nresources:\n  %s\n  any_of:\n    - {infra: aws, %s}\n    - {infra: gcp, %s}"
+    odd = f"{field}: {second}"
+    (notice,) = load(text % ("cpus: 2", f"{field}: {first}", odd)).notices
+    assert (notice.origin.line, notice.origin.column, notice.blocks_launch) == (6, 20, False)
+    assert notice.message == f"`{field}` differs between the alternatives: that of the first applies to all"
+    (notice,) = load(text % ("cpus: 2", f"{field}: {first}", "cpus: 4")).notices
+    assert notice.origin.line == 6, "the second has none"
+    assert not load(text % (odd, "cpus: 2", "cpus: 4")).notices
+    assert not load(text % (f"{field}: {first}", "cpus: 2", f"{field}: {first}")).notices
+
+
+@pytest.mark.parametrize(("field", "value"), [("deadline", "2d"), ("budget", "50")])
+def test_limit_that_a_plan_cannot_consider_is_noted(field: str, value: str) -> None:
+    (notice,) = load(f"run: x\ngoal: {{{field}: {value}}}").notices
+    assert notice.message.startswith(f"`{field}` without `work`: plans ") and not notice.blocks_launch
+    assert not load(f"run: x\ngoal: {{work: 1h, {field}: {value}}}").notices
+
+
 def test_url_as_workdir_gets_a_hint_about_repositories() -> None:
     (notice,) = load("run: x\nworkdir: https://host/org/x").notices
     assert notice.blocks_launch
@@ -235,6 +264,7 @@ def test_misplaced_field_gets_a_hint_about_its_place(text: str, fault: str) -> N
         ("checkpoint: s3://bucket/folder", "| write `to: s3://bucket/folder`"),
         ("secrets: [HF_TOKEN]", "must be like `secrets:HF_TOKEN`, or a mapping from names to values, not `HF_TOKEN`"),
         ("entrypoint: python a.py", "| use `run`"),
+        ("execution: parallel", "| move it to a header: a first document"),
         ("image: pytorch/pytorch", "| use `image_id: docker:IMAGE` in `resources`"),
         ("max_retries: 3", "| use `job_recovery: {max_restarts_on_errors: N}` in `resources`"),
         ("goal: {work: 2.5 hours}", "| write `2.5h`"),
