@@ -49,6 +49,25 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"run": "# module load cuda/12.4\n# module load gcc\nmpirun -n 4 ./solve\n"},
         ("--partition=gpu-long", "--signal", "--account", "--qos", "--mail-type", "`module load cuda/12.4`"),
     ),
+    "a container and amounts per GPU": (
+        "#!/bin/bash\n#SBATCH --gpus-per-node=h100:8 --cpus-per-gpu=12 --mem-per-gpu=128G\n"
+        "#SBATCH --container-image=nvcr.io#nvidia/pytorch:24.07-py3\ntrain\n",
+        {
+            "accelerators": "H100:8", "cpus": "96+", "memory": "1024+",
+            "image_id": "docker:nvcr.io/nvidia/pytorch:24.07-py3",
+        },
+        (),
+    ),
+    "options that a reader must decide about": (
+        "#!/usr/bin/env bash\n#SBATCH --gpus=16 --constraint=a100 --gres=nvme:1 --mail-user=ada@example.org\n"
+        "#SBATCH --container-image=/images/train.sqsh\n#PBS -l nodes=2\n",
+        {"accelerators": "1GB+:16", "run": "#PBS -l nodes=2\n"},
+        (
+            "`--gpus=16` without `--nodes`", "`--constraint=a100`: if it names a GPU", "`--gres=nvme:1`",
+            "`notify: {mail: ada@example.org}`", "name an image of a registry", "not `#PBS -l nodes=2`",
+        ),
+    ),
+    "nothing to run": ("#!/bin/bash\n#SBATCH --nodes=2\n", {"num_nodes": 2, "run": None}, ("no commands",)),
     "host names": (
         "#!/bin/bash\n#SBATCH --nodes=2-4 --chdir=/tmp --no-requeue\n"
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)\nexec srun --mpi pmix ./train $head\n',
