@@ -128,3 +128,24 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, minutes: float) -> 
 def test_value_that_slurm_refuses_is_named(line: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"`{named}"):
         import_sbatch(f"#!/bin/bash\n#SBATCH {line}\ntrue\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("#!/bin/bash\n#SBATCH --job-name=a b\ntrue\n", "line 2: a value with a space must be in quotes: `b`"),
+        ("#!/bin/bash\n#SBATCH -N 2\n#SBATCH hetjob\ntrue\n", "line 3: heterogeneous jobs are not supported"),
+        (
+            "#!/usr/bin/env python3\n#SBATCH -N 2\nprint(1)\n",
+            "the script is for `/usr/bin/env python3`, not for a shell",
+        ),
+    ],
+)
+def test_script_that_cannot_be_converted_is_refused_with_the_line(script: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_sbatch(script)
+
+
+@pytest.mark.parametrize("line", ["#!/bin/sh", "#!/usr/bin/env bash", "#!/usr/bin/bash -l", "#!/bin/zsh"])
+def test_script_of_any_shell_is_converted(line: str) -> None:
+    assert import_sbatch(f"{line}\ntrue\n").task["run"] == "true\n"
