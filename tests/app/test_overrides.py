@@ -50,7 +50,7 @@ def test_env_file_that_cannot_be_read_is_named(task_file: str, tmp_path: Path) -
     with pytest.raises(UsageError, match=r"cannot read `--env-file .*`: no such file or directory$"):
         read_task([task_file], Overrides(env_file=tmp_path / "none"))
     (tmp_path / ".env").write_bytes(b"A=\xff")
-    with pytest.raises(UsageError, match="it is not UTF-8 text$"):
+    with pytest.raises(UsageError, match=r"it is not UTF-8 text$"):
         read_task([task_file], Overrides(env_file=tmp_path / ".env"))
 
 
