@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,15 @@ def test_price_to_confirm_is_of_the_tasks_that_run_at_a_time(
     ]
     confirm_price(plans, yes=False)
     assert asked == [f"Start at {price} USD/h?"]
+
+
+def test_price_to_confirm_is_of_all_runs_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text))
+    estimate = replace(make_step("a", "aws", 5.0).estimate, expected_usd=30.0)
+    plan = Plan(task=Task(), estimates=(estimate,), rejections=(), prices_as_of="", reason="")
+    confirm_price([plan], yes=False, parallel=4, total=10)
+    assert asked == ["Start at 40.00 USD/h, 300.00 USD expected in total?"]
 
 
 def test_an_unproven_plan_reports_its_gap(capsys: pytest.CaptureFixture[str]) -> None:
