@@ -295,7 +295,8 @@ RULES: Mapping[str, Rule] = {
 
 def find_image_cloud(image: str) -> str | None:
     """Return the cloud of a machine image, judged by its form; None for other forms, and for a container."""
-    return next((cloud for cloud, form in _IMAGE_FORMS.items() if re.fullmatch(form, image)), None)
+    forms = {} if image.startswith("docker:") else _IMAGE_FORMS
+    return next((cloud for cloud, form in forms.items() if re.fullmatch(form, image)), None)
 
 
 def suggest_image(image: str, cloud: str) -> str | None:

@@ -17,15 +17,15 @@ BUCKET_SCHEMES = (
 READ_ONLY = Field(shape=Flag(), about="Refuse writes to the mount; nodes get read access only.")
 
 
-def _tuning(about: str) -> Field:
-    later = Later(message="it has no effect", blocks_launch=False, applies=lambda value: True)
+def _tuning(about: str, why: str = "broker's own setting is used") -> Field:
+    later = Later(message=why, blocks_launch=False, applies=lambda value: True)
     return Field(shape=Anything(), about=about, later=later)
 
 
 MOUNT = Table(
     name="mount",
     about="Options of `mode: MOUNT`.",
-    fields={"read_only": READ_ONLY, "hf_mount_args": _tuning("Flags of `hf-mount`.")},
+    fields={"read_only": READ_ONLY, "hf_mount_args": _tuning("Flags of `hf-mount`.", "`hf-mount` is not used")},
 )
 MOUNT_CACHED = Table(
     name="mount_cached",

@@ -14,6 +14,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from broker.frozen import frozen
@@ -109,7 +110,8 @@ def split_script(text: str) -> tuple[dict[str, str], list[str]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("#SBATCH") and not any(each.strip() and not each.startswith("#") for each in body):
             try:
-                options.update(_parse_options(shlex.split(line[len("#SBATCH") :], comments=True)))
+                words = shlex.split(line[len("#SBATCH") :])
+                options.update(_parse_options(list(takewhile(lambda word: not word.startswith("#"), words))))
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
         elif not (line.startswith("#!") and not body):

@@ -73,7 +73,12 @@ def test_mount_is_read_only_where_the_file_says_so(storage: str, is_read_only: b
         ("s4://bucket/x", "`file_mounts`: unknown kind of URL `s4://`", "buckets begin with s3://, gs://", True),
         ("{source: 'hf://org/model', store: hf}", "`file_mounts`: this storage is not supported", "download", True),
         ("{source: 's3://b/x', mount_options: -o x}", "`mount_options`: options of the mount program", "remove", True),
-        ("{source: 's3://b/x', config: {mount_cached: {transfers: 8}}}", "`transfers`: it has no effect", "", False),
+        (
+            "{source: 's3://b/x', config: {mount_cached: {transfers: 8}}}",
+            "`transfers`: broker's own setting is used",
+            "",
+            False,
+        ),
     ],
 )
 def test_mount_that_is_not_carried_out_as_written_is_named(mount: str, message: str, hint: str, blocks: bool) -> None:

@@ -67,7 +67,6 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "`notify: {mail: ada@example.org}`", "name an image of a registry", "not `#PBS -l nodes=2`",
         ),
     ),
-    "nothing to run": ("#!/bin/bash\n#SBATCH --nodes=2\n", {"num_nodes": 2, "run": None}, ("no commands",)),
     "host names": (
         "#!/bin/bash\n#SBATCH --nodes=2-4 --chdir=/tmp --no-requeue\n"
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)\nexec srun --mpi pmix ./train $head\n',
@@ -144,6 +143,11 @@ def test_value_that_slurm_refuses_is_named(line: str, named: str) -> None:
 def test_script_that_cannot_be_converted_is_refused_with_the_line(script: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         import_sbatch(script)
+
+
+def test_script_without_commands_has_no_run() -> None:
+    imported = import_sbatch("#!/bin/bash\n#SBATCH --nodes=2\n\n")
+    assert "run" not in imported.task and imported.notes == ("the script has no commands; add `run`",)
 
 
 @pytest.mark.parametrize("line", ["#!/bin/sh", "#!/usr/bin/env bash", "#!/usr/bin/bash -l", "#!/bin/zsh"])
