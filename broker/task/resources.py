@@ -115,8 +115,6 @@ def _read_alternatives(
 def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
     """Apply every single-valued field to `base`."""
     get = section.get
-    if get("disk_size") is not None and get("disk_size") < 1:
-        reader.fault(section.marks["disk_size"], "`disk_size` must be at least 1GB; it is rounded down to whole GB")
     changes: dict[str, Any] = {
         "cpus": get("cpus"),
         "instance_type": get("instance_type"),
@@ -124,7 +122,7 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
         "network_tier": get("network_tier"),
         "usd_hour_max": get("max_hourly_cost"),
         "disk_tier": get("disk_tier"),
-        "disk_size_gib": None if get("disk_size") is None else int(get("disk_size")),
+        "disk_size_gib": None if get("disk_size") is None else max(1, int(get("disk_size"))),
         **_read_memory(get("memory")),
         "ports": _read_ports(get("ports")),
         "labels": {**base.labels, **get("labels", {})},

@@ -69,6 +69,11 @@ def test_negative_minutes_of_autostop_turn_it_off(minutes: int) -> None:
     assert load(f"run: x\nresources: {{autostop: {minutes}}}").autostop is None
 
 
+@pytest.mark.parametrize(("text", "size_gib"), [("500MB", 1), ("0", 1), ("2000MB", 1), ("1TB", 1024)])
+def test_disk_is_rounded_down_to_whole_gib_but_never_to_none(text: str, size_gib: int) -> None:
+    assert load(f"run: x\nresources: {{disk_size: {text}}}").resources[0].disk_size_gib == size_gib
+
+
 @pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery", "ports"])
 def test_empty_text_in_resources_counts_as_unset(field: str) -> None:
     assert load(f"run: x\nresources: {{{field}: '', cpus: 2}}") == load(f"run: x\nresources: {{{field}: , cpus: 2}}")
@@ -258,8 +263,7 @@ def test_misplaced_field_gets_a_hint_about_its_place(text: str, fault: str) -> N
         ("resources: {cloud: aws/us-east-1}", "| write `infra: aws/us-east-1` instead"),
         ("resources: {memory: 32 gigs}", "| for example `memory: 32+`"),
         ("resources: {autostop: 10 minutes}", "| write `10m`"),
-        ("resources: {autostop: none}", "| remove the field"),
-        ("resources: {disk_size: 500MB}", "1 `disk_size` must be at least 1GB; it is rounded down to whole GB"),
+        ("resources: {autostop: none}", "| to turn it off, write `false`"),
         ("goal: 100h", "| write `work: 100h`"),
         ("checkpoint: s3://bucket/folder", "| write `to: s3://bucket/folder`"),
         ("secrets: [HF_TOKEN]", "must be like `secrets:HF_TOKEN`, or a mapping from names to values, not `HF_TOKEN`"),
