@@ -112,7 +112,7 @@ class Size(Measure):
 
 
 class Duration(Measure):
-    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number is in `bare_unit`. `off` is the word for none, for a hint."""
+    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number is in `bare_unit`. `off`: how to write none."""
 
     expected = "a duration like `90s`, `10m`, `1h30m` or `6d`"
 
