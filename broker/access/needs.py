@@ -34,7 +34,7 @@ def _list_all(task: Task, owner: str) -> Iterator[Need]:
     for mount, step in zip(task.storage_mounts, plan_mounts(task), strict=True):
         if place := _parse(step.url):
             yield Need(
-                scheme=place[0], bucket=place[1], path=place[2], is_read_only=step.mode == "COPY",
+                scheme=place[0], bucket=place[1], path=place[2], is_read_only=step.mode == "COPY" or step.is_read_only,
                 is_made_later=find_uploads(mount) is not None, source=f"file_mounts: {step.target}",
             )  # fmt: skip
     for sets, is_read_only, field in ((task.inputs, True, "inputs"), (task.outputs, False, "outputs")):

@@ -13,6 +13,7 @@ from broker.app.planning import plan_launch
 from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
 from broker.frozen import frozen
+from broker.pipelines.groups import keep_together
 from broker.types import Job, JobStatus, Plan, Secret, Task
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class JobTarget:
             )
         tasks = settle_checkpoints(self.context, tasks)
         return settle_unattended(tasks, read_unattended_s(self.context.config))
+
+    def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Keep, for a job group, the placements in the region that is cheapest for all of its tasks."""
+        return keep_together(plans)
 
     def check(self, plans: Sequence[Plan]) -> bool:
         """Check that checkpoints outlive the nodes, and note how long the nodes may run unattended."""
@@ -152,7 +157,8 @@ def _check_access(context: Context, tasks: Sequence[Task]) -> None:
     from broker.jobs.allowance import get_unattended_s
     from broker.jobs.replanning import drop_limits
 
-    plans = [plan_launch(context, drop_limits(task)) for task in tasks]  # a job may be retried after its deadline
+    # Without limits: a job may be retried after its deadline.
+    plans = keep_together([plan_launch(context, drop_limits(task)) for task in tasks])
     for sentence in context.grants.check(plans, allowances_s=[get_unattended_s(task) for task in tasks]):
         context.note(sentence)
     context.admit([plan.choice for plan in plans], LaunchSize())

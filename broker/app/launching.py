@@ -26,10 +26,14 @@ NOTE_EVERY_S = 15.0  # minimum time between notes about the same failure of a st
 
 
 class Target(Protocol):
-    """The target of a launch: a cluster, or managed jobs. A new kind implements these four methods."""
+    """The target of a launch: a cluster, or managed jobs. A new kind implements these five methods."""
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Write the user's defaults into the tasks. Raises UsageError for tasks that this target cannot launch."""
+        ...
+
+    def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Drop placements that this target does not use for the tasks together. Raises NoOfferError if none is left."""
         ...
 
     def check(self, plans: Sequence[Plan]) -> bool:
@@ -99,7 +103,7 @@ def prepare(
     note_state_folder(context, tasks)
     context.check_notify(tasks)
     tasks = target.settle(tasks)
-    plans = tuple(plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks)
+    plans = target.place([plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks])
     check_plans(plans, is_launch=not is_dryrun, note=context.note)
     callbacks.show(plans)
     if is_dryrun:
@@ -162,6 +166,10 @@ class ClusterTarget:
         """Fill in the checkpoint folders, and print a note about limits that do not apply to clusters."""
         note_job_limits(self.context, tasks)
         return settle_checkpoints(self.context, tasks)
+
+    def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Return the plans unchanged: a cluster runs one task."""
+        return tuple(plans)
 
     def check(self, plans: Sequence[Plan]) -> bool:
         """Check the name and autostop; return False for a running cluster, which is already paid for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,13 +136,15 @@ def _read_max_duration(text: str | None) -> float | None:
 
 
 def _read_env_file(path: Path | None) -> dict[str, str]:
-    """Read `KEY=VALUE` lines as in a `.env` file: `export`, quotes and comment lines are allowed."""
+    """Read `KEY=VALUE` lines as in a `.env` file: `export`, quotes and comments are allowed."""
     if path is None:
         return {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read `--env-file {path}`: {error}") from None
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read `--env-file {path}`: {(error.strerror or 'unreadable').lower()}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"cannot read `--env-file {path}`: it is not UTF-8 text") from None
     from broker.task.allowed import ENV_VALUE
     from broker.task.checking import check_flag
 
@@ -153,11 +156,16 @@ def _read_env_file(path: Path | None) -> dict[str, str]:
         key, separator, value = text.partition("=")
         if not separator or not key.strip().isidentifier():
             raise UsageError(f"{path}:{number}: expected KEY=VALUE")
-        value = value.strip()
-        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        pairs[key.strip()] = value[1:-1] if is_quoted else value
+        pairs[key.strip()] = _read_value(value.strip())
         check_flag(f"{path}:{number}: {key.strip()[:40]}", pairs[key.strip()], ENV_VALUE, is_hidden=True)
     return pairs
+
+
+def _read_value(text: str) -> str:
+    """Return a value without its quotes and the comment behind it; without quotes, a comment begins after a space."""
+    if quoted := re.fullmatch(r"""(["'])(.*?)\1(?:\s+#.*)?""", text):
+        return quoted[2]
+    return re.sub(r"\s+#.*$", "", text)
 
 
 def _find_folder(path: Path) -> Path:

@@ -14,6 +14,7 @@ from broker.app.known_starts import plan_with_known_starts
 from broker.errors import NoOfferError, UnknownNameError, UsageError
 from broker.types import Notice, Plan, Task
 
+SMALL_GIB = 2.0  # below, pip and apt are often killed
 TaskLike = Task | Mapping[str, Any] | str | Path
 
 
@@ -106,6 +107,23 @@ def check_plans(plans: Sequence[Plan], *, is_launch: bool, note: Callable[[str],
         estimates = each.estimates if is_launch else each.estimates[:1]
         clouds = {one.placement.offer.cloud for one in estimates}
         check_place(each.task, clouds, is_launch=is_launch, note=note)
+        if warning := warn_of_small_memory(each):
+            note(f"note: {warning}")
+
+
+def warn_of_small_memory(plan: Plan) -> str | None:
+    """Warn about a machine with too little memory for most programs, if the task requests no amount.
+
+    SkyPilot takes 4 GiB per vCPU then, and 8 vCPUs; broker takes the cheapest machine that fits.
+    """
+    placement = plan.choice.placement
+    offer, asked = placement.offer, placement.get_resources(plan.task)
+    is_requested = asked.memory_gib or asked.memory_gib_per_vcpu or asked.instance_type or offer.accelerator
+    if is_requested or offer.cloud == "local" or offer.memory_gib >= SMALL_GIB:
+        return None
+    where = f"{asked.origin}: " if asked.origin else ""
+    memory = f"{offer.memory_gib:g} GiB"
+    return f"{where}without `memory`, the cheapest machine has {memory}; request more, for example `memory: 8+`"
 
 
 def check_programs(context: Context, plans: Sequence[Plan]) -> None:

@@ -294,9 +294,8 @@ def find_service(context: Context, name: str) -> Service:
     service = context.store.services.get(name)
     if service is None:
         names = [each.name for each in context.store.services.list()]
-        hint = (
-            f"known services: {', '.join(f'`{each}`' for each in names)}" if names else "start one: `broker serve up`"
-        )
+        start = "start one with `broker serve up TASK.yaml`"
+        hint = f"known services: {', '.join(f'`{each}`' for each in names)}" if names else start
         raise UsageError(f"unknown service `{name}`", hints=[hint])
     return service
 

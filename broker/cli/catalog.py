@@ -20,6 +20,7 @@ from broker.cli.render import print_json, print_line, print_note, print_table, p
 from broker.cli.terminal import Bar, is_drawing, show_wait
 from broker.errors import SourceError, UsageError
 from broker.formatting import to_plain
+from broker.task.reading import suggest
 
 if TYPE_CHECKING:
     from broker.catalog.sources.base import Get
@@ -130,6 +131,10 @@ def update(
     wanted = [each.lower() for each in cloud or ()] or [
         each for each in context.book.clouds if any(each in one.clouds for one in sources.values())
     ]
+    known = sorted({*context.book.clouds, *(each for one in sources.values() for each in one.clouds)})
+    if unknown := next((each for each in wanted if each not in known), None):
+        hint = suggest(unknown, known) or f"known clouds: {', '.join(known)}"
+        raise UsageError(f"unknown cloud `{unknown}`", hints=[hint])
     with show_wait("fetching prices", is_told=False) as bar:
         reports = refresh_book(
             find_cache(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -78,7 +80,9 @@ def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
 
 
 def _read_count(text: str) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise UsageError(f"invalid count `{text}`", hints=["for example: `broker gpus H100:8`"]) from None
+    if not text:
+        return None
+    with suppress(ValueError):
+        if 0 < (count := float(text)) < math.inf:
+            return count
+    raise UsageError(f"invalid count `{text}`", hints=["for example: `broker gpus H100:8`"])

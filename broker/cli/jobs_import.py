@@ -31,7 +31,9 @@ def import_script(
     except OSError as error:
         raise UsageError(f"cannot read `{script}`: {(error.strerror or 'unknown').lower()}") from None
     except ValueError as error:
-        raise UsageError(f"cannot convert `{script}`: {error}", hints=["correct the `#SBATCH` line"]) from None
+        raise UsageError(
+            f"cannot convert `{script}`: {error}", hints=["correct the script, or write a task file"]
+        ) from None
     text = write_task_file(script.name, imported.task, imported.notes)
     if output is None:
         print_line(text.rstrip("\n"))

@@ -27,12 +27,17 @@ def make_callbacks(show: Callable[[Sequence[Plan]], None], *, yes: bool) -> Call
     return Callbacks(show=show, confirm=lambda plans: confirm_price(plans, yes=yes), track_upload=show_upload)
 
 
-def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
-    """Ask for confirmation before anything that costs money starts, unless `yes`."""
+def confirm_price(plans: Sequence[Plan], *, yes: bool, parallel: int = 1, total: int = 1) -> None:
+    """Ask for confirmation before anything that costs money starts, unless `yes`.
+
+    Each plan is for `total` gangs, of which `parallel` run at a time.
+    """
     choices = [plan.choice for plan in plans]
-    text = f"{format_usd(max(each.placement.usd_hour for each in choices))} USD/h"
+    is_group = any(plan.task.group is not None for plan in plans)  # its tasks run together, those of a pipeline do not
+    usd_hour = parallel * (sum if is_group else max)(each.placement.usd_hour for each in choices)
+    text = f"{format_usd(usd_hour)} USD/h"
     if all(each.expected_usd is not None for each in choices):
-        text += f", {format_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
+        text += f", {format_usd(total * sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
     if all(each.placement.offer.cloud == "local" for each in choices):
         print_note(f"simulated price: {text}")
     elif not yes:

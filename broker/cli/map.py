@@ -85,6 +85,7 @@ def map(
         task=options.read_task(entrypoint, overrides), input=source, output=output, workers=workers,
         shard_bytes=None if shard_mib is None else max(1, round(shard_mib * (1 << 20))), lease_s=lease,
     )  # fmt: skip
+    count = request.worker_count
     begun: MapState | None = None
     with ExitStack() as stack:
         bar: Bar | None = None
@@ -103,8 +104,8 @@ def map(
         try:
             state = session.call(
                 run_map, request=request, is_detached=detach, is_dryrun=dryrun, show=show,
-                confirm=lambda plans: confirm_price(plans, yes=yes), on_begin=begin, on_change=draw,
-                track_upload=show_upload,
+                confirm=lambda plans: confirm_price(plans, yes=yes, parallel=count, total=count),
+                on_begin=begin, on_change=draw, track_upload=show_upload,
             )  # fmt: skip
         except KeyboardInterrupt:
             if begun is None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from broker.cli.render import print_line, print_table
 from broker.formatting import format_count, format_hours, format_usd, to_plain
-from broker.types import PipelineEdge, PipelinePlan, PipelineStep
+from broker.types import GroupRole, PipelineEdge, PipelinePlan, PipelineStep
 
 
-def show_pipeline(plan: PipelinePlan, *, name: str | None = None) -> None:
+def show_pipeline(plan: PipelinePlan, *, name: str | None = None, role: GroupRole | None = None) -> None:
     """Print steps in a possible order of execution, transfers that are not free, the total, and the greedy total."""
     aim = "lowest cost" if plan.objective == "cost" else "shortest time"
     limit = f" within {format_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
     count = len(plan.steps)
     named = f" {name}" if name else ""
-    print_line(f"Pipeline{named} of {format_count(count, 'task')}: {aim} overall{limit}")
+    what = "Pipeline" if role is None else "Job group"
+    where = " in one region" if role is not None and role.is_connected else ""
+    print_line(f"{what}{named} of {format_count(count, 'task')}{where}: {aim} overall{limit}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],

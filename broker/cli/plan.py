@@ -16,7 +16,7 @@ from broker.cli.context import make_context
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_note
 from broker.errors import UsageError
-from broker.types import Objective, Plan, Task
+from broker.types import Objective, PipelinePlan, Plan, Task
 
 TaskArgument = Annotated[
     Path | None,
@@ -68,17 +68,18 @@ def plan(
     tasks = [context.resolve(each) for each in _read(task, overrides)]
     check_notices(tasks, is_launch=False, note=print_note)
     plans, missing = _plan_all(context, tasks)
+    whole = None
+    if not missing and (len(plans) > 1 or minimize != "cost" or deadline_hours is not None):
+        plans, whole = _plan_whole(context, plans, minimize, deadline_hours)
     check_plans(plans, is_launch=False, note=print_note)
-    is_pipeline = not missing and (len(plans) > 1 or minimize != "cost" or deadline_hours is not None)
     if as_json:
-        found = _describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline)
+        found = _describe(context, plans, what_if or (), top, whole)
         print_json([*found, *missing] if isinstance(found, list) else found)
         return
-    if is_pipeline:
+    if whole is not None:
         from broker.cli.pipeline import show_pipeline
 
-        whole = context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours)
-        show_pipeline(whole, name=tasks[0].pipeline)
+        show_pipeline(whole, name=tasks[0].pipeline, role=tasks[0].group)
         if not (explain or what_if or pareto or plot):
             return
     for each in plans:
@@ -117,6 +118,20 @@ def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list
     return plans, missing
 
 
+def _plan_whole(
+    context: Context, plans: list[Plan], minimize: Objective, deadline_hours: float | None
+) -> tuple[list[Plan], PipelinePlan]:
+    """Plan all tasks together: those of a job group in one region, as they are launched."""
+    from broker.pipelines.groups import keep_together
+
+    together = keep_together(plans)
+    whole = context.plan_pipeline(together, objective=minimize, deadline_hours=deadline_hours)
+    if together != tuple(plans):
+        apart = context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours)
+        whole = replace(whole, greedy_usd=apart.usd, greedy_hours=apart.hours)
+    return list(together), whole
+
+
 def _show(
     context: Context, plan: Plan, what_if: Sequence[str], plot: Path | None, *, top: int, explain: bool, pareto: bool
 ) -> None:
@@ -150,10 +165,7 @@ def _describe(
     plans: Sequence[Plan],
     what_if: Sequence[str],
     top: int,
-    minimize: Objective,
-    deadline_hours: float | None,
-    *,
-    is_pipeline: bool,
+    whole: PipelinePlan | None,
 ) -> object:
     found = [describe_plan(each, top) for each in plans]
     if any(has_spot_work(each) for each in plans):
@@ -166,9 +178,8 @@ def _describe(
 
         for data, each in zip(found, plans, strict=True):
             data["what_if"] = describe_what_ifs(each, what_if, lambda changed: context.plan(context.resolve(changed)))
-    if is_pipeline:
+    if whole is not None:
         from broker.cli.pipeline import describe_pipeline
 
-        pipeline = context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours)
-        return {**describe_pipeline(pipeline), "tasks": found}
+        return {**describe_pipeline(whole), "tasks": found}
     return found

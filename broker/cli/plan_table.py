@@ -94,7 +94,7 @@ def join_zones(group: Sequence[Estimate]) -> str:
     first, *others = [each.placement.offer.zone or each.placement.offer.region for each in group]
     region = group[0].placement.offer.region
     text = ",".join([first, *(zone.removeprefix(region).lstrip("-") for zone in others)])
-    return text if len(text) <= ZONE_WIDTH else f"{first} +{len(others)}"
+    return text if len(text) <= ZONE_WIDTH or not others else f"{first} +{len(others)}"
 
 
 def list_cells(number: int, estimate: Estimate, zones: str) -> list[str]:

@@ -108,7 +108,8 @@ def sweep(
         try:
             state = session.call(
                 run_sweep, request=request, is_detached=detach, is_dryrun=dryrun, show=show,
-                confirm=lambda plans: confirm_price(plans, yes=yes), on_begin=begin, on_change=draw,
+                confirm=lambda plans: confirm_price(plans, yes=yes, parallel=min(parallel, count), total=count),
+                on_begin=begin, on_change=draw,
                 track_upload=show_upload,
             )  # fmt: skip
         except KeyboardInterrupt:

@@ -93,5 +93,5 @@ def runs_bundled_trainer(task: Task) -> bool:
 
 def keeps_its_own(task: Task) -> bool:
     """Return whether the program saves in a mounted bucket, as SkyPilot tasks do."""
-    is_mounted = any(mount.mode in ("MOUNT", "MOUNT_CACHED") for mount in task.storage_mounts)
+    is_mounted = any(each.mode in ("MOUNT", "MOUNT_CACHED") and not each.is_read_only for each in task.storage_mounts)
     return is_mounted and not names_our_folder(task)

@@ -9,7 +9,7 @@ from broker.clock import Clock
 from broker.errors import NoOfferError
 from broker.jobs.groups import find_generation, find_live, get_role, may_start
 from broker.jobs.replanning import cut_to_rest, drop_limits
-from broker.pipelines.groups import GroupPlace, Refused, can_start, keep_near, locate, plan_group
+from broker.pipelines.groups import GroupPlace, Refused, can_start, keep_near, locate, make_no_region_error, plan_group
 from broker.state.store import Store
 from broker.types import Attempt, EventKind, Job, Placement, Plan, Task, make_event
 
@@ -45,10 +45,7 @@ class GroupPlacement:
         plans = [plan, *(found for each in others if (found := self._plan(each)) is not None)]
         whole = plan_group(plans, is_refused=self._find_refused()) or plan_group(plans)
         if whole is None:
-            raise NoOfferError(
-                f"no region has a placement for every task of group {get_role(job).name}",
-                hints=["write `inter_connection: false` in the header to place each task on its own"],
-            )
+            raise make_no_region_error(get_role(job).name)
         self._tell(job, whole.place, usd=whole.usd, apart_usd=whole.apart_usd)
         return keep_near(plan, whole.place)
 

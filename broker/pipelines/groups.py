@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from broker.errors import NoOfferError
 from broker.frozen import frozen
 from broker.types import Estimate, Placement, Plan
 
@@ -45,6 +46,33 @@ class GroupPlan:
 def locate(placement: Placement) -> GroupPlace:
     """Return the location of a placement whose zone is known."""
     return GroupPlace(cloud=placement.offer.cloud, region=placement.offer.region, zone=placement.offer.zone)
+
+
+def keep_together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Return the plans of a job group's tasks with the placements in the region that is cheapest for all of them.
+
+    The plans of other tasks, and of a group whose tasks exchange no data, are unchanged. Raises NoOfferError if no
+    region has a placement for every task.
+    """
+    role = plans[0].task.group if plans else None
+    if role is None or not role.is_connected:
+        return tuple(plans)
+    whole = plan_group(plans)
+    if whole is None:
+        raise make_no_region_error(role.name)
+    reason = (
+        f"the tasks of group {role.name} run in one region; together they cost least in {whole.place.cloud} "
+        f"{whole.place.region}"
+    )
+    return tuple(replace(keep_near(plan, whole.place), reason=reason) for plan in plans)
+
+
+def make_no_region_error(group: str) -> NoOfferError:
+    """Make the error for a group whose tasks fit in no common region."""
+    return NoOfferError(
+        f"no region has a placement for every task of group {group}",
+        hints=["write `inter_connection: false` in the header to place each task on its own"],
+    )
 
 
 def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement: False) -> GroupPlan | None:

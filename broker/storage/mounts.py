@@ -35,6 +35,7 @@ class MountStep:
     url: str
     mode: str
     uploads: tuple[str, ...] | None = None  # local paths to upload first; if empty, only the bucket must exist
+    is_read_only: bool = False  # of a mount: writes to it fail
 
 
 @frozen
@@ -49,7 +50,13 @@ class MountPrice:
 def plan_mounts(task: Task) -> tuple[MountStep, ...]:
     """Return the steps in the order of the task file. Raises InvalidRequestError for an unsupported mount."""
     return tuple(
-        MountStep(target=mount.target, url=_find_url(mount), mode=_find_mode(mount), uploads=find_uploads(mount))
+        MountStep(
+            target=mount.target,
+            url=_find_url(mount),
+            mode=_find_mode(mount),
+            uploads=find_uploads(mount),
+            is_read_only=mount.is_read_only,
+        )
         for mount in task.storage_mounts
     )
 
@@ -72,7 +79,7 @@ def make_script(steps: Sequence[MountStep]) -> str:
     lines = [f"mkdir -p {PROGRAM.rpartition('/')[0]}", f"cat > {PROGRAM} <<'END_OF_NODE_MOUNT'", read_program()]
     lines.append("END_OF_NODE_MOUNT")
     for step in steps:
-        arguments = shlex.join((step.mode, step.url, step.target))
+        arguments = shlex.join((step.mode, step.url, step.target, *(("read-only",) if step.is_read_only else ())))
         lines.append(f"python3 {PROGRAM} {arguments} || exit $?")
     return "\n".join(lines) + "\n"
 

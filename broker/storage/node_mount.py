@@ -46,17 +46,20 @@ class MountError(Exception):
     """A problem to report without a traceback."""
 
 
-def main(mode: str, url: str, target: str) -> None:
-    """Copy or mount a bucket or folder to `target`; `mode` is COPY, MOUNT or MOUNT_CACHED. Raises MountError."""
+def main(mode: str, url: str, target: str, access: str = "") -> None:
+    """Copy or mount a bucket or folder to `target`; `mode` is COPY, MOUNT or MOUNT_CACHED, `access` of a mount may be
+    `read-only`. Raises MountError."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
     if scheme == "file":
         source = pathlib.Path("/" + rest.lstrip("/"))
         (copy_folder if mode == "COPY" else link_folder)(source, place)
+        if access and mode != "COPY":
+            print(f"note: `{target}` is a link to `{url}`, which does not refuse writes", file=sys.stderr)
     elif mode == "COPY":
         copy_bucket(url, place)
     else:
-        mount_bucket(scheme, rest, place, is_cached=mode == "MOUNT_CACHED")
+        mount_bucket(scheme, rest, place, is_cached=mode == "MOUNT_CACHED", is_read_only=access == "read-only")
 
 
 def make_room(target: str) -> pathlib.Path:
@@ -293,7 +296,7 @@ def copy_by_tool(url: str, place: pathlib.Path) -> None:
         raise MountError(f"this node cannot copy `{url}`: it has no obstore, aws, gcloud or rclone, and pip failed")
 
 
-def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
+def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool, is_read_only: bool) -> None:
     """Mount a bucket path at `place`; a live mount there is kept, a dead one replaced. Raises MountError."""
     drop_dead_mount(place)
     if os.path.ismount(place):
@@ -306,13 +309,13 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
     own = MOUNTERS.get(scheme)
     if own and not is_cached and shutil.which(own):
         if own == "mount-s3":
-            run(
-                [own, "--allow-delete", "--allow-overwrite", *(["--prefix", path + "/"] if path else []), bucket, place]
-            )
+            access = ["--read-only"] if is_read_only else ["--allow-delete", "--allow-overwrite"]
+            run([own, *access, *(["--prefix", path + "/"] if path else []), bucket, place])
         else:
-            run([own, "--implicit-dirs", *(["--only-dir", path] if path else []), bucket, place])
+            access = ["-o", "ro"] if is_read_only else []
+            run([own, "--implicit-dirs", *access, *(["--only-dir", path] if path else []), bucket, place])
     elif scheme in RCLONE and shutil.which("rclone"):
-        mount_by_rclone(scheme, rest, place, is_cached=is_cached)
+        mount_by_rclone(scheme, rest, place, is_cached=is_cached, is_read_only=is_read_only)
     else:
         tools = [each for each in (None if is_cached else own, "rclone") if each]
         raise MountError(
@@ -321,9 +324,10 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         )
 
 
-def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
+def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool, is_read_only: bool) -> None:
     """Mount with rclone. Written files stay in a cache of this mount until the upload, for which the agent waits."""
     mode, flags = ("MOUNT_CACHED", CACHE_FLAGS) if is_cached else ("MOUNT", ("--vfs-cache-mode", "writes"))
+    flags = (*flags, "--read-only") if is_read_only else flags
     name = hashlib.sha256(f"{scheme}://{rest} {place}".encode()).hexdigest()[:16]
     MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache, control = MOUNTS / name, MOUNTS / f"{name}.sock"

@@ -18,6 +18,7 @@ ARGUMENT_BYTES_MAX = 131_072
 # this leaves room for the node's own environment and a script of `ARGUMENT_BYTES_MAX`.
 ENVIRONMENT_BYTES_MAX = 1_000_000
 PATH_BYTES_MAX = 4_095  # PATH_MAX of Linux, without the NUL
+SKYPILOT = "skypilot:"  # prefix of SkyPilot's own machine images
 _SHOWN_MAX = 60
 _PLAIN = r"[^\x00-\x1f\x7f]"  # any character but the control characters
 _SOLID = r"[^\s\x00-\x1f\x7f]"  # neither a control character nor a space
@@ -171,6 +172,26 @@ IMAGE = Rule(
     expected="a machine image of the cloud, or `docker:IMAGE`",
     source="Azure's gallery ids and OCI references: ASCII without spaces",
 )
+# Machine images of the clouds with an own adapter, which accepts no other form. Other clouds have no common form.
+IMAGES: Mapping[str, Rule] = {
+    "aws": Rule(
+        pattern=r"(?:ami-|ssm:)[!-~]{1,1024}",
+        expected="an image of EC2, like `ami-...` or `ssm:/PARAMETER`",
+        source="EC2: image ids; Systems Manager: parameters",
+    ),
+    "gcp": Rule(
+        pattern=r"(?:https://[!-~]+/)?projects/[!-.0-~]+/global/images/(?:family/)?[!-.0-~]+",
+        expected="an image of Compute Engine, like `projects/PROJECT/global/images/IMAGE`",
+        source="Compute Engine: sourceImage",
+    ),
+}
+# Forms of images that reveal their cloud. Azure: publisher:offer:sku:version, or the id of a gallery's image.
+_IMAGE_FORMS = {
+    "aws": r"(?:ami-|ssm:).*",
+    "gcp": r"(?:https://.*/)?projects/.*",
+    "azure": r"/(?:subscriptions|CommunityGalleries)/.*|[^:/]+(?::[^:/]+){3}",
+    "oci": r"ocid1\.image\..*",
+}
 VOLUME_NAME = Rule(
     pattern=rf"{_NAME}|(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?)|{_PLAIN}*\${_PLAIN}*",
     expected="a volume name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
@@ -270,3 +291,17 @@ RULES: Mapping[str, Rule] = {
     "`instance_type`": INSTANCE_TYPE,
     "`image_id`": IMAGE,
 }
+
+
+def find_image_cloud(image: str) -> str | None:
+    """Return the cloud of a machine image, judged by its form; None for other forms, and for a container."""
+    forms = {} if image.startswith("docker:") else _IMAGE_FORMS
+    return next((cloud for cloud, form in forms.items() if re.fullmatch(form, image)), None)
+
+
+def suggest_image(image: str, cloud: str) -> str | None:
+    """Return a hint for a machine image that `cloud` cannot start: it is probably a container, or another cloud's."""
+    found = find_image_cloud(image)
+    if found is None:
+        return f"for a container, write `image_id: docker:{image[:_SHOWN_MAX]}`"
+    return f"this is an image of {found}" if found != cloud else None

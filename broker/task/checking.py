@@ -16,21 +16,25 @@ from broker.task.allowed import (
     GIT_REF,
     GIT_URL,
     IMAGE,
+    IMAGES,
     INSTANCE_TYPE,
     LABEL_KEY,
     LABEL_VALUE,
     LABELS,
     PLACE,
     SCRIPT,
+    SKYPILOT,
     SOURCE,
     TARGET,
     TASK_NAME,
     Rule,
+    suggest_image,
 )
 from broker.task.measures import NUM_NODES_MAX
 from broker.task.reading import Reader, describe
 from broker.task.tables import Section
 from broker.types import Resources, Task
+from broker.types.task import CONTAINER
 
 
 def check_labels(reader: Reader, section: Section | None, resources: Sequence[Resources]) -> None:
@@ -46,6 +50,23 @@ def check_labels(reader: Reader, section: Section | None, resources: Sequence[Re
                 else:
                     message = f"{message}; the task cannot start there"
                     reader.warn(place, "labels", message, hint, blocks_launch=False, cloud=cloud)
+
+
+def check_images(reader: Reader, section: Section | None, resources: Sequence[Resources]) -> None:
+    """Report a container without a name, and machine images that a cloud of the task cannot start."""
+    for part in _list_parts(section):
+        value = part.get("image_id", ())
+        for image in dict.fromkeys([value] if isinstance(value, str) else dict(value).values()):
+            if image == CONTAINER:
+                reader.fault(part.marks["image_id"], "`image_id` names no container", "write `image_id: docker:IMAGE`")
+            if image.startswith((CONTAINER, SKYPILOT)):
+                continue
+            clouds = {each.cloud for each in resources if each.image_id == image}
+            for cloud, rule in IMAGES.items():
+                if not rule.admits(image) and clouds & {cloud, None}:
+                    message = f"`image_id` on {cloud} must be {rule.expected}, not {describe(image)}"
+                    place, hint = part.find_key("image_id"), suggest_image(image, cloud)
+                    reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud=cloud)
 
 
 def _list_parts(section: Section | None) -> Iterator[Section]:

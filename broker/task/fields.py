@@ -8,25 +8,20 @@ from __future__ import annotations
 from broker.config import CHECKPOINT_URL
 from broker.task import allowed
 from broker.task.environment import EnvValue
+from broker.task.fields_config import CONFIG
 from broker.task.fields_notify import NOTIFY
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_schedule import SCHEDULE_SHAPE
 from broker.task.fields_service import POOL, SERVICE
+from broker.task.fields_storage import SOURCE, STORAGE
 from broker.task.measures import NUM_NODES_MAX, Duration, Size
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 
 _NAME = Text(rule=allowed.TASK_NAME, also_scalar=True)
-_SOURCE = Text(rule=allowed.SOURCE)
 SECRET_SCOPES = ("personal.", "workspace.", "global.")  # scopes of a server's secrets
 _SCOPED = rf"(?:(?:personal|workspace|global)\.)?{allowed.ENV_NAME.pattern}"
 _SECRET_NAME = rf"(?:secrets:)?{_SCOPED}"
-STORES = ("s3", "gcs", "azure", "r2", "ibm", "oci", "nebius", "coreweave", "vastdata", "hf", "volume")
-BUCKET_SCHEMES = (
-    "s3://", "gs://", "gcs://", "r2://", "https://", "http://", "az://", "cos://", "oci://", "nebius://", "cw://",
-    "hf://", "vastdata://",
-)  # fmt: skip
-
 WORKDIR_GIT = Table(
     name="workdir_git",
     about="A git repository as the working directory.",
@@ -35,48 +30,6 @@ WORKDIR_GIT = Table(
         "ref": Field(shape=Text(rule=allowed.GIT_REF, also_scalar=True), about="Branch, tag or commit."),
     },
 )
-STORAGE_CONFIG = Table(
-    name="storage_config",
-    about="Storage mount options.",
-    fields={
-        "disk_size": Field(shape=Size(), about="Size of a new volume."),
-        "disk_tier": Field(shape=Text(), about="Performance tier of a new volume."),
-        "storage_type": Field(shape=Text(), about="`network` or `instance`."),
-        "attach_mode": Field(shape=Text(), about="`read_write` or `read_only`."),
-        "mount_cached": Field(shape=MapOf(value=Anything()), about="Write-back cache options."),
-        "mount": Field(shape=MapOf(value=Anything()), about="Mount options."),
-    },
-)
-STORAGE = Table(
-    name="storage",
-    about="A bucket mounted as a folder on every node.",
-    fields={
-        "name": Field(shape=Text(rule=allowed.BUCKET), about="Bucket name; created if it does not exist."),
-        "source": Field(
-            shape=Either(shapes=(_SOURCE, ListOf(item=_SOURCE, count_min=1))),
-            about="Bucket URL, or local paths to upload.",
-            examples=("s3://bucket/folder",),
-        ),
-        "store": Field(
-            shape=Choice(words=STORES),
-            about="Storage provider of the bucket (default: the cloud's own, if `infra` names AWS, GCP or Azure).",
-        ),
-        "persistent": Field(shape=Flag(), about="Broker never deletes a bucket; `false` prints a warning."),
-        "mode": Field(
-            shape=Choice(words=("MOUNT", "COPY", "MOUNT_CACHED")),
-            about="Read and write in place, copy before the run, or write back in the background.",
-        ),
-        "type": Field(
-            shape=Choice(words=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW")),
-            about="Preset for the kind of data.",
-        ),
-        "config": Field(shape=STORAGE_CONFIG, about="Storage mount options."),
-        "_is_sky_managed": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
-        "_bucket_sub_path": Field(shape=Text(), about="Internal to SkyPilot; no effect."),
-        "_force_delete": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
-    },
-)
-
 _MEASURED_ON = rf"{ACCELERATOR_NAME}(?::[0-9]{{1,5}}(?:\.[0-9]{{1,4}})?)?"
 
 WORK = Table(
@@ -97,6 +50,7 @@ WORK = Table(
 )
 GOAL = Table(
     name="goal",
+    bare="work",
     about="Definition of done; with it, broker ranks placements by the expected cost to finish.",
     fields={
         "work": Field(
@@ -130,6 +84,7 @@ GOAL = Table(
 )  # fmt: skip
 CHECKPOINT = Table(
     name="checkpoint",
+    bare="to",
     about="Cost and location of checkpoints.",
     fields={
         "to": Field(
@@ -160,68 +115,6 @@ CHECKPOINT = Table(
     },
 )
 
-HOOK = Table(
-    name="hook",
-    about="A command that runs when a cluster ends.",
-    fields={
-        "run": Field(shape=Text(), about="Command.", is_required=True),
-        "events": Field(
-            shape=ListOf(item=Choice(words=("stop", "preemption", "down"))), about="Events that run the command."
-        ),
-        "timeout": Field(shape=Whole(minimum=1), about="Timeout in seconds."),
-    },
-)
-_SECTION = MapOf(value=Anything())
-
-
-def _ignored(cloud: str) -> Later:
-    """Describe a cloud's settings, which SkyPilot reads only from its own file."""
-    return Later(
-        message=f"{cloud} settings have no effect in a task",
-        hint="write them to `~/.sky/config.yaml`",
-        blocks_launch=False,
-    )
-
-
-CONFIG = Table(
-    name="config",
-    about="SkyPilot's settings for this task.",
-    fields={
-        "docker": Field(
-            shape=_SECTION, about="`run_options` of the container.",
-            later=Later(message="container options are not supported", hint="install what you need in `setup`"),
-        ),
-        "nvidia_gpus": Field(
-            shape=_SECTION, about="`disable_ecc`.", later=Later(message="ECC is not changed", blocks_launch=False)
-        ),
-        "gcp": Field(
-            shape=_SECTION, about="Networks, instance groups and placement.",
-            later=Later(message="GCP settings are not supported", hint="remove `gcp` to use the defaults"),
-        ),
-        "azure": Field(
-            shape=_SECTION, about="Networks and identity.",
-            later=Later(message="Azure settings are not supported", hint="remove `azure` to use the defaults"),
-        ),
-        "kubernetes": Field(shape=_SECTION, about="Pod settings.", later=_ignored("Kubernetes")),
-        "ssh": Field(shape=_SECTION, about="Settings of your own machines.", later=_ignored("SSH machine")),
-        "slurm": Field(shape=_SECTION, about="Slurm settings.", later=_ignored("Slurm")),
-        "vast": Field(shape=_SECTION, about="Vast settings.", later=_ignored("Vast")),
-        "active_workspace": Field(
-            shape=Text(), about="Workspace of the SkyPilot server.",
-            later=Later(message="workspaces are not supported", blocks_launch=False),
-        ),
-        "hooks": Field(
-            shape=ListOf(item=HOOK), about="Commands that run when a cluster ends.",
-            later=Later(message="hooks are not supported", hint="save state in `run`, on SIGTERM"),
-        ),
-    },
-    elsewhere=dict.fromkeys(
-        ("aws", "oci", "nebius", "jobs", "serve", "api_server", "admin_policy", "allowed_clouds", "logs", "workspaces"),
-        "SkyPilot reads it from `~/.sky/config.yaml` only",
-    ),
-    others=Later(message="it has no effect", blocks_launch=False),
-)  # fmt: skip
-
 NEEDS = Field(
     shape=Either(shapes=(Text(), ListOf(item=Text()), MapOf(value=Size(), has_null=True))),
     about="Tasks of this file that must finish first: names, or a mapping from name to the size of data passed on.",
@@ -241,7 +134,7 @@ TASK = Table(
             about="Number of identical nodes (default: 1).",
         ),
         "workdir": Field(
-            shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
+            shape=Either(shapes=(SOURCE, WORKDIR_GIT)), examples=(".",),
             about="Local folder to upload as the working directory of every node, or a git repository, which is cloned "
             "on this machine at one commit and uploaded with its `.git`.",
         ),
@@ -262,14 +155,17 @@ TASK = Table(
                         key_expected=allowed.ENV_NAME.expected, has_null=True,
                     ),
                     ListOf(
-                        item=Text(pattern=f"secrets:{_SCOPED}", expected="like `secrets:HF_TOKEN`")
+                        item=Text(
+                            pattern=f"secrets:{_SCOPED}",
+                            expected="like `secrets:HF_TOKEN`, or a mapping from names to values",
+                        )
                     ),
                 )
             ),
             about="Like `envs`, but never shown; pass those without a value with `--secret`.",
         ),
         "file_mounts": Field(
-            shape=MapOf(value=Either(shapes=(_SOURCE, STORAGE)), key=allowed.TARGET),
+            shape=MapOf(value=Either(shapes=(SOURCE, STORAGE)), key=allowed.TARGET),
             about="Path on the node -> local path, bucket URL, or storage mount.",
         ),
         "inputs": Field(shape=_SIZES, about="URL -> size of data to read; plans include the transfer cost."),
@@ -352,6 +248,11 @@ TASK = Table(
         "env": "use `envs`",
         "environment": "use `envs`",
         "command": "use `run`",
+        "commands": "use `run`, one text with a command on each line",
+        "entrypoint": "use `run`",
+        "image": "use `image_id: docker:IMAGE` in `resources`",
+        "working_dir": "use `workdir`",
+        "max_retries": "use `job_recovery: {max_restarts_on_errors: N}` in `resources`",
         "priority": "move it to `resources`",
         "storage": "move storage mounts to `file_mounts`",
         "storage_mounts": "move storage mounts to `file_mounts`",
@@ -361,9 +262,14 @@ TASK = Table(
         **{key: "move it to `resources`" for key in RESOURCES.fields if key[0] != "_"},
         **dict.fromkeys(("replicas", "replica_policy", "readiness_probe"), "move it to `service`"),
         **dict.fromkeys(("hooks", "docker", "kubernetes"), "move it to `config`"),
+        **dict.fromkeys(
+            ("execution", "primary_tasks", "termination_delay", "inter_connection"),
+            "move it to a header: a first document, with `---` between it and the tasks",
+        ),
     },
 )  # fmt: skip
 
+_DELAY = Duration(bare_unit="s", is_zero_ok=True)
 HEADER = Table(
     name="header",
     about="The first document of a pipeline or job group.",
@@ -374,7 +280,7 @@ HEADER = Table(
         ),
         "primary_tasks": Field(shape=ListOf(item=Text()), about="The group ends when these tasks end (default: all)."),
         "termination_delay": Field(
-            shape=Either(shapes=(Duration(bare_unit="s", is_zero_ok=True), MapOf(value=Duration(bare_unit="s")))),
+            shape=Either(shapes=(_DELAY, MapOf(value=_DELAY))),
             about="How long the other tasks continue after that: a duration, or a mapping by task name (default: 0s).",
         ),
         "inter_connection": Field(

@@ -287,7 +287,7 @@ ONE: dict[str, Field] = {
     ),
     "autostop": Field(
         shape=Either(
-            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), _OFF, AUTOSTOP)
+            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True, off="false"), _OFF, AUTOSTOP)
         ),
         about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),
     ),

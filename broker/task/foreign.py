@@ -13,7 +13,8 @@ _SETTINGS = frozenset({
     "nebius", "ssh", "slurm", "docker", "nvidia_gpus", "logs", "db", "auth", "workspaces", "active_workspace",
     "provision", "rbac", "daemons", "data", "vast", "do", "runpod",
 })  # fmt: skip
-_DSTACK = ("task", "dev-environment", "service")
+_DSTACK = ("task", "dev-environment", "service", "fleet", "volume", "gateway")
+_DSTACK_FIELDS = frozenset({"commands", "ide", "backend", "backends", "nodes", "ssh_config", "image", "port"})
 _VOLUMES = ("k8s-pvc", "runpod-network-volume", "slurm-host-path", "k8s-hostpath")
 _WRITE = "a task has `run:` with the program, and `resources:` with its requirements"
 
@@ -21,7 +22,9 @@ _WRITE = "a task has `run:` with the program, and `resources:` with its requirem
 def recognise(fields: Mapping[str, Marked]) -> tuple[str, str] | None:
     """Return the kind of the document, and a hint; None if it may be a task."""
     keys = set(fields)
-    if {"type", "commands"} <= keys and fields["type"].value in _DSTACK:
+    if "type" in keys and fields["type"].value in _DSTACK and keys & _DSTACK_FIELDS:
+        if "commands" not in keys:
+            return f"a dstack {fields['type'].value}", _WRITE
         return "a dstack configuration", "write its `commands` as `run:`, and `gpu` as `accelerators: NAME:COUNT`"
     if keys & _TASK:
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.caching import check_cached_setup
-from broker.task.checking import check_environment, check_labels
+from broker.task.checking import check_environment, check_images, check_labels
 from broker.task.environment import is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
@@ -19,7 +19,7 @@ from broker.task.measures import MAX_DURATION_S_MIN, UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
-from broker.task.resources import read_autostop, read_priority, read_recovery, read_resources
+from broker.task.resources import note_differences, read_autostop, read_priority, read_recovery, read_resources
 from broker.task.service import read_service
 from broker.task.tables import Section
 from broker.task.yaml_errors import suggest_colon
@@ -121,7 +121,9 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
 
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:
     resources, is_ordered = read_resources(reader, section.get("resources"))
+    note_differences(reader, section.get("resources"))
     check_labels(reader, section.get("resources"), resources)
+    check_images(reader, section.get("resources"), resources)
     workdir = read_workdir(reader, section)
     file_mounts, storage_mounts = read_file_mounts(reader, section, resources)
     secret_values = _read_values(reader, section, "secrets", secrets)
@@ -200,6 +202,13 @@ def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:
     return tuple(DataSet(url=url, size_gib=size) for url, size in section.get(name, {}).items())
 
 
+_WITHOUT_WORK = {
+    "deadline": "plans and recovery do not take it into account",
+    "budget": "plans do not take it into account; a managed job ends when it is used up",
+}
+_ADD_WORK = "add `work: 100h`, the time that the task takes without failures"
+
+
 def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
     if section is None:
         return None
@@ -212,6 +221,10 @@ def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
             section.marks["throughput"], "`throughput` requires the accelerators on which `work` was measured", hint
         )
     deadline_s = section.get("deadline")
+    for field, effect in _WITHOUT_WORK.items():
+        if work is None and field in section.marks:
+            message = f"`{field}` without `work`: {effect}"
+            reader.warn(section.find_key(field), field, message, _ADD_WORK, blocks_launch=False)
     return Goal(
         work_hours=None if work is None else work / 3600,
         work_on=work_on,

@@ -112,16 +112,19 @@ class Size(Measure):
 
 
 class Duration(Measure):
-    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number is in `bare_unit`."""
+    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number is in `bare_unit`. `off`: how to write none."""
 
     expected = "a duration like `90s`, `10m`, `1h30m` or `6d`"
 
-    def __init__(self, *, bare_unit: str, is_zero_ok: bool = False) -> None:
+    def __init__(self, *, bare_unit: str, is_zero_ok: bool = False, off: str | None = None) -> None:
         self.bare_unit = bare_unit
+        self.off = off
         self.is_zero_ok = is_zero_ok
         self.pattern = rf"{'' if is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
 
     def hint(self, marked: Marked) -> str | None:
+        if self.off and str(marked.value).lower() in ("none", "never"):
+            return f"to turn it off, write `{self.off}`"
         found = re.fullmatch(rf"\s*({_NUMBER}) ?(sec|min|h(?:ou)?r|day|week)[a-z]*\s*", str(marked.value).lower())
         return f"write `{found[1]}{found[2][0]}`" if found else None
 

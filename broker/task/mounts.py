@@ -7,7 +7,7 @@ from pathlib import Path
 
 from broker.task.allowed import GIT_URL
 from broker.task.checking import check_bucket
-from broker.task.fields import BUCKET_SCHEMES
+from broker.task.fields_storage import BUCKET_SCHEMES
 from broker.task.reading import Reader, describe
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
@@ -19,6 +19,7 @@ SERVED_STORES = ("s3", "gcs", "azure", "r2")
 _STORES = {"aws": "s3", "gcp": "gcs", "azure": "azure"}  # cloud -> the store of its own buckets
 _FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
+_HUB = "download models and data sets in `setup`, for example with `hf download`"
 _FROM_HERE = "paths are relative to the current folder"
 
 
@@ -56,7 +57,10 @@ def read_file_mounts(
                 _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` URLs are not supported", _FETCH)
         else:
             mounts[target] = value
-            if not _exists(value, is_folder=False):
+            if "://" in value:
+                message = f"`file_mounts`: unknown kind of URL `{value.partition('://')[0][:40]}://`"
+                _warn(reader, source, message, f"buckets begin with {', '.join(SERVED_SCHEMES[:-1])}")
+            elif not _exists(value, is_folder=False):
                 _warn(reader, source, f"`file_mounts` names a path that does not exist: `{value}`", _FROM_HERE)
     return mounts, tuple(storage)
 
@@ -77,7 +81,8 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
             hint = f"add `store: s3` (or {', '.join(SERVED_STORES[1:])}): the task may run on several clouds"
             _warn(reader, section.marked, f"`file_mounts`: the bucket `{name}` has no `store`", hint)
         elif not _is_served(sources, name, store):
-            _warn(reader, section.marked, "`file_mounts`: this storage is not supported", _NAME)
+            is_hub = store == "hf" or any(each.startswith("hf://") for each in sources)
+            _warn(reader, section.marked, "`file_mounts`: this storage is not supported", _HUB if is_hub else _NAME)
         for each in sources:
             if "://" not in each and not _exists(each, is_folder=False):
                 _warn(reader, section.marked, f"`file_mounts` names a path that does not exist: `{each}`", _FROM_HERE)
@@ -95,8 +100,16 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
         name=name,
         store=store,
         mode=section.get("mode", "MOUNT"),
+        is_read_only=_is_read_only(section),
         origin=reader.find_origin(section.marked),
     )
+
+
+def _is_read_only(section: Section) -> bool:
+    """Return whether the kind of data, or the options of the mount's mode, forbid writes."""
+    config: Section | None = section.get("config")
+    options: Section | None = config.get(section.get("mode", "MOUNT").lower()) if config else None
+    return section.get("type", "").endswith("_RO") or bool(options and options.get("read_only"))
 
 
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:

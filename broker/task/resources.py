@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
+from broker.task.allowed import SKYPILOT, find_image_cloud, suggest_image
 from broker.task.fields_recovery import ELASTIC
 from broker.task.fields_resources import PRIORITIES
 from broker.task.measures import Ratio
@@ -18,12 +19,11 @@ from broker.types.task import CONTAINER
 
 IDLE_MINUTES = 5  # SkyPilot's default for `autostop: true`
 ALTERNATIVES_MAX = 1_000  # each is planned separately
-SKYPILOT = "skypilot:"
-IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
 _ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as null
 _NO_ACCELERATOR = "none"
 _CPU = "cpu"  # `CPU:4` loads in SkyPilot
+_HOSTS = ("local", "slurm", "ssh")  # machines that exist already, with their own system
 
 _Pairs = list[tuple[str, float]]
 
@@ -68,8 +68,22 @@ def read_recovery(section: Section | None) -> JobRecovery:
 
 def read_priority(section: Section | None) -> int:
     """Read `priority` of the task: that of the first alternative that has one."""
-    value: int | str = _read_first(section, "priority") or 0
-    return PRIORITIES[value] if isinstance(value, str) else value
+    return _read_priority(_read_first(section, "priority"))
+
+
+def _read_priority(value: int | str | None) -> int:
+    return PRIORITIES[value] if isinstance(value, str) else value or 0
+
+
+def note_differences(reader: Reader, section: Section | None) -> None:
+    """Note fields of a whole task that differ between its alternatives, because the first one applies to all."""
+    items: Sequence[Section] = (section.get("any_of") or section.get("ordered") or ()) if section else ()
+    for field, read in _OF_TASK.items():
+        found = [read(each.get(field, section.get(field) if section else None)) for each in items]
+        if odd := next((item for item, value in zip(items, found, strict=True) if value != found[0]), None):
+            place = odd.find_key(field) if field in odd.marks else (odd.marked.line, odd.marked.column)
+            message = f"`{field}` differs between the alternatives: that of the first applies to all"
+            reader.warn(place, field, message, f"write `{field}` once, next to `any_of`", blocks_launch=False)
 
 
 def _read_first(section: Section | None, field: str) -> Any:
@@ -108,7 +122,7 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
         "network_tier": get("network_tier"),
         "usd_hour_max": get("max_hourly_cost"),
         "disk_tier": get("disk_tier"),
-        "disk_size_gib": None if get("disk_size") is None else int(get("disk_size")),
+        "disk_size_gib": None if get("disk_size") is None else max(1, int(get("disk_size"))),
         **_read_memory(get("memory")),
         "ports": _read_ports(get("ports")),
         "labels": {**base.labels, **get("labels", {})},
@@ -200,6 +214,14 @@ def _read_recovery(value: Any) -> JobRecovery:
     )
 
 
+# Fields of the whole task, although they are written in `resources`.
+_OF_TASK: Mapping[str, Callable[[Any], object]] = {
+    "autostop": _read_autostop,
+    "job_recovery": _read_recovery,
+    "priority": _read_priority,
+}
+
+
 def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
     """Read `H100:8`, `{A100: 8, H100: 8}` (either), `[A100:8, H100:8]` (in this order) as names with counts."""
     value = section.get("accelerators")
@@ -250,10 +272,13 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     if any(each.startswith(SKYPILOT) for each in images.values()):
         hint = "remove `image_id`: broker chooses an image for the machine"
         reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not supported", hint, blocks_launch=True)
-    elif not all(each.startswith(CONTAINER) for each in images.values()):
-        message = "`image_id` on local: machine images are not supported"
+    elif found := [each for each in images.values() if not each.startswith(CONTAINER)]:
+        is_known = all(find_image_cloud(each) for each in found)
         hint = "remove `image_id`, and install what you need in `setup`"
-        reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
+        for cloud in _HOSTS:
+            message = f"`image_id` on {cloud}: machine images are not supported"
+            shown = hint if is_known else suggest_image(found[0], cloud)
+            reader.warn(place, "image_id", message, shown, blocks_launch=True, cloud=cloud)
     return images
 
 
@@ -268,7 +293,7 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
             each,
             image_id=_complete_image(image, each.cloud),
             region=region or each.region,
-            cloud=each.cloud or _find_cloud(image),
+            cloud=each.cloud or find_image_cloud(image),
         )
         for each in spread
         for region, image in (fitting or images).items()
@@ -285,8 +310,3 @@ def _complete_image(image: str, cloud: str | None) -> str:
     """Return the image with SkyPilot's `docker:`, which may be omitted for pods: they have no machine images."""
     is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
     return CONTAINER + image if is_pod else image
-
-
-def _find_cloud(image: str) -> str | None:
-    """Return the cloud of an image, judged by its form; None for a container, which any cloud can run."""
-    return next((cloud for start, cloud in IMAGE_CLOUDS.items() if image.startswith(start)), None)

@@ -14,6 +14,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from broker.frozen import frozen
@@ -28,9 +29,13 @@ FLAGS = {"requeue", "no-requeue", "exclusive", "overcommit", "parsable", "contig
 USED = {
     "nodes", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "mem", "mem-per-cpu", "time", "array",
     "job-name", "ntasks", "ntasks-per-node", "chdir", "requeue", "no-requeue", "partition", "dependency", "signal",
+    "constraint", "container-image", "cpus-per-gpu", "mem-per-gpu", "mail-type", "mail-user",
 }  # fmt: skip
 # Options without an effect on the work: broker keeps logs and runs each job on its own machines.
 SILENT = {"output", "error", "exclusive", "parsable", "open-mode"}
+SHELLS = re.compile(r"#!.*\b(ba|da|z|k)?sh\b")
+OTHER_SYSTEMS = re.compile(r"#(PBS|BSUB|PJM|COBALT|OAR)\b|#\$\s+-")  # PBS, LSF, Fujitsu, Cobalt, OAR, Grid Engine
+NODE_GPUS_MAX = 8  # of nearly all machines
 SRUN_FLAGS = re.compile(r"(-l|-u|-v+|-E|-O|-K|--(label|unbuffered|exclusive|exact|overlap|kill-on-bad-exit|verbose))$")
 # Slurm's variables that a program reads -> shell expressions for broker's counterparts.
 VARIABLES = {
@@ -72,7 +77,8 @@ def import_sbatch(text: str) -> Imported:
         task["name"] = name[:63].rstrip("-_.")
         assert TASK_NAME.admits(task["name"]), "a repaired name is valid"
     resources = _read_resources(options, nodes, tasks)
-    task["resources"] = {**resources, "use_spot": True}
+    image = _read_image(options, notes)
+    task["resources"] = {**resources, "use_spot": True, **({"image_id": image} if image else {})}
     if nodes > 1:
         task["num_nodes"] = nodes
     if "time" in options:
@@ -84,8 +90,13 @@ def import_sbatch(text: str) -> Imported:
         first = _note_array(options["array"], task.get("name", "task"), notes)
         task["envs"] = {"SLURM_ARRAY_TASK_ID": first}
     run, modules = convert_body(body)
-    task["run"] = run
+    if run.strip():
+        task["run"] = run
+    else:
+        notes.append("the script has no commands; add `run`")
     _note_rest(options, tasks, modules, notes)
+    if found := next(filter(OTHER_SYSTEMS.match, body), None):
+        notes.append(f"only `#SBATCH` lines are converted, not `{found.strip()[:60]}`")
     return Imported(task=task, notes=tuple(notes))
 
 
@@ -93,9 +104,16 @@ def split_script(text: str) -> tuple[dict[str, str], list[str]]:
     """Return the options, which end at the first command (as in Slurm), and the lines of the program."""
     options: dict[str, str] = {}
     body: list[str] = []
-    for line in text.splitlines():
+    if text.startswith("#!") and not SHELLS.match(text):
+        program = text.partition("\n")[0][2:].strip()[:60]
+        raise ValueError(f"the script is for `{program}`, not for a shell; write a task that runs it: `run: ...`")
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("#SBATCH") and not any(each.strip() and not each.startswith("#") for each in body):
-            options.update(_parse_options(shlex.split(line[len("#SBATCH") :], comments=True)))
+            try:
+                words = shlex.split(line[len("#SBATCH") :])
+                options.update(_parse_options(list(takewhile(lambda word: not word.startswith("#"), words))))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
         elif not (line.startswith("#!") and not body):
             body.append(line)
     return options, body
@@ -108,8 +126,11 @@ def _parse_options(words: list[str]) -> Iterator[tuple[str, str]]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
         else:
+            if word in ("hetjob", "packjob"):
+                raise ValueError("heterogeneous jobs are not supported; write a job group with a task per component")
             if word[:2] not in SHORT:
-                raise ValueError(f"unknown option `{word}`")
+                what = "unknown option" if word.startswith("-") else "a value with a space must be in quotes:"
+                raise ValueError(f"{what} `{word}`")
             name, value = SHORT[word[:2]], word[2:].removeprefix("=")
             equals = value
         if not equals and name not in FLAGS and rest and not rest[0].startswith("--"):
@@ -140,12 +161,15 @@ def _read_resources(options: Mapping[str, str], nodes: int, tasks: int) -> dict[
     if count:
         found["accelerators"] = f"{kind.upper()}:{count}" if kind else f"1GB+:{count}"
     cores = (_read_count(options, "cpus-per-task") or 1) * tasks
+    cores = max(cores, _read_count(options, "cpus-per-gpu") * count)
     if cores > 1:
         found["cpus"] = f"{cores}+"
     memory = options.get("mem") or ""
     mib = _read_mib("mem", memory) if memory else 0.0
     if "mem-per-cpu" in options:
         mib = _read_mib("mem-per-cpu", options["mem-per-cpu"]) * cores
+    if "mem-per-gpu" in options:
+        mib = _read_mib("mem-per-gpu", options["mem-per-gpu"]) * count
     if mib:  # 0 is all memory of a node
         found["memory"] = f"{math.ceil(mib / 1024)}+"
     return found
@@ -163,6 +187,17 @@ def _read_gpus(options: Mapping[str, str], nodes: int, tasks: int) -> tuple[str,
                 kind, count = count, "1"
             return kind, math.ceil(int(count or 1) * factor)
     return "", 0
+
+
+def _read_image(options: Mapping[str, str], notes: list[str]) -> str | None:
+    """Return the container of pyxis, `[REGISTRY#]IMAGE`, as an `image_id`; note a file, which has no counterpart."""
+    image = options.get("container-image", "").removeprefix("docker://")
+    if not image:
+        return None
+    if image.startswith(("/", ".")) or image.endswith(".sqsh") or "@" in image.partition("#")[0]:
+        notes.append(f"`--container-image={image}`: name an image of a registry, `image_id: docker:IMAGE`")
+        return None
+    return f"docker:{image.replace('#', '/', 1)}"
 
 
 def _read_mib(name: str, text: str) -> float:
@@ -232,6 +267,13 @@ def _drop_srun(line: str) -> str:
 def _note_rest(options: Mapping[str, str], tasks: int, modules: list[str], notes: list[str]) -> None:
     if tasks > 1:
         notes.append(f"`run` starts once per node: start the {tasks} processes of a node with torchrun or mpiexec")
+    gpus = options.get("gpus", "").rpartition(":")[2]
+    if "nodes" not in options and gpus.isdigit() and int(gpus) > NODE_GPUS_MAX:
+        notes.append(f"`--gpus={options['gpus']}` without `--nodes`: divide them among nodes with `num_nodes`")
+    if others := [each for each in options.get("gres", "").split(",") if each and not re.match(r"gpu(:|$)", each)]:
+        notes.append(f"`--gres={','.join(others)}` has no counterpart")
+    if "constraint" in options:
+        notes.append(f"`--constraint={options['constraint']}`: if it names a GPU, write it as `accelerators`")
     if "partition" in options:
         notes.append(f"`--partition={options['partition']}`: broker chooses the machines; `infra` limits it to a cloud")
     if "signal" in options:
@@ -242,5 +284,8 @@ def _note_rest(options: Mapping[str, str], tasks: int, modules: list[str], notes
         notes.append(f"`--dependency={options['dependency']}`: write both tasks into one file, with `needs`")
     if modules:
         notes.append(f"install in `setup`, or set `image_id`: {'; '.join(f'`{each}`' for each in modules)}")
+    if mail := sorted(options.keys() & {"mail-type", "mail-user"}):
+        address = options.get("mail-user") or "ADDRESS"
+        notes.append(f"`--{'`, `--'.join(mail)}`: write `notify: {{mail: {address}}}` (docs/NOTIFICATIONS.md)")
     for name in sorted(options.keys() - USED - SILENT):
         notes.append(f"`--{name}` has no counterpart")

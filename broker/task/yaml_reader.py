@@ -27,6 +27,7 @@ _SCALAR_TAGS: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),),
 }  # fmt: skip
 _DIGITS_MAX = 64
+_CONTROL = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"  # YAML 1.2, 5.1: not printable
 _LINE_END = "\r\n|[\n\r\x85\u2028\u2029]"
 
 
@@ -85,6 +86,12 @@ def read_documents(text: str, file: str) -> list[Marked]:
         at = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         problem = "a field without `:`" if is_bare else error.problem or error.context or "syntax error"
         (line, column), message, hint = explain(problem, split_lines(text), at)
+        raise fail(line, column, f"not valid YAML: {message}", hint) from None
+    except yaml.reader.ReaderError:
+        place = found.start() if (found := re.search(_CONTROL, text)) else 0
+        line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+        message = f"the file contains the control character {text[place]!a}"
+        hint = "remove it, or write it as an escape such as `\\x07` in double quotes"
         raise fail(line, column, f"not valid YAML: {message}", hint) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}") from None

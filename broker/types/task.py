@@ -155,6 +155,7 @@ class StorageMount:
     name: str | None = None
     store: str | None = None
     mode: str = "MOUNT"  # or COPY, MOUNT_CACHED
+    is_read_only: bool = False  # a mount that refuses writes
     origin: Origin | None = None
 
 

@@ -84,9 +84,11 @@ def test_needs_are_the_keys_that_a_task_uses() -> None:
         StorageMount(target="/d", source=("s3://data/in/",), mode="COPY"),
         StorageMount(target="/o", name="made", store="s3", source=("~/local",)),
         StorageMount(target="/w", source=("file:///nfs",)),
+        StorageMount(target="/r", source=("s3://models",), is_read_only=True),
     )
     task = make_task("s3://runs", storage_mounts=mounts, inputs=(DataSet(url="s3://data/in", size_gib=1),))
-    checkpoint, data, made = list_needs(task, "me")
+    checkpoint, data, made, models = list_needs(task, "me")
+    assert models.bucket == "models" and models.is_read_only
     assert checkpoint.list_patterns() == ("me-*",) and checkpoint.is_written and not checkpoint.is_read_only
     assert data.list_patterns() == ("in", "in/*") and data.is_read_only and not data.is_optional
     assert made.list_patterns() == ("*",) and made.is_made_later and not made.is_written

@@ -29,6 +29,31 @@ def test_flags_override_the_env_file_which_overrides_the_task(
     assert task.envs == {"A": "file", "B": "from file", "C": "flag", "D": "from the shell"}
 
 
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("A=1 # one", "1"),
+        ("A='1 # one'  # one", "1 # one"),
+        ('A="a b" #', "a b"),
+        ("A=a#b", "a#b"),
+        ("A=#b", "#b"),
+        ("A='a", "'a"),
+        ("\ufeffA=1", "1"),
+    ],
+)
+def test_value_of_an_env_file_has_no_comment(task_file: str, tmp_path: Path, line: str, value: str) -> None:
+    (tmp_path / ".env").write_text(line, encoding="utf-8")
+    assert read_task([task_file], Overrides(env_file=tmp_path / ".env")).envs["A"] == value
+
+
+def test_env_file_that_cannot_be_read_is_named(task_file: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read `--env-file .*`: no such file or directory$"):
+        read_task([task_file], Overrides(env_file=tmp_path / "none"))
+    (tmp_path / ".env").write_bytes(b"A=\xff")
+    with pytest.raises(UsageError, match=r"it is not UTF-8 text$"):
+        read_task([task_file], Overrides(env_file=tmp_path / ".env"))
+
+
 @pytest.mark.parametrize(("line", "place"), [("A=1\nno equals", "env:2"), ("1A=3", "env:1")])
 def test_a_bad_env_file_names_the_line(task_file: str, tmp_path: Path, line: str, place: str) -> None:
     (tmp_path / ".env").write_text(line)

@@ -36,7 +36,7 @@ def test_missing_value_stops_a_launch_but_no_plan(shell: Any) -> None:
     assert "note:" not in shell.run("plan", path, "--env", "TOKEN=a").stderr
 
 
-MACHINE = "{disk_tier: best, ports: 8080, labels: {team: vision}, image_id: ami-0123, cpus: 2+, infra: %s}"
+MACHINE = "{disk_tier: best, ports: 8080, labels: {team: vision}, image_id: ami-0123, cpus: 2+, memory: 8+, infra: %s}"
 
 
 def test_field_is_noted_only_if_the_chosen_cloud_does_not_support_it(shell: Any) -> None:

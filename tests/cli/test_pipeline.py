@@ -5,12 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from broker.cli.launch import confirm_price
 from broker.cli.pipeline import show_pipeline
-from broker.types import Estimate, Offer, PipelineEdge, PipelinePlan, PipelineStep, Placement, Transfer
+from broker.types import (
+    Estimate,
+    GroupRole,
+    Offer,
+    PipelineEdge,
+    PipelinePlan,
+    PipelineStep,
+    Placement,
+    Plan,
+    Task,
+    Transfer,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 PIPELINE = """
@@ -98,6 +111,65 @@ def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) ->
         "~ marks a task without `goal: work`, counted as one hour\n"
         "~ marks a transfer without a known egress price; a high one is assumed\n"
     )
+
+
+GROUP = """
+name: rl
+execution: parallel
+---
+name: learner
+resources: {accelerators: A100}
+run: x
+---
+name: buffer
+resources: {cpus: 4+}
+run: x
+"""
+
+
+def test_group_is_planned_where_it_will_be_launched(tmp_path: Path) -> None:
+    (tmp_path / "group.yaml").write_text(GROUP)
+    data = json.loads(broker("plan", str(tmp_path / "group.yaml"), "--json"))
+    offers = [each["choice"]["placement"]["offer"] for each in data["tasks"]]
+    assert len({(each["cloud"], each["region"]) for each in offers}) == 1, offers
+    assert data["usd"] > data["greedy_usd"], "apart, each task would have been cheaper"
+
+
+def test_group_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+    show_pipeline(make_plan(), name="rl", role=GroupRole(name="rl"))
+    assert capsys.readouterr().out.startswith("Job group rl of 2 tasks in one region: lowest cost overall\n")
+    show_pipeline(make_plan(), role=GroupRole(name="rl", is_connected=False))
+    assert capsys.readouterr().out.startswith("Job group of 2 tasks: lowest cost overall\n")
+
+
+@pytest.mark.parametrize(("role", "price"), [(None, "20.00"), (GroupRole(name="rl"), "30.00")])
+def test_price_to_confirm_is_of_the_tasks_that_run_at_a_time(
+    role: GroupRole | None, price: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks of a pipeline run one after the other, those of a group together."""
+    asked = list[str]()
+    monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text))
+    plans = [
+        Plan(
+            task=Task(group=role),
+            estimates=(make_step("a", "aws", usd).estimate,),
+            rejections=(),
+            prices_as_of="",
+            reason="",
+        )
+        for usd in (5.0, 10.0)
+    ]
+    confirm_price(plans, yes=False)
+    assert asked == [f"Start at {price} USD/h?"]
+
+
+def test_price_to_confirm_is_of_all_runs_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text))
+    estimate = replace(make_step("a", "aws", 5.0).estimate, expected_usd=30.0)
+    plan = Plan(task=Task(), estimates=(estimate,), rejections=(), prices_as_of="", reason="")
+    confirm_price([plan], yes=False, parallel=4, total=10)
+    assert asked == ["Start at 40.00 USD/h, 300.00 USD expected in total?"]
 
 
 def test_an_unproven_plan_reports_its_gap(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from broker.cli.main import main
+from broker.cli.plan_table import join_zones
 from broker.clock import SystemClock
+from broker.types import Estimate, Offer, Placement
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio", "logging", "msgspec")
@@ -24,6 +26,23 @@ def test_explained_plan_of_the_shipped_catalog_fits_80_columns() -> None:
     shown = broker("plan", "tests/data/tasks/h100.yaml", "--explain")
     assert shown.returncode == 0, shown.stderr
     assert all(len(line) <= 80 for line in shown.stdout.splitlines() if not line.startswith("Why"))
+
+
+@pytest.mark.parametrize(
+    ("region", "letters", "shown"),
+    [
+        ("southamerica-west1", "a", "southamerica-west1-a"),
+        ("southamerica-west1", "abc", "southamerica-west1-a +2"),
+        ("us-east1", "bc", "us-east1-b,c"),
+    ],
+)
+def test_zones_share_a_cell(region: str, letters: str, shown: str) -> None:
+    offers = [
+        Offer(cloud="gcp", region=region, zone=f"{region}-{letter}", instance_type="i", vcpus=1, memory_gib=1)
+        for letter in letters
+    ]
+    placements = [Placement(offer=each, is_spot=False, node_count=1) for each in offers]
+    assert join_zones([Estimate(placement=each) for each in placements]) == shown
 
 
 def test_json_gives_the_same_as_data() -> None:
@@ -72,6 +91,22 @@ def test_gpus_lists_one_accelerator() -> None:
     shown = broker("gpus", "h100:8")
     assert shown.returncode == 0
     assert "nebius" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("gpus", "H100:0"), "error: invalid count `0`"),
+        (("gpus", "H100:nan"), "error: invalid count `nan`"),
+        (("catalog", "update", "--cloud", "aaws"), "error: unknown cloud `aaws`\n\nhint: did you mean `aws`?"),
+    ],
+)
+def test_unknown_cloud_and_a_count_of_nothing_are_refused(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments)
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "task_templates/ddp.yaml"]], ids=["help", "plan"])

@@ -86,8 +86,9 @@ def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_notice()
     own = StorageMount(target="/ckpt", source=("s3://mine",))
     task = Task(name="t", run="python x.py --out /ckpt", checkpoint=CheckpointSpec(stall_s=9), storage_mounts=(own,))
     assert check_checkpoints([plan(task, "aws")]) == []
-    with pytest.raises(UsageError):
-        check_checkpoints([plan(replace(task, storage_mounts=(replace(own, mode="COPY"),)), "aws")])
+    for unwritten in (replace(own, mode="COPY"), replace(own, is_read_only=True)):
+        with pytest.raises(UsageError):
+            check_checkpoints([plan(replace(task, storage_mounts=(unwritten,)), "aws")])
 
 
 def test_task_that_saves_nothing_is_launched_with_a_notice() -> None:

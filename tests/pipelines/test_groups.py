@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.pipelines.groups import NEAR_SHARE, GroupPlace, GroupPlan, can_start, keep_near, locate, plan_group
-from broker.types import Estimate, Offer, Placement, Plan, Task
+from broker.errors import NoOfferError
+from broker.pipelines.groups import (
+    NEAR_SHARE,
+    GroupPlace,
+    GroupPlan,
+    can_start,
+    keep_near,
+    keep_together,
+    locate,
+    plan_group,
+)
+from broker.types import Estimate, GroupRole, Offer, Placement, Plan, Task
 
 
 def make_plan(usd: Mapping[str, float]) -> Plan:
@@ -32,6 +44,28 @@ def test_the_region_is_cheapest_for_all_tasks_together() -> None:
     found = plan_group(plans)
     assert found is not None and found.place == GroupPlace(cloud="c", region="west", zone="westa")
     assert (round(found.usd, 6), round(found.apart_usd, 6)) == (10.4, 10.0)
+
+
+def test_plans_of_a_group_are_for_its_region_and_those_of_other_tasks_are_unchanged() -> None:
+    plans = [make_plan({"easta": 8.0, "westa": 8.4}), make_plan({"easta": 3.0, "westa": 2.0})]
+    assert keep_together(plans) == tuple(plans), "a pipeline"
+    apart = [join(each, is_connected=False) for each in plans]
+    assert keep_together(apart) == tuple(apart), "its tasks exchange no data"
+    found = keep_together([join(each) for each in plans])
+    assert [each.choice.placement.offer.region for each in found] == ["west", "west"]
+    assert [each.choice.placement.usd_hour for each in found] == [8.4, 2.0]
+    assert found[0].reason == "the tasks of group g run in one region; together they cost least in c west"
+    assert keep_together([]) == ()
+
+
+def test_group_without_a_common_region_is_refused_before_its_launch() -> None:
+    with pytest.raises(NoOfferError, match="no region has a placement for every task of group g") as caught:
+        keep_together([join(make_plan({"easta": 1.0})), join(make_plan({"westa": 1.0}))])
+    assert "`inter_connection: false`" in caught.value.hints[0]
+
+
+def join(plan: Plan, *, is_connected: bool = True) -> Plan:
+    return replace(plan, task=replace(plan.task, group=GroupRole(name="g", is_connected=is_connected)))
 
 
 def test_a_region_that_refuses_one_task_is_left_out() -> None:

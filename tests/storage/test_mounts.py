@@ -127,6 +127,9 @@ def test_r2_bucket_is_copied_with_its_own_login(node: Node, url: str, server: S3
         ("MOUNT", "az://b/x", ["rclone"], "rclone mount :azureblob,env_auth=true:b/x"),
         ("MOUNT", "s3://b", ["rclone"], "rclone mount :s3,provider=AWS,env_auth=true:b"),
         ("MOUNT_CACHED", "s3://b/x", ["mount-s3", "rclone"], "rclone mount :s3,provider=AWS,env_auth=true:b/x"),
+        ("MOUNT read-only", "s3://b", ["mount-s3"], "mount-s3 --read-only b"),
+        ("MOUNT read-only", "gs://b", ["gcsfuse"], "gcsfuse --implicit-dirs -o ro b"),
+        ("MOUNT_CACHED read-only", "s3://b", ["rclone"], "rclone mount :s3,provider=AWS,env_auth=true:b"),
     ],
 )
 def test_mount_takes_the_tool_that_the_node_has(
@@ -138,11 +141,13 @@ def test_mount_takes_the_tool_that_the_node_has(
         (tmp_path / "bin" / tool).chmod(0o755)
     keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ACCOUNT_ID": "me"}
     with_tools = replace(node, environment={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **keys})
-    done = with_tools.run(MountStep(target="~/see", url=url, mode=mode))
+    mode, _, access = mode.partition(" ")
+    done = with_tools.run(MountStep(target="~/see", url=url, mode=mode, is_read_only=bool(access)))
     assert done.returncode == 0, done.stderr
     call = (node.home / "calls").read_text().splitlines()[-1]
     assert call.startswith(f"{expected} {node.home}/see")
     assert ("--vfs-cache-mode full" in call) == (mode == "MOUNT_CACHED")
+    assert ("--read-only" in call or "-o ro" in call) == bool(access)
     known = [json.loads(path.read_text()) for path in node.home.glob(".broker/mounts/*.json")]
     if expected.startswith("rclone"):  # it uploads later: the agent must know where to look
         assert [each["url"] for each in known] == [url] and f"--cache-dir {known[0]['cache']}" in call

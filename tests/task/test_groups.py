@@ -23,10 +23,10 @@ def find_faults(header: str, *tasks: str) -> list[str]:
 
 
 def test_header_of_skypilot_gives_each_task_its_role_and_delay() -> None:
-    header = HEADER + "primary_tasks: [a]\ntermination_delay: {default: 30s, c: 1m}\ninter_connection: false"
+    header = HEADER + "primary_tasks: [a]\ntermination_delay: {default: 30s, b: 0s, c: 1m}\ninter_connection: false"
     roles = load(header, "name: a\nrun: x", "name: b\nrun: x", "name: c\nrun: x")
     found = {name: (role.is_primary, role.termination_delay_s) for name, role in roles.items() if role}
-    assert found == {"a": (True, 30.0), "b": (False, 30.0), "c": (False, 60.0)}
+    assert found == {"a": (True, 30.0), "b": (False, 0.0), "c": (False, 60.0)}
     assert all(role and role.name == "rl" and not role.is_connected for role in roles.values())
 
 

@@ -47,3 +47,41 @@ def test_a_bucket_that_should_be_deleted_is_kept_with_a_note() -> None:
     text = "run: x\nfile_mounts:\n  /data: {name: mine, store: s3, persistent: false}\n"
     (notice,) = load_tasks_text(text, "task.yaml")[0].notices
     assert notice.message == "`persistent: false`: the bucket is kept" and not notice.blocks_launch
+
+
+@pytest.mark.parametrize(
+    ("storage", "is_read_only"),
+    [
+        ("source: s3://bucket/data", False),
+        ("source: s3://bucket/data, config: {mount: {read_only: true}}", True),
+        ("source: s3://bucket/data, config: {mount: {read_only: false}}", False),
+        ("source: s3://bucket/data, config: {mount_cached: {read_only: true}}", False),  # of another mode
+        ("source: s3://bucket/data, mode: MOUNT_CACHED, config: {mount_cached: {read_only: true}}", True),
+        ("source: s3://bucket/data, type: DATASET_RO", True),
+        ("source: s3://bucket/data, type: MODEL_CHECKPOINT_RW", False),
+    ],
+)
+def test_mount_is_read_only_where_the_file_says_so(storage: str, is_read_only: bool) -> None:
+    (task,) = load_tasks_text(f"run: x\nfile_mounts:\n  /data: {{{storage}}}\n", "task.yaml")
+    assert [each.is_read_only for each in task.storage_mounts] == [is_read_only]
+    assert not task.notices
+
+
+@pytest.mark.parametrize(
+    ("mount", "message", "hint", "blocks"),
+    [
+        ("s4://bucket/x", "`file_mounts`: unknown kind of URL `s4://`", "buckets begin with s3://, gs://", True),
+        ("{source: 'hf://org/model', store: hf}", "`file_mounts`: this storage is not supported", "download", True),
+        ("{source: 's3://b/x', mount_options: -o x}", "`mount_options`: options of the mount program", "remove", True),
+        (
+            "{source: 's3://b/x', config: {mount_cached: {transfers: 8}}}",
+            "`transfers`: broker's own setting is used",
+            "",
+            False,
+        ),
+    ],
+)
+def test_mount_that_is_not_carried_out_as_written_is_named(mount: str, message: str, hint: str, blocks: bool) -> None:
+    (notice,) = load_tasks_text(f"run: x\nfile_mounts:\n  /data: {mount}\n", "task.yaml")[0].notices
+    assert notice.message.startswith(message) and notice.blocks_launch == blocks and notice.origin.line == 3
+    assert (notice.hint or "").startswith(hint)

@@ -38,7 +38,8 @@ def load(text: str) -> Task:
         ("managed_secrets: [TOKEN]", "managed_secrets", True),
         ("config: {docker: {run_options: [--gpus]}}", "docker", True),
         ("config: {gcp: {vpc_name: mine}}", "gcp", True),
-        ("config: {kubernetes: {pod_config: {spec: null}}}", "kubernetes", False),
+        ("config: {kubernetes: {provision_timeout: 600}}", "kubernetes", False),
+        ("config: {kubernetes: {pod_config: {spec: null}}}", "kubernetes", True),
         ("config: {hooks: [{run: save, events: [down]}]}", "hooks", True),
         ("api_server_access: true", "api_server_access", False),
         ("resources: {image_id: 'skypilot:gpu-ubuntu-2004'}", "image_id", True),
@@ -83,6 +84,66 @@ def test_field_that_clouds_carry_out_is_a_notice_only_of_those_that_do_not(
     (local,) = (each for each in notices if each.cloud == "local")
     assert (local.field, local.blocks_launch) == (field, blocks)
     assert local.message.startswith(f"`{field}` on local: ")
+
+
+def test_pod_settings_are_refused_only_where_pods_are_started() -> None:
+    (notice,) = load("run: x\nconfig: {kubernetes: {pod_config: {spec: null}}}").notices
+    assert (notice.cloud, notice.message) == ("kubernetes", "`kubernetes` on kubernetes: `pod_config` is not supported")
+
+
+@pytest.mark.parametrize(
+    ("infra", "image", "clouds", "hint"),
+    [
+        ("'*'", "ubuntu:22.04", {"aws", "gcp"}, "for a container, write `image_id: docker:ubuntu:22.04`"),
+        ("aws", "nvcr.io/nvidia/pytorch:24.07-py3", {"aws"}, "for a container, write `image_id: docker:nvcr.io/"),
+        ("gcp", "ami-1", {"gcp"}, "this is an image of aws"),
+        ("gcp", "projects/p/global/machineImages/m", {"gcp"}, None),
+        ("'{any_of}'", "ami-1", {"gcp"}, "this is an image of aws"),
+        ("aws", "ssm:/aws/service/x", set(), None),
+        ("gcp", "https://www.googleapis.com/compute/v1/projects/p/global/images/family/f", set(), None),
+        ("lambda", "ubuntu:22.04", set(), None),
+        ("k8s", "ubuntu:22.04", set(), None),
+    ],
+)
+def test_image_that_a_cloud_cannot_start_is_refused_there(
+    infra: str, image: str, clouds: set[str], hint: str | None
+) -> None:
+    """Before a launch: the cloud would refuse it only when the machine is created."""
+    place = "any_of: [{infra: aws}, {infra: gcp}]" if "any_of" in infra else f"infra: {infra}"
+    task = load(f"run: x\nresources: {{{place}, image_id: '{image}'}}")
+    found = [each for each in task.notices if each.cloud in (None, "aws", "gcp", "azure", "lambda", "kubernetes")]
+    assert {each.cloud for each in found} == clouds
+    assert all(each.blocks_launch and each.origin.line == 2 for each in found)
+    assert all((each.hint or "").startswith(hint) if hint else each.hint is None for each in found)
+
+
+@pytest.mark.parametrize("cloud", ["local", "slurm", "ssh"])
+def test_machines_that_exist_already_start_no_image(cloud: str) -> None:
+    found = [each for each in load(f"run: x\nresources: {{infra: {cloud}, image_id: ami-1}}").notices]
+    assert cloud in {each.cloud for each in found if each.blocks_launch}
+    (own,) = (each for each in found if each.cloud == cloud)
+    assert own.message == f"`image_id` on {cloud}: machine images are not supported"
+
+
+@pytest.mark.parametrize(
+    ("image", "cloud"),
+    [
+        ("microsoft-dsvm:ubuntu-2004:2004:21.11.04", "azure"),
+        ("/CommunityGalleries/g/Images/i", "azure"),
+        ("ocid1.image.oc1.us-sanjose-1.aaaa:oraclelinux", "oci"),
+        ("projects/p/global/images/i", "gcp"),
+        ("registry:5000/ubuntu:22.04", None),
+        ("docker:a:b:c", None),
+    ],
+)
+def test_form_of_an_image_reveals_its_cloud(image: str, cloud: str | None) -> None:
+    assert load(f"run: x\nresources: {{image_id: '{image}'}}").resources[0].cloud == cloud
+
+
+def test_container_without_a_name_is_an_error() -> None:
+    with pytest.raises(TaskError) as caught:
+        load("run: x\nresources: {image_id: 'docker:'}")
+    assert [each.message for each in caught.value.issues] == ["`image_id` names no container"]
 
 
 @pytest.mark.parametrize("field", ["disk_tier: none", "network_tier: standard"])

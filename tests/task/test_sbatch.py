@@ -49,6 +49,24 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"run": "# module load cuda/12.4\n# module load gcc\nmpirun -n 4 ./solve\n"},
         ("--partition=gpu-long", "--signal", "--account", "--qos", "--mail-type", "`module load cuda/12.4`"),
     ),
+    "a container and amounts per GPU": (
+        "#!/bin/bash\n#SBATCH --gpus-per-node=h100:8 --cpus-per-gpu=12 --mem-per-gpu=128G\n"
+        "#SBATCH --container-image=nvcr.io#nvidia/pytorch:24.07-py3\ntrain\n",
+        {
+            "accelerators": "H100:8", "cpus": "96+", "memory": "1024+",
+            "image_id": "docker:nvcr.io/nvidia/pytorch:24.07-py3",
+        },
+        (),
+    ),
+    "options that a reader must decide about": (
+        "#!/usr/bin/env bash\n#SBATCH --gpus=16 --constraint=a100 --gres=nvme:1 --mail-user=ada@example.org\n"
+        "#SBATCH --container-image=/images/train.sqsh\n#PBS -l nodes=2\n",
+        {"accelerators": "1GB+:16", "run": "#PBS -l nodes=2\n"},
+        (
+            "`--gpus=16` without `--nodes`", "`--constraint=a100`: if it names a GPU", "`--gres=nvme:1`",
+            "`notify: {mail: ada@example.org}`", "name an image of a registry", "not `#PBS -l nodes=2`",
+        ),
+    ),
     "host names": (
         "#!/bin/bash\n#SBATCH --nodes=2-4 --chdir=/tmp --no-requeue\n"
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)\nexec srun --mpi pmix ./train $head\n',
@@ -109,3 +127,29 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, minutes: float) -> 
 def test_value_that_slurm_refuses_is_named(line: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"`{named}"):
         import_sbatch(f"#!/bin/bash\n#SBATCH {line}\ntrue\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("#!/bin/bash\n#SBATCH --job-name=a b\ntrue\n", "line 2: a value with a space must be in quotes: `b`"),
+        ("#!/bin/bash\n#SBATCH -N 2\n#SBATCH hetjob\ntrue\n", "line 3: heterogeneous jobs are not supported"),
+        (
+            "#!/usr/bin/env python3\n#SBATCH -N 2\nprint(1)\n",
+            "the script is for `/usr/bin/env python3`, not for a shell",
+        ),
+    ],
+)
+def test_script_that_cannot_be_converted_is_refused_with_the_line(script: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_sbatch(script)
+
+
+def test_script_without_commands_has_no_run() -> None:
+    imported = import_sbatch("#!/bin/bash\n#SBATCH --nodes=2\n\n")
+    assert "run" not in imported.task and imported.notes == ("the script has no commands; add `run`",)
+
+
+@pytest.mark.parametrize("line", ["#!/bin/sh", "#!/usr/bin/env bash", "#!/usr/bin/bash -l", "#!/bin/zsh"])
+def test_script_of_any_shell_is_converted(line: str) -> None:
+    assert import_sbatch(f"{line}\ntrue\n").task["run"] == "true\n"

@@ -69,6 +69,11 @@ def test_negative_minutes_of_autostop_turn_it_off(minutes: int) -> None:
     assert load(f"run: x\nresources: {{autostop: {minutes}}}").autostop is None
 
 
+@pytest.mark.parametrize(("text", "size_gib"), [("500MB", 1), ("0", 1), ("2000MB", 1), ("1TB", 1024)])
+def test_disk_is_rounded_down_to_whole_gib_but_never_to_none(text: str, size_gib: int) -> None:
+    assert load(f"run: x\nresources: {{disk_size: {text}}}").resources[0].disk_size_gib == size_gib
+
+
 @pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery", "ports"])
 def test_empty_text_in_resources_counts_as_unset(field: str) -> None:
     assert load(f"run: x\nresources: {{{field}: '', cpus: 2}}") == load(f"run: x\nresources: {{{field}: , cpus: 2}}")
@@ -123,6 +128,35 @@ def test_unknown_setting_in_config_is_noted_where_it_stands(text: str, message: 
     assert notice.hint.startswith(hint)
 
 
+@pytest.mark.parametrize(
+    ("field", "first", "second"),
+    [
+        ("autostop", "10", "{idle_minutes: 10, down: true}"),
+        ("job_recovery", "FAILOVER", "{strategy: EAGER_NEXT_REGION}"),
+        ("priority", "high", "1"),
+    ],
+)
+def test_field_of_the_whole_task_that_differs_between_alternatives_is_noted(
+    field: str, first: str, second: str
+) -> None:
+    text = "run: x\nresources:\n  %s\n  any_of:\n    - {infra: aws, %s}\n    - {infra: gcp, %s}"
+    odd = f"{field}: {second}"
+    (notice,) = load(text % ("cpus: 2", f"{field}: {first}", odd)).notices
+    assert (notice.origin.line, notice.origin.column, notice.blocks_launch) == (6, 20, False)
+    assert notice.message == f"`{field}` differs between the alternatives: that of the first applies to all"
+    (notice,) = load(text % ("cpus: 2", f"{field}: {first}", "cpus: 4")).notices
+    assert notice.origin.line == 6, "the second has none"
+    assert not load(text % (odd, "cpus: 2", "cpus: 4")).notices
+    assert not load(text % (f"{field}: {first}", "cpus: 2", f"{field}: {first}")).notices
+
+
+@pytest.mark.parametrize(("field", "value"), [("deadline", "2d"), ("budget", "50")])
+def test_limit_that_a_plan_cannot_consider_is_noted(field: str, value: str) -> None:
+    (notice,) = load(f"run: x\ngoal: {{{field}: {value}}}").notices
+    assert notice.message.startswith(f"`{field}` without `work`: plans ") and not notice.blocks_launch
+    assert not load(f"run: x\ngoal: {{work: 1h, {field}: {value}}}").notices
+
+
 def test_url_as_workdir_gets_a_hint_about_repositories() -> None:
     (notice,) = load("run: x\nworkdir: https://host/org/x").notices
     assert notice.blocks_launch
@@ -172,6 +206,8 @@ def test_header_of_a_group_may_have_placement_and_unknown_fields_are_named_as_it
         ("cluster_name: x\nprovider: {type: aws}", "a Ray cluster configuration"),
         ("name: v\ntype: k8s-pvc\ninfra: k8s\nsize: 10Gi", "a volume description"),
         ("jobs: {controller: {}}\nkubernetes: {ports: ingress}", "a SkyPilot settings file"),
+        ("type: fleet\nnodes: 2\nresources: {gpu: 24GB}", "a dstack fleet"),
+        ("type: dev-environment\nide: vscode\nresources: {gpu: 24GB}", "a dstack dev-environment"),
     ],
 )
 def test_file_of_another_program_is_refused_in_one_sentence(text: str, expected: str) -> None:
@@ -227,6 +263,14 @@ def test_misplaced_field_gets_a_hint_about_its_place(text: str, fault: str) -> N
         ("resources: {cloud: aws/us-east-1}", "| write `infra: aws/us-east-1` instead"),
         ("resources: {memory: 32 gigs}", "| for example `memory: 32+`"),
         ("resources: {autostop: 10 minutes}", "| write `10m`"),
+        ("resources: {autostop: none}", "| to turn it off, write `false`"),
+        ("goal: 100h", "| write `work: 100h`"),
+        ("checkpoint: s3://bucket/folder", "| write `to: s3://bucket/folder`"),
+        ("secrets: [HF_TOKEN]", "must be like `secrets:HF_TOKEN`, or a mapping from names to values, not `HF_TOKEN`"),
+        ("entrypoint: python a.py", "| use `run`"),
+        ("execution: parallel", "| move it to a header: a first document"),
+        ("image: pytorch/pytorch", "| use `image_id: docker:IMAGE` in `resources`"),
+        ("max_retries: 3", "| use `job_recovery: {max_restarts_on_errors: N}` in `resources`"),
         ("goal: {work: 2.5 hours}", "| write `2.5h`"),
         ("goal: {work: 2 months}", "| for example `work: 100h`"),
         ("goal: {budget: '$5,000'}", "| write `5000`"),
@@ -311,6 +355,7 @@ def test_existing_bucket_is_where_its_url_says() -> None:
         ('name: a\nrun: "echo\nsetup: x\n', (2, 6), "a quote is not closed", "close it"),
         ("name: a\nrun: 'echo\n", (2, 6), "a quote is not closed", "close it"),
         ("name: a\nrun: x\0y\n", (2, 7), "zero byte", "remove it"),
+        ("name: a\nrun: x\7y\n", (2, 7), "the control character '\\x07'", "or write it as an escape"),
         ("resources: &a {any_of: [*a]}\nrun: x", (1, 25), "`*a` is inside the value of `&a`", "repeat the value"),
         ("resources: *b\nrun: x", (1, 12), "undefined alias `*b`", "define `&b` above it"),
         ("? \n: a\nrun: x", (1, 2), "a field without a name in the task", ""),

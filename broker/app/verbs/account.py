@@ -17,6 +17,7 @@ from broker.clouds.findings import InspectsTypes, TypeCheckResult
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.jobs.scoring import ForecastScore, JudgedForecast
+from broker.pipelines.groups import keep_together
 from broker.types import Plan, Task
 
 
@@ -59,7 +60,7 @@ def plan_tasks(context: Context, *, tasks: tuple[Task, ...], is_dryrun: bool = T
     """Rank placements for each task: on every listed cloud with `is_dryrun`, else on the clouds that are set up."""
     found = [context.resolve(task) for task in tasks]
     check_notices(found, is_launch=False, note=context.note)
-    plans = tuple(plan_launch(context, task, is_dryrun=is_dryrun) for task in found)
+    plans = keep_together([plan_launch(context, task, is_dryrun=is_dryrun) for task in found])
     check_plans(plans, is_launch=False, note=context.note)
     return plans
 
