@@ -58,6 +58,14 @@ def make_scrollable(inner: Markup, title: str) -> Markup:
     return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=title)
 
 
+def note_newest(shown: int, count: int, *, command: str) -> Markup | None:
+    """Say that only the newest rows are shown, and which command lists all; None if all are shown."""
+    if shown >= count:
+        return None
+    text = f"The newest {shown:,} of {count:,}; all are listed by "
+    return element("p", text, element("code", command), ".", class_="faint")
+
+
 def _render(part: Content) -> str:
     if part is None:
         return ""

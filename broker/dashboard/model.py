@@ -77,6 +77,11 @@ class Overview:
         return sum(self.counts.values())
 
     @property
+    def running_count(self) -> int:
+        """Number of jobs whose program runs."""
+        return self.counts.get(JobStatus.RUNNING.value, 0)
+
+    @property
     def live_count(self) -> int:
         """Number of jobs that have not ended."""
         return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
@@ -160,6 +165,8 @@ class JobPage:
     attempts: tuple[AttemptRow, ...]
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, oldest first
     nodes: tuple[NodeHistory, ...] = ()  # samples of its nodes
+    reasons: tuple[str, ...] = ()  # sentences that explain its status
+    expectations: tuple[str, ...] = ()  # sentences about its remainder
 
     @property
     def job(self) -> Job:
@@ -174,18 +181,21 @@ class JobPage:
 
 def read_job(context: Context, job: Job) -> JobPage:
     """Read a job's page."""
+    from broker.app.job_sentences import list_reasons
     from broker.app.jobs import explain
+    from broker.app.verbs.jobs import explain_waits
     from broker.jobs.summary import count_lost_steps
 
     steps = context.store.jobs.list_steps(job.id)
-    now_s = context.clock.now_s()
+    now_s, explanation = context.clock.now_s(), explain(context, job)
+    attempts = explanation.job.attempts
     rows = []
-    for attempt, after in zip_longest(job.attempts, job.attempts[1:]):
+    for attempt, after in zip_longest(attempts, attempts[1:]):
         reached = steps.get(attempt.number)
         rows.append(
             AttemptRow(
                 attempt=attempt,
-                usd=context.store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s),
+                usd=attempt.usd,
                 first_step=None if reached is None else reached.first_step,
                 last_step=None if reached is None else reached.last_step,
                 checkpoint_step=None if reached is None else reached.checkpoint_step,
@@ -193,7 +203,12 @@ def read_job(context: Context, job: Job) -> JobPage:
             )
         )
     nodes = read_history(context.config.logs, job.id, now_s=now_s)
-    return JobPage(now_s=now_s, explanation=explain(context, job), attempts=tuple(rows), nodes=nodes)
+    needs = [other for need in job.needs if (other := context.store.jobs.get(need)) is not None]
+    wait = explain_waits(context, [job]).get(job.id)
+    reasons = list_reasons(job, paid_usd=explanation.paid_usd, wait=wait, needs=needs, now_s=now_s)
+    return JobPage(
+        now_s=now_s, explanation=explanation, attempts=tuple(rows), nodes=nodes, reasons=tuple(reasons),
+    )  # fmt: skip
 
 
 @frozen

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,21 @@ def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFix
     shown = pages.show_job(page, ["a line"]).show("t")
     for text in (f"{format_usd(summary['paid_usd'])} USD", f"{format_usd(summary['ondemand_usd'])} USD", "31 of 100"):
         assert text in shown
+
+
+def test_attempts_on_the_same_nodes_share_their_cost(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    job_id = frozen.add_job("in place")
+    frozen.add_attempt(job_id, 1, begin_s=frozen.now_s - 7200, end_s=None)
+    (first,) = frozen.store.jobs.list_attempts(job_id)
+    frozen.store.jobs.put_attempt(replace(first, ended_s=frozen.now_s - 5400, usd=1.0))
+    frozen.store.jobs.put_attempt(replace(first, number=2, started_s=frozen.now_s - 5400))
+    job = frozen.store.jobs.get(job_id)
+    assert job is not None
+    assert [row.usd for row in read_job(frozen.context, job).attempts] == pytest.approx([1.0, 3.0])
+    told: Any = read_json(capsys, "jobs", "why", str(job_id))
+    assert [each["usd"] for each in told["attempts"]] == pytest.approx([1.0, 3.0])
+    assert told["summary"]["paid_usd"] == pytest.approx(4.0)
+    assert told["summary"]["ondemand_usd"] == pytest.approx(12.0)  # 3 USD instead of 1
 
 
 def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
