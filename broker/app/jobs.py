@@ -228,6 +228,14 @@ def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[s
     return [strip_control(line) for line in complete.decode(errors="replace").splitlines()], offset + len(complete)
 
 
+def read_log_end(context: Context, job_id: int, *, bytes_max: int) -> tuple[Sequence[str], bool]:
+    """Read the complete lines in the last `bytes_max` of a job's log; return whether earlier ones were left out."""
+    path = context.config.logs / "jobs" / f"{job_id}.log"
+    begin = max(0, path.stat().st_size - bytes_max) if path.exists() else 0
+    lines, _ = read_log(context, job_id, begin)
+    return lines[1:] if begin else lines, begin > 0
+
+
 @frozen
 class Explanation:
     """A job with its history: its events, the time that recoveries took, and its cost."""

@@ -114,8 +114,8 @@ def start(
         raise UsageError("`--trusted-proxy` requires `--trusted-proxy-header`")
     if state is not None:
         choose_state_url(state)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     context = make_context()
+    start_log(context.config, level=logging.WARNING)
     home = context.config.home
 
     def tell(listening: Listening) -> None:

@@ -29,6 +29,7 @@ from broker.dashboard.service_page import show_service, show_services
 from broker.jobs.start_costs import measure_start_cost
 
 SAVED_S = 5.0
+LOG_BYTES_MAX = 2 << 20  # of a log, which may have gigabytes and is read for each change
 
 
 class OverviewPage:
@@ -50,11 +51,11 @@ class OverviewPage:
 
 def make_job(context: Context, job_id: int, outlook: JobOutlook) -> JobContent:
     """Make the page of a job. Raises UsageError for an unknown one."""
-    log, _ = jobs.read_log(context, job_id)
+    log, is_log_cut = jobs.read_log_end(context, job_id, bytes_max=LOG_BYTES_MAX)
     page = read_job(context, jobs.find_job(context, job_id))
     starts = measure_start_cost(page.job, outlook.forecast)
     expectations = list_expectations(page.job, forecast=outlook.forecast, starts=starts)
-    return pages.show_job(replace(page, chances=outlook.chances, expectations=tuple(expectations)), log)
+    return pages.show_job(replace(page, chances=outlook.chances, expectations=tuple(expectations)), log, is_log_cut=is_log_cut)
 
 
 def make_clusters(context: Context) -> Markup:

@@ -184,8 +184,11 @@ class JobContent:
         return join([self.head, _show_action(self.job, ticket), self.body])
 
 
-def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
-    """Show a job: summary, timeline, attempts, decisions, events and the end of its log."""
+def show_job(page: JobPage, log: Sequence[str], *, is_log_cut: bool = False) -> JobContent:
+    """Show a job: summary, timeline, attempts, decisions, events and the end of its log.
+
+    `is_log_cut`: earlier lines were left out of `log`.
+    """
     job, summary = page.job, page.explanation.summary
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     figures: dict[str, Content] = {
@@ -224,14 +227,16 @@ def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
             if page.attempts
             else None,
             show_attempts(page),
-            show_progress(page, log),
+            show_progress(page, log, is_log_cut=is_log_cut),
             show_nodes(page.nodes),
             show_chances(page.chances),
             show_decisions(page),
             *_show_rows("Events", ["Time", "Event"], events),
             note_newest(len(events), len(recorded), command=f"broker jobs events {job.id}"),
             element("h2", "Log"),
-            note_newest(LINES_SHOWN, len(log), command=f"broker jobs logs {job.id} --no-follow"),
+            element("p", f"The newest {LINES_SHOWN} lines; ", element("a", "complete log", href=f"/jobs/{job.id}/log"))
+            if is_log_cut or len(log) > LINES_SHOWN
+            else None,
             element("pre", "\n".join(log[-LINES_SHOWN:]) or "The program has printed nothing yet.", tabindex=0),
         ]
     )

@@ -173,10 +173,12 @@ def to_y(share: float) -> float:
     return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
 
 
-def show_progress(page: JobPage, lines: Sequence[str]) -> Markup:
-    """Show the charts of steps and loss for which there is data."""
+def show_progress(page: JobPage, lines: Sequence[str], *, is_log_cut: bool = False) -> Markup:
+    """Show the charts of steps and loss for which there is data. `is_log_cut`: earlier lines of the log are missing."""
     parts: list[Markup] = []
     for title, chart in (("Steps", draw_steps(page)), ("Loss", draw_losses(page, lines))):
         if chart is not None:
             parts += [element("h2", title), chart]
+            if title == "Loss" and is_log_cut:
+                parts.append(element("p", "Losses in the last part of a long log; earlier ones are left out.", class_="faint"))
     return join(parts)
