@@ -102,7 +102,7 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
     )
     parts = [*grid]
     for row in page.attempts[-ATTEMPTS_MAX:]:
-        if row.lost_steps and row.last_step is not None:
+        if row.lost_steps and row.last_step is not None and row.last_step > steps.low:
             low, high = (
                 min(1.0, max(0.0, steps.place(step))) for step in (row.last_step - row.lost_steps, row.last_step)
             )
