@@ -135,6 +135,9 @@ def list_lines(overview: Overview) -> Sequence[str]:
         if (more := len(overview.attention) - len(cells)) > 0:
             lines.append(f"... and {more} more that require attention")
         lines.append("")
+    if services := overview.failed_services:
+        cells = [[name, reason[:60]] for name, reason in services.items()]
+        lines += [*format_table(["SERVICE", "REQUIRES ATTENTION"], cells[:ROWS]), ""]
     rows = [
         [
             str(row.line.id), row.line.name[:20], row.line.status.value,

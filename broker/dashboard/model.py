@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ class Overview:
     clusters: tuple[Cluster, ...]
     cluster_usd: Mapping[str, float]
     limits: tuple[LimitUse, ...] = ()  # of a server's users and projects
+    failed_services: Mapping[str, str] = field(default_factory=dict)  # name -> reason
 
     @property
     def month_saved_usd(self) -> float | None:
@@ -120,6 +122,7 @@ def read_overview(
         ),
         clusters=tuple(clusters),
         limits=tuple(list_uses(store)),
+        failed_services={each.name: each.failure for each in store.services.list() if each.failure},
         cluster_usd={each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
     )
 

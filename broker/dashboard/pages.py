@@ -9,7 +9,7 @@ from broker.app.limits import LimitUse
 from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, note_newest, table
-from broker.dashboard.model import NEWEST, Attention, JobPage, JobRow, Overview, measure_rate_usd_hour
+from broker.dashboard.model import NEWEST, JobPage, JobRow, Overview, measure_rate_usd_hour
 from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
@@ -97,7 +97,7 @@ def show_overview(overview: Overview) -> Markup:
             element("dl", *cards, class_="figures"),
             element("p", SAVED, class_="faint"),
             *_show_limits(overview.limits),
-            *_show_attention(overview.attention),
+            *_show_attention(overview),
             element("h2", "Jobs"),
             show_jobs(overview.jobs, overview.now_s, caption="Live and newest managed jobs"),
             element("p", element("a", f"All {overview.job_count:,} jobs", href="/jobs")) if hidden > 0 else None,
@@ -120,13 +120,18 @@ def _show_limits(uses: Sequence[LimitUse]) -> Iterator[Markup]:
         yield table(heads, cells, caption="Budgets and limits", right=heads[1:])
 
 
-def _show_attention(rows: Sequence[Attention]) -> Iterator[Markup]:
-    if rows:
+def _show_attention(overview: Overview) -> Iterator[Markup]:
+    rows, services = overview.attention, overview.failed_services
+    if rows or services:
         yield element("h2", "Requires attention")
+    if rows:
         cells = [[_link_job(row.job_id), row.name, _show_status(row.status), row.reason] for row in rows]
         yield table(["Job", "Name", "Status", "Reason"], cells, caption="Jobs that require attention", right=["Job"])
         if len(rows) == NEWEST:
             yield element("p", f"Only {NEWEST} such jobs are listed.", class_="faint")
+    if services:
+        found = [[element("a", name, href=f"/services/{name}"), reason] for name, reason in services.items()]
+        yield table(["Service", "Reason"], found, caption="Services that require attention")
 
 
 def show_jobs(rows: Sequence[JobRow], now_s: float, *, caption: str) -> Markup:

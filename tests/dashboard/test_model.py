@@ -125,6 +125,20 @@ def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
 
 
+def test_a_failed_service_requires_attention(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen.add_service()
+    assert read_overview(frozen.context).failed_services == {}
+    service = frozen.store.services.list()[0]
+    frozen.store.services.set_failure(service.name, f"no offer fits: {HOSTILE}")
+    overview = read_overview(frozen.context)
+    told: Any = read_json(capsys, "top")
+    assert told["failed_services"] == overview.failed_services == {"chat": f"no offer fits: {HOSTILE}"}
+    shown = pages.show_overview(overview)
+    assert 'href="/services/chat"' in shown and "no offer fits: &lt;script" in shown
+    lines = list_lines(overview)
+    assert any(line.startswith("chat") and line.isprintable() and len(line) <= 80 for line in lines)
+
+
 def test_today_counts_from_midnight_and_the_month_from_its_first_day(frozen: Story) -> None:
     midnight_s, month_s = find_starts(frozen.now_s)
     assert time.localtime(midnight_s)[3:6] == (0, 0, 0) and time.localtime(month_s)[2] == 1
