@@ -122,7 +122,7 @@ def read_overview(
         ),
         clusters=tuple(clusters),
         limits=tuple(list_uses(store)),
-        failed_services={each.name: each.failure for each in store.services.list() if each.failure},
+        failed_services=store.services.list_failures(),
         cluster_usd={each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
     )
 
