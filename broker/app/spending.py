@@ -110,9 +110,7 @@ class Share:
     usd: float
 
 
-def list_day_shares(
-    bills: Sequence[Bill], payers: Mapping[tuple[str, str], Payer], now_s: float
-) -> Sequence[Share]:
+def list_day_shares(bills: Sequence[Bill], payers: Mapping[tuple[str, str], Payer], now_s: float) -> Sequence[Share]:
     """Sum bills by day, cloud, job and payer, the newest day first; of a day, the highest cost first.
 
     `payers` are those of `find_payers`. Pruned jobs are omitted because their days are no longer known.

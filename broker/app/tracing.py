@@ -28,7 +28,9 @@ EVENTS_MAX = 1000  # of one job, the newest
 INTERNAL, STATUS_OK, STATUS_ERROR = 1, 1, 2  # numbers of the protocol
 
 HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-HINT = "set `OTEL_EXPORTER_OTLP_HEADERS` to the header that the receiver requires, such as `Authorization=Bearer%20TOKEN`"
+HINT = (
+    "set `OTEL_EXPORTER_OTLP_HEADERS` to the header that the receiver requires, such as `Authorization=Bearer%20TOKEN`"
+)
 
 Json = dict[str, object]
 
@@ -164,7 +166,8 @@ def send_trace(trace: Json, url: str, *, headers: Mapping[str, str]) -> None:
             answer.read(65536)
     except urllib.error.HTTPError as error:
         raise BrokerError(
-            f"{target} refused the trace: HTTP {error.code} {error.reason}", hints=[HINT if error.code in (401, 403) else "check the URL of the receiver"]
+            f"{target} refused the trace: HTTP {error.code} {error.reason}",
+            hints=[HINT if error.code in (401, 403) else "check the URL of the receiver"],
         ) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error

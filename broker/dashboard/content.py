@@ -55,7 +55,9 @@ def make_job(context: Context, job_id: int, outlook: JobOutlook) -> JobContent:
     page = read_job(context, jobs.find_job(context, job_id))
     starts = measure_start_cost(page.job, outlook.forecast)
     expectations = list_expectations(page.job, forecast=outlook.forecast, starts=starts)
-    return pages.show_job(replace(page, chances=outlook.chances, expectations=tuple(expectations)), log, is_log_cut=is_log_cut)
+    return pages.show_job(
+        replace(page, chances=outlook.chances, expectations=tuple(expectations)), log, is_log_cut=is_log_cut
+    )
 
 
 def make_clusters(context: Context) -> Markup:

@@ -22,7 +22,9 @@ PAGES = {
     "/": "Overview", "/jobs": "Jobs", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan",
     "/places": "Locations", "/cost": "Cost", "/clouds": "Clouds",
 }  # fmt: skip
-SAVED = "On-demand: the same node hours at on-demand prices. Work that was repeated after preemptions is not subtracted."
+SAVED = (
+    "On-demand: the same node hours at on-demand prices. Work that was repeated after preemptions is not subtracted."
+)
 EVENTS_SHOWN = 200  # the newest
 LINES_SHOWN = 200  # of a log
 

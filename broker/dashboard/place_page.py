@@ -15,8 +15,8 @@ from broker.state.history import KEPT_DAYS_MAX
 ROWS_MAX = 40
 DAYS_PER_TICK = 2
 MEANING = (
-    f"Stays, hours and preemptions are those of the last {KEPT_DAYS_MAX:.0f} days; a stay is an attempt of a job there, "
-    "whatever its number of nodes. Prices are those of one machine in the price catalog."
+    f"Stays, hours and preemptions are those of the last {KEPT_DAYS_MAX:.0f} days; a stay is an attempt of a job "
+    "there, with any number of nodes. Prices are those of one machine in the price catalog."
 )
 KEY = {"spot": "running on spot", "lost": "preempted", "refused": "spot was refused"}
 

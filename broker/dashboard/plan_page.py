@@ -114,6 +114,4 @@ def show_choices(jobs: Sequence[tuple[int, str]], count: int) -> Markup:
     about = "Choose a job; its task is planned again, and nothing is started."
     more = ["Only live and newest jobs are listed. The page of each of ", element("a", "all jobs", href="/jobs"),
             " has a link to its plan."]  # fmt: skip
-    return join(
-        [element("p", about), element("ul", *rows), element("p", *more) if count > len(jobs) else None]
-    )
+    return join([element("p", about), element("ul", *rows), element("p", *more) if count > len(jobs) else None])

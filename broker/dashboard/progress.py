@@ -180,5 +180,7 @@ def show_progress(page: JobPage, lines: Sequence[str], *, is_log_cut: bool = Fal
         if chart is not None:
             parts += [element("h2", title), chart]
             if title == "Loss" and is_log_cut:
-                parts.append(element("p", "Losses in the last part of a long log; earlier ones are left out.", class_="faint"))
+                parts.append(
+                    element("p", "Losses in the last part of a long log; earlier ones are left out.", class_="faint")
+                )
     return join(parts)

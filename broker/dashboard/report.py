@@ -14,8 +14,8 @@ from broker.formatting import format_count, format_usd, strip_control
 BOUGHT = ["Cloud", "Type", "Market", "Node hours", "USD", "On-demand USD"]
 JOBS = ["Job", "Name", "Status", "USD", "On-demand USD", "Preemptions", "Steps lost", "USD lost"]
 FORECASTS = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
-RIGHT = ["Job", "Node hours", "USD", "On-demand USD", "Preemptions", "Steps lost", "USD lost", "Forecast USD", "Paid USD",
-         "Paid / forecast"]  # fmt: skip
+RIGHT = ["Job", "Node hours", "USD", "On-demand USD", "Preemptions", "Steps lost", "USD lost", "Forecast USD",
+         "Paid USD", "Paid / forecast"]  # fmt: skip
 NO_FORECASTS = "No job that succeeded in this month has a recorded forecast; jobs with `goal: {work: ...}` have one."
 
 
@@ -28,7 +28,10 @@ def list_figures(report: Report) -> Sequence[tuple[str, str]]:
         ("The same hours on-demand", f"{format_usd(report.ondemand_usd)} USD"),
         ("Saved", f"{'-' if report.saved_usd < 0 else ''}{format_usd(abs(report.saved_usd))} USD ({share:.0%})"),
         ("Lost to preemptions", _describe_losses(report)),
-        ("Mean error of forecasts", "-" if error is None else f"{error:.0%} in {format_count(len(report.forecasts), 'job')}"),
+        (
+            "Mean error of forecasts",
+            "-" if error is None else f"{error:.0%} in {format_count(len(report.forecasts), 'job')}",
+        ),
     ]
 
 

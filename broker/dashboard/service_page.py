@@ -13,11 +13,10 @@ from broker.formatting import format_duration, format_ms, format_usd
 from broker.serve.wording import describe_service_event
 from broker.state.services import ServiceEvent
 
-
 ABOUT = (
     "Rates, latencies and failures are those of the last minute; failed requests are responses with a 5xx status. "
-    "The current rate is that of the replicas. What was paid includes gateways, and replicas that have ended, until their "
-    "jobs are deleted (`keep_days`)."
+    "The current rate is that of the replicas. What was paid includes gateways, and replicas that have ended, until "
+    "their jobs are deleted (`keep_days`)."
 )
 
 

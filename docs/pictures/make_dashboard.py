@@ -21,7 +21,10 @@ WIDTH = 880
 PICTURES = {
     "dashboard-overview.png": ("/", "light", "dl.figures", "main > .scroll:last-of-type"),
     "dashboard-chance.png": (
-        "/jobs/1", "dark", "h2:has-text('Chance of the deadline')", ".scroll[aria-label^='Chance of the deadline over']",
+        "/jobs/1",
+        "dark",
+        "h2:has-text('Chance of the deadline')",
+        ".scroll[aria-label^='Chance of the deadline over']",
     ),
     "dashboard-job.png": ("/jobs/1", "light", "h2:has-text('Attempts')", "svg.chart >> nth=1"),
     "dashboard-nodes.png": ("/jobs/1", "light", "h2:has-text('Nodes')", ".scroll:has(caption:text-is('GPUs now'))"),
