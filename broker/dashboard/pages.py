@@ -90,7 +90,7 @@ def show_overview(overview: Overview) -> Markup:
         "Current rate": f"{format_usd(overview.usd_hour)} USD/h",
         "Running jobs": _link_count(overview.running_count, "running"),
         "Waiting jobs": _link_count(overview.live_count - overview.running_count, "waiting"),
-        "Clusters without a job": element("a", f"{len(overview.clusters):,}", href="/clusters"),
+        "Clusters without a job": _link_card(len(overview.clusters), "/clusters", "clusters without a job"),
     }
     cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
     hidden = overview.job_count - len(overview.jobs)
@@ -157,7 +157,12 @@ def show_jobs(rows: Sequence[JobRow], now_s: float, *, caption: str) -> Markup:
 
 
 def _link_count(count: int, choice: str) -> Markup:
-    return element("a", f"{count:,}", href=f"/jobs?status={choice}")
+    return _link_card(count, f"/jobs?status={choice}", f"{choice} jobs")
+
+
+def _link_card(count: int, path: str, noun: str) -> Markup:
+    """Link a number, with a name that is complete without the card's title."""
+    return element("a", f"{count:,}", href=path, aria_label=f"{count:,} {noun}")
 
 
 def _show_usd(usd: float | None) -> str:
