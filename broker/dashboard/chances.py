@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from broker.app.deadline_chances import ChancePoint, Moment
-from broker.dashboard.html import Markup, element, join, table
+from broker.dashboard.html import Markup, element, join, show_key, table
 from broker.dashboard.progress import BOTTOM, HEIGHT, TICKS, TOP, draw_grid, make_chart, to_x, to_y
 from broker.formatting import format_duration, format_hours
 from broker.frozen import frozen
@@ -22,6 +22,7 @@ MEANING = {
     Moment.DECIDED: "policy decided",
     Moment.NOW: "now",
 }
+KEY = {"on-demand": "under the policy", "spot": "staying on spot to the end", "lost": "an attempt ended"}
 HEADS = ["Time", "Moment", "Work left", "Time left", "Chance", "On spot to the end"]
 
 
@@ -72,7 +73,7 @@ def show_chances(points: Sequence[ChancePoint]) -> Markup:
     return join(
         [
             element("h2", "Chance of the deadline"),
-            _draw(points) if len(points) > 1 else None,
+            join([_draw(points), show_key(KEY)]) if len(points) > 1 else None,
             element(
                 "details",
                 element("summary", f"Table of {len(points)} points" if len(points) > 1 else "Table of one point"),

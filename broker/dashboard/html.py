@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from broker.formatting import strip_control
@@ -64,6 +64,13 @@ def note_newest(shown: int, count: int, *, command: str) -> Markup | None:
         return None
     text = f"The newest {shown:,} of {count:,}; all are listed by "
     return element("p", text, element("code", command), ".", class_="faint")
+
+
+def show_key(key: Mapping[str, str]) -> Markup:
+    """Explain the colours of a picture: class -> meaning."""
+    return element(
+        "p", *(element("span", element("i", class_=kind), f" {name}") for kind, name in key.items()), class_="key"
+    )
 
 
 def _render(part: Content) -> str:

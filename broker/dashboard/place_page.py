@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from broker.dashboard.html import Content, Markup, element, join, make_scrollable, table
+from broker.dashboard.html import Content, Markup, element, join, make_scrollable, show_key, table
 from broker.dashboard.place_history import SHOWN_DAYS, PlaceHistory
 from broker.dashboard.timeline import LEFT, ROW, TOP, WIDTH
 from broker.formatting import format_duration, format_usd
@@ -98,13 +98,8 @@ def draw_days(places: Sequence[PlaceHistory], now_s: float) -> Markup:
     picture = element(
         "svg", element("title", title), *parts, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img"
     )
-    key = element(
-        "p",
-        *(element("span", element("i", class_=kind), f" {name}") for kind, name in KEY.items()),
-        class_="key",
-    )  # fmt: skip
     cut = f"The picture has {len(shown)} of {len(active)} locations." if len(active) > len(shown) else None
-    return join([make_scrollable(picture, title), key, element("p", cut, class_="faint") if cut else None])
+    return join([make_scrollable(picture, title), show_key(KEY), element("p", cut, class_="faint") if cut else None])
 
 
 def _mark(x: float, y: int, kind: str) -> Markup:

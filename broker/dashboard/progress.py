@@ -176,11 +176,10 @@ def to_y(share: float) -> float:
 def show_progress(page: JobPage, lines: Sequence[str], *, is_log_cut: bool = False) -> Markup:
     """Show the charts of steps and loss for which there is data. `is_log_cut`: earlier lines of the log are missing."""
     parts: list[Markup] = []
+    hatched = "Hatched: steps that were lost and repeated. "
+    about = {"Steps": f"{hatched}Circles: the newest checkpoint of each attempt.", "Loss": hatched}
     for title, chart in (("Steps", draw_steps(page)), ("Loss", draw_losses(page, lines))):
         if chart is not None:
-            parts += [element("h2", title), chart]
-            if title == "Loss" and is_log_cut:
-                parts.append(
-                    element("p", "Losses in the last part of a long log; earlier ones are left out.", class_="faint")
-                )
+            cut = "The log is long: losses of its first part are left out." if title == "Loss" and is_log_cut else ""
+            parts += [element("h2", title), chart, element("p", about[title] + cut, class_="faint")]
     return join(parts)

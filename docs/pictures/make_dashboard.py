@@ -24,7 +24,7 @@ PICTURES = {
         "/jobs/1",
         "dark",
         "h2:has-text('Chance of the deadline')",
-        ".scroll[aria-label^='Chance of the deadline over']",
+        "p.key",
     ),
     "dashboard-job.png": ("/jobs/1", "light", "h2:has-text('Attempts')", "svg.chart >> nth=1"),
     "dashboard-nodes.png": ("/jobs/1", "light", "h2:has-text('Nodes')", ".scroll:has(caption:text-is('GPUs now'))"),

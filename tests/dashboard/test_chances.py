@@ -89,6 +89,7 @@ def test_the_last_point_is_the_forecast_and_the_page_shows_what_json_prints(
     job = frozen.store.jobs.get(job_id)
     assert job is not None
     shown = pages.show_job(replace(read_job(frozen.context, job), chances=points), []).show("t")
+    assert "staying on spot to the end</span>" in shown  # the colours are explained
     assert "Chance of the deadline over time" in shown and shown.count("<tr>") >= len(points)
     for each in points:
         assert f'<td class="number">{escape(show_chance(each.chance))}</td>' in shown
