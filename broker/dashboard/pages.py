@@ -23,8 +23,8 @@ PAGES = {
     "/places": "Locations", "/cost": "Cost", "/clouds": "Clouds",
 }  # fmt: skip
 SAVED = (
-    "On-demand: the same node hours at on-demand prices; clusters without a job count at their own price. Work that was "
-    "repeated after preemptions is not subtracted."
+    "On-demand: the same node hours at on-demand prices; clusters without a job count at their own price. "
+    "Work that was repeated after preemptions is not subtracted."
 )
 EVENTS_SHOWN = 200  # the newest
 LINES_SHOWN = 200  # of a log
