@@ -392,3 +392,8 @@ def read_mlflow_variables() -> dict[str, str]:
     """Return the variables of this process by which MLflow's clients log in."""
     names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def read_otlp_headers() -> str:
+    """Return OpenTelemetry's variable for the headers of an export; empty if it is not set."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")

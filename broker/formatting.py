@@ -57,6 +57,13 @@ def format_part(used: float | None, total: float | None) -> str:
     return f"{number if second.endswith(f' {unit}') else first} of {second}"
 
 
+def format_ms(value_s: float | None) -> str:
+    """Format seconds as whole milliseconds, or as seconds from ten seconds; `-` for None."""
+    if value_s is None:
+        return "-"
+    return f"{value_s * 1000:.0f}ms" if value_s < 10 else f"{value_s:.0f}s"
+
+
 def format_hours(hours: float | None) -> str:
     """Format hours like `format_duration`; `-` for None."""
     return "-" if hours is None else format_duration(hours * 3600)

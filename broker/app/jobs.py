@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from broker.app.clusters import LogChunk
@@ -14,7 +16,7 @@ from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
 from broker.frozen import frozen
 from broker.pipelines.groups import keep_together
-from broker.types import Job, JobStatus, Plan, Secret, Task
+from broker.types import Attempt, Job, JobStatus, Plan, Secret, Task
 
 if TYPE_CHECKING:
     from broker.jobs.summary import RunSummary
@@ -232,6 +234,14 @@ def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[s
     return [strip_control(line) for line in complete.decode(errors="replace").splitlines()], offset + len(complete)
 
 
+def read_log_end(context: Context, job_id: int, *, bytes_max: int) -> tuple[Sequence[str], bool]:
+    """Read the complete lines in the last `bytes_max` of a job's log; return whether earlier ones were left out."""
+    path = context.config.logs / "jobs" / f"{job_id}.log"
+    begin = max(0, path.stat().st_size - bytes_max) if path.exists() else 0
+    lines, _ = read_log(context, job_id, begin)
+    return lines[1:] if begin else lines, begin > 0
+
+
 @frozen
 class Explanation:
     """A job with its history: its events, the time that recoveries took, and its cost."""
@@ -243,15 +253,36 @@ class Explanation:
 
 
 def explain(context: Context, job: Job) -> Explanation:
-    """Gather the events, the summary and the cost of a job."""
+    """Gather the events, the summary and the cost of a job; its attempts have their costs up to now."""
     from broker.jobs.summary import summarize
 
-    now_s = context.clock.now_s()
-    paid = context.store.bills.spend_usd(job_id=job.id, now_s=now_s)
+    bills, now_s = context.store.bills, context.clock.now_s()
+    paid = bills.spend_usd(job_id=job.id, now_s=now_s)
+    ondemand_usd = bills.ondemand_since_usd(0.0, now_s=now_s, job_id=job.id)
     steps = context.store.jobs.list_steps(job.id)
+    attempts = price_attempts(context, job.attempts, now_s)
     return Explanation(
-        job=job,
+        job=replace(job, attempts=attempts),
         events=tuple(context.store.events.list(job_id=job.id)),
-        summary=summarize(job, job.attempts, steps, paid_usd=paid, now_s=now_s),
+        summary=summarize(job, attempts, steps, paid_usd=paid, ondemand_usd=ondemand_usd, now_s=now_s),
         paid_usd=paid,
     )
+
+
+def price_attempts(context: Context, attempts: Sequence[Attempt], now_s: float) -> tuple[Attempt, ...]:
+    """Return the attempts with their costs up to now.
+
+    Attempts that restarted in place share the bills of a cluster. All but the newest of them have the cost that was
+    recorded when they ended, and the newest has the rest.
+    """
+    newest = {each.cluster: each.number for each in attempts}
+    earlier: dict[str, float] = defaultdict(float)
+    found = []
+    for each in attempts:
+        usd = each.usd
+        if newest[each.cluster] == each.number:
+            spent = context.store.bills.spend_usd(cluster=each.cluster, now_s=now_s)
+            usd = max(0.0, spent - earlier[each.cluster])
+        earlier[each.cluster] += usd
+        found.append(replace(each, usd=usd))
+    return tuple(found)

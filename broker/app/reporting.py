@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from broker.app.forecasts import PaidForecast, list_paid
@@ -49,7 +50,10 @@ class Bought:
 
 @frozen
 class JobShare:
-    """One job's part of the month. Steps and recoveries count in the month in which the attempt was lost."""
+    """One job's part of the month. Steps and recoveries count in the month in which the attempt was lost.
+
+    `lost_usd` is what preemptions cost: the steps that were repeated, and the next attempts until their first step.
+    """
 
     job_id: int
     name: str
@@ -58,6 +62,7 @@ class JobShare:
     ondemand_usd: float
     preemptions: int
     steps_lost: int
+    lost_usd: float = 0.0
 
 
 @frozen
@@ -99,6 +104,11 @@ class Report:
     def steps_lost(self) -> int:
         """Number of steps that the period's jobs repeated."""
         return sum(each.steps_lost for each in self.jobs)
+
+    @property
+    def lost_usd(self) -> float:
+        """USD that preemptions cost: repeated steps, and the starts of the next attempts."""
+        return sum(each.lost_usd for each in self.jobs)
 
     @property
     def forecast_error_ratio(self) -> float | None:
@@ -145,6 +155,9 @@ def make_report(
 ) -> Report:
     """Make a month's report; `steps` are by job, `forecasts` may be from any month."""
     attempts = {each.cluster: each for job in jobs for each in job.attempts}
+    billed_s: dict[str, float] = {}  # cluster -> when its first node was billed
+    for bill in bills:
+        billed_s[bill.cluster] = min(bill.created_s, billed_s.get(bill.cluster, math.inf))
     ended = {job.id for job in jobs if _succeeded_in(job, period)}
     kinds: dict[tuple[str, str, str], tuple[float, float, float]] = defaultdict(lambda: (0.0, 0.0, 0.0))
     owners: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -172,6 +185,7 @@ def make_report(
             ondemand_usd=owners[job.id][1],
             preemptions=sum(_is_preempted(each, period) for each in job.attempts),
             steps_lost=_count_lost(job, steps.get(job.id, {}), period),
+            lost_usd=sum(_price_losses(job, steps.get(job.id, {}), period, billed_s)),
         )
         for job in jobs
         if job.id in owners
@@ -217,6 +231,36 @@ def _count_lost(job: Job, steps: Mapping[int, StepRange], period: Period) -> int
         for old, new in pairs
         if _is_preempted(old, period)
     )
+
+
+def _price_losses(
+    job: Job, steps: Mapping[int, StepRange], period: Period, billed_s: Mapping[str, float]
+) -> Iterator[float]:
+    """Yield the cost of each preemption of the month, in USD.
+
+    25 lost steps of 36 s at 2 USD/h: 0.50 USD, plus the next attempt from its first bill to its first step.
+    """
+    saved = 0  # the step that the attempt began at
+    for old, new in zip(job.attempts, job.attempts[1:], strict=False):
+        reached = steps.get(old.number)
+        if _is_preempted(old, period):
+            if reached is not None:
+                lost = count_lost_steps(reached, steps.get(new.number))
+                yield lost * _measure_step_s(old, reached, saved) / 3600 * old.placement.usd_hour
+            if (first_s := new.resumed_s or new.running_s) is not None:
+                paid_s = first_s - max(new.started_s, billed_s.get(new.cluster, math.inf))
+                yield max(0.0, paid_s) / 3600 * new.placement.usd_hour
+        saved = saved if reached is None else reached.checkpoint_step or saved
+
+
+def _measure_step_s(attempt: Attempt, reached: StepRange, saved: int) -> float:
+    """Return the mean duration of an attempt's steps after its first report, or after its start if it has only one."""
+    end_s = attempt.lost_s or attempt.ended_s
+    has_two = attempt.resumed_s is not None and reached.last_step > reached.first_step
+    begin_s, step = (attempt.resumed_s, reached.first_step) if has_two else (attempt.running_s, saved)
+    if begin_s is None or end_s is None:
+        return 0.0
+    return max(0.0, end_s - begin_s) / max(1, reached.last_step - step)
 
 
 def _succeeded_in(job: Job, period: Period) -> bool:

@@ -16,7 +16,7 @@ from broker.frozen import frozen
 from broker.locks import is_locked
 from broker.serve.files import Load, ServiceFolder, read_file
 from broker.serve.gateway_task import check_places
-from broker.serve.gateways import list_gateway_jobs, read_loads
+from broker.serve.gateways import list_service_jobs, read_loads
 from broker.serve.merging import merge_loads
 from broker.serve.observing import observe, read_load
 from broker.serve.processes import launch_process
@@ -324,22 +324,22 @@ def _describe(context: Context, service: Service) -> ServiceLine:
         context.warn(error)
     unfinished = frozenset(store.jobs.list_unfinished_ids())
     now_s = context.clock.now_s()
-    lines, paid_usd = [], 0.0
-    for replica in store.services.list_replicas(service.name):
+    lines, replicas = [], store.services.list_replicas(service.name)
+    for replica in replicas:
         seen = observe(store, replica, load, unfinished)
-        paid_usd += store.bills.spend_usd(job_id=replica.job_id, now_s=now_s)
-        placement = seen.job.attempts[-1].placement if seen.job and seen.job.attempts else None
+        newest = seen.job.attempts[-1] if seen.job and seen.job.attempts else None
         lines.append(
             ReplicaLine(
                 replica=replica,
                 status=_name_status(replica, seen.job.status if seen.job else None, is_ready=seen.is_ready),
-                place=show_place(placement) if placement else "-",
-                usd_hour=placement.usd_hour if placement else 0.0,
+                place=show_place(newest.placement) if newest else "-",
+                usd_hour=newest.placement.usd_hour if newest and newest.ended_s is None else 0.0,
                 in_flight=seen.in_flight,
                 error=seen.error or (seen.job.failure if seen.job else ""),
             )
         )  # fmt: skip
-    paid_usd += sum(store.bills.spend_usd(job_id=each, now_s=now_s) for each in list_gateway_jobs(store, service))
+    own_jobs = {*list_service_jobs(store, service), *(each.job_id for each in replicas)}
+    paid_usd = sum(store.bills.list_spend_usd(sorted(own_jobs), now_s=now_s).values())
     if service.down_requested:
         status = SHUTTING_DOWN
     elif any(each.status == READY for each in lines):

@@ -104,19 +104,33 @@ class Share:
     day: str
     cloud: str
     owner: str
+    user: str
+    project: str
     node_hours: float
     usd: float
 
 
-def list_day_shares(bills: Sequence[Bill], now_s: float) -> Sequence[Share]:
-    """Sum bills by day, cloud and job; pruned jobs are omitted because their days are no longer known."""
-    sums: dict[tuple[str, str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+def list_day_shares(bills: Sequence[Bill], payers: Mapping[tuple[str, str], Payer], now_s: float) -> Sequence[Share]:
+    """Sum bills by day, cloud, job and payer, the newest day first; of a day, the highest cost first.
+
+    `payers` are those of `find_payers`. Pruned jobs are omitted because their days are no longer known.
+    """
+    sums: dict[tuple[str, str, str, Payer], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for bill in bills:
-        owner = str(bill.job_id) if bill.job_id else bill.cluster
+        owner, payer = str(bill.job_id) if bill.job_id else bill.cluster, payers[bill.cloud, bill.node]
         for day, hours, usd in list_shares([bill], By.DAY, now_s):
-            known = sums[day, bill.cloud, owner]
-            sums[day, bill.cloud, owner] = (known[0] + hours, known[1] + usd)
-    return [
-        Share(day=day, cloud=cloud, owner=owner, node_hours=hours, usd=usd)
-        for (day, cloud, owner), (hours, usd) in sums.items()
+            known = sums[day, bill.cloud, owner, payer]
+            sums[day, bill.cloud, owner, payer] = (known[0] + hours, known[1] + usd)
+    found = [
+        Share(day=day, cloud=cloud, owner=owner, user=payer.user, project=payer.project, node_hours=hours, usd=usd)
+        for (day, cloud, owner, payer), (hours, usd) in sums.items()
     ]
+    return sorted(sorted(found, key=lambda each: -each.usd), key=lambda each: each.day, reverse=True)
+
+
+def read_day_shares(
+    store: Store, now_s: float, *, on_damage: Callable[[DamagedRowError], None] | None = None
+) -> Sequence[Share]:
+    """Sum all bills up to now by day, cloud, job and payer."""
+    bills = store.bills.list(on_damage=on_damage)
+    return list_day_shares(bills, find_payers(store, bills), now_s)

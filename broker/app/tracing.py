@@ -7,10 +7,11 @@ https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from broker.errors import BrokerError, UsageError
 from broker.jobs.trace_ids import make_span_id, make_trace_id, name_run
@@ -25,6 +26,11 @@ PATH = "/v1/traces"  # of an OTLP/HTTP receiver
 TIMEOUT_S = 30.0
 EVENTS_MAX = 1000  # of one job, the newest
 INTERNAL, STATUS_OK, STATUS_ERROR = 1, 1, 2  # numbers of the protocol
+
+HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+HINT = (
+    "set `OTEL_EXPORTER_OTLP_HEADERS` to the header that the receiver requires, such as `Authorization=Bearer%20TOKEN`"
+)
 
 Json = dict[str, object]
 
@@ -128,8 +134,23 @@ def _to_nanoseconds(time_s: float) -> str:
     return str(round(max(0.0, time_s) * 1e6) * 1000)
 
 
-def send_trace(trace: Json, url: str) -> None:
-    """Send a trace to an OTLP/HTTP receiver at `url`. Raises UsageError for an invalid URL, BrokerError on failure."""
+def parse_headers(text: str) -> Mapping[str, str]:
+    """Parse `OTEL_EXPORTER_OTLP_HEADERS`, such as `api-key=abc,x-tenant=a%20b`. Raises UsageError.
+
+    https://opentelemetry.io/docs/specs/otel/protocol/exporter/#specifying-headers-via-environment-variables
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    headers = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    if not all(HEADER.fullmatch(name) and value.isprintable() for name, value in headers.items()):
+        raise UsageError("`OTEL_EXPORTER_OTLP_HEADERS` must be NAME=VALUE pairs, separated by commas")
+    return headers
+
+
+def send_trace(trace: Json, url: str, *, headers: Mapping[str, str]) -> None:
+    """Send a trace to an OTLP/HTTP receiver at `url`; `headers` contain its login.
+
+    Raises UsageError for an invalid URL, BrokerError on failure.
+    """
     import http.client
     import urllib.error
     import urllib.request
@@ -138,14 +159,15 @@ def send_trace(trace: Json, url: str) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"`--otlp` must be an http or https URL, not `{url}`", hints=["such as http://localhost:4318"])
     target = url if parts.path.endswith(PATH) else url.rstrip("/") + PATH
-    headers = {"Content-Type": "application/json", "User-Agent": "intercloud-broker"}
-    request = urllib.request.Request(target, data=json.dumps(trace).encode(), headers=headers)
+    own = {"Content-Type": "application/json", "User-Agent": "intercloud-broker"}
+    request = urllib.request.Request(target, data=json.dumps(trace).encode(), headers={**headers, **own})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             answer.read(65536)
     except urllib.error.HTTPError as error:
         raise BrokerError(
-            f"{target} refused the trace: HTTP {error.code} {error.reason}", hints=["check the URL of the receiver"]
+            f"{target} refused the trace: HTTP {error.code} {error.reason}",
+            hints=[HINT if error.code in (401, 403) else "check the URL of the receiver"],
         ) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error

@@ -12,7 +12,7 @@ from broker.app.verbs.account import show_cost
 from broker.cli import options
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_table
-from broker.formatting import format_usd
+from broker.formatting import format_usd, to_plain
 
 
 def cost(
@@ -34,7 +34,8 @@ def cost(
     pruned_before = None if before_s is None else time.strftime("%Y-%m-%d", time.localtime(before_s))
     if as_json:
         rows = [{by.value: key, "node_hours": hours, "usd": usd} for key, (hours, usd) in sums.items()]
-        print_json({"by": by.value, "rows": rows, "usd": spending.usd, "totals_only_before": pruned_before})
+        data = {"by": by.value, "rows": rows, "usd": spending.usd, "totals_only_before": pruned_before}
+        print_json({**data, "shares": to_plain(bill.shares)} if by is By.DAY else data)
         return
     if not sums:
         print_line("Nothing has been spent yet")

@@ -131,7 +131,13 @@ def list_lines(overview: Overview) -> Sequence[str]:
     ]
     if overview.attention:
         cells = [[str(row.job_id), row.name[:16], row.reason[:54]] for row in overview.attention[:ROWS]]
-        lines += [*format_table(["JOB", "NAME", "REQUIRES ATTENTION"], cells, right=("JOB",)), ""]
+        lines += format_table(["JOB", "NAME", "REQUIRES ATTENTION"], cells, right=("JOB",))
+        if (more := len(overview.attention) - len(cells)) > 0:
+            lines.append(f"... and {more} more that require attention")
+        lines.append("")
+    if services := overview.failed_services:
+        cells = [[name, reason[:60]] for name, reason in services.items()]
+        lines += [*format_table(["SERVICE", "REQUIRES ATTENTION"], cells[:ROWS]), ""]
     rows = [
         [
             str(row.line.id), row.line.name[:20], row.line.status.value,

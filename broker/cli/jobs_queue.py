@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.job_sentences import describe_forecast
 from broker.app.session import Session
 from broker.app.verbs.jobs import list_jobs, list_queue
 from broker.cli import options, terminal
 from broker.cli.context import make_session
-from broker.cli.jobs_show import describe, describe_forecast
+from broker.cli.jobs_show import describe
 from broker.cli.render import format_table, print_json, print_line
 from broker.clock import pause
 from broker.formatting import format_count, format_duration, format_usd, to_plain

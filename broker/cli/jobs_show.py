@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.clusters import LogChunk
+from broker.app.job_sentences import list_expectations, list_reasons
 from broker.app.session import Session
 from broker.app.verbs.jobs import explain_job, find_members, follow_log, list_events, show_job
 from broker.cli import options
@@ -17,17 +18,14 @@ from broker.cli.completion import complete_jobs, complete_jobs_and_groups
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.errors import RunFailedError
-from broker.formatting import format_duration, format_hours, format_usd, strip_control, to_plain
+from broker.formatting import format_duration, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
-from broker.types.forecasts import JobForecast
-from broker.wording import describe_outcome, describe_wait
+from broker.wording import describe_outcome
 
 if TYPE_CHECKING:
     from broker.app.verbs.jobs import Story
-    from broker.jobs.start_costs import StartCost
     from broker.state.events import EventRow
 
-USD_MIN = 0.01  # smaller savings are not mentioned
 JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
 JobOrGroup = Annotated[
     str,
@@ -35,22 +33,6 @@ JobOrGroup = Annotated[
         help="ID or name of a job, or name of a group.", show_default=False, autocompletion=complete_jobs_and_groups
     ),
 ]
-
-# What each status means, for `why`.
-MEANING = {
-    JobStatus.PENDING: "is waiting for the jobs it depends on, or for capacity",
-    JobStatus.STARTING: "is acquiring its nodes",
-    JobStatus.RUNNING: "is running",
-    JobStatus.RECOVERING: "is recovering: on its nodes if they are usable, otherwise on new ones",
-    JobStatus.CANCELLING: "was cancelled; its nodes are being terminated",
-    JobStatus.SUCCEEDED: "succeeded",
-    JobStatus.CANCELLED: "was cancelled",
-    JobStatus.FAILED: "failed",
-    JobStatus.FAILED_SETUP: "failed in `setup`, before `run`",
-    JobStatus.FAILED_PRECHECKS: "could not be started",
-    JobStatus.FAILED_NO_RESOURCE: "found no matching offer",
-    JobStatus.FAILED_CONTROLLER: "failed because of a bug in broker",
-}
 
 
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
@@ -149,24 +131,14 @@ def _describe_story(told: Story) -> dict[str, object]:
 
 
 def _tell_story(told: Story, now_s: float) -> None:
-    found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
-    reason = f": {found.failure}" if found.failure else ""
-    print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
-    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, now_s)):
-        print_line(f"It {sentence}.")
-    if told.wait is not None and (clause := describe_wait(told.wait, now_s=now_s)):
-        print_line(f"It waits {clause}.")
-    if found.resumes:
-        print_line(f"It continues from the checkpoints of job {found.resumes}.")
-    if found.task.group is not None:
-        print_line(f"{explain_role(found)}.")
-    for other in told.needs:
-        print_line(f"It depends on job {other.id} ({other.name}): {other.status.value}.")
+    found, summary = told.job, told.summary
+    for sentence in list_reasons(found, paid_usd=told.paid_usd, wait=told.wait, needs=told.needs, now_s=now_s):
+        print_line(sentence)
     print_line(f"{_show_time(found.submitted_s)}  submitted")
-    for event in story:
+    for event in told.events:
         if event.kind is not EventKind.LAST_LINES:
             print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
-    if printed := [event.message for event in story if event.kind is EventKind.LAST_LINES]:
+    if printed := [event.message for event in told.events if event.kind is EventKind.LAST_LINES]:
         print_line(strip_control(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     print_line(
@@ -175,63 +147,8 @@ def _tell_story(told: Story, now_s: float) -> None:
     )
     ondemand = format_usd(summary.ondemand_usd)
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand would have cost {ondemand} USD.")
-    if told.forecast is not None:
-        print_wrapped(f"Forecast: {describe_forecast(told.forecast)}.", indent=2)
-    if told.starts is not None and (sentence := describe_starts(told.starts)):
-        print_wrapped(f"{sentence}.", indent=2)
-        if told.starts.left_usd is not None and found.task.setup and not found.task.recovery.caches_setup:
-            print_wrapped("`job_recovery: {cache_setup: true}` lets later starts restore what `setup` wrote.", indent=2)
-
-
-def describe_starts(starts: StartCost) -> str:
-    """Return what a shorter setup would save or would have saved; empty if less than a cent."""
-    lasted = format_duration(starts.mean_s)
-    each = f"{lasted} at its start" if starts.count == 1 else f"{lasted} at each of {starts.count} starts"
-    spent = f"`setup`, data and restore took {each}"
-    if starts.starts_left is None or starts.left_usd is None:
-        return "" if starts.paid_usd < USD_MIN else f"{spent} and cost {format_usd(starts.paid_usd)} USD"
-    if starts.left_usd < USD_MIN:
-        return ""
-    return (
-        f"{spent}; if they took half as long, the {starts.starts_left:.1f} starts still expected would cost "
-        f"{format_usd(starts.left_usd / 2)} USD less"
-    )
-
-
-def explain_role(job: Job) -> str:
-    """Return a job's role in its group, and the effect of its loss on the other tasks."""
-    role = job.task.group
-    assert role is not None, "only called for jobs of a group"
-    part = "a primary" if role.is_primary else "an auxiliary"
-    others = "restart" if role.may_restart_group else "continue"
-    return f"It is {part} task of group {job.pipeline}; if it is lost, the other tasks {others}"
-
-
-def describe_forecast(forecast: JobForecast) -> str:
-    """Return total cost and remaining time (p50, p10 to p90), and the chance of meeting the deadline."""
-    from broker.optimizer.explain import show_chance
-
-    usd, hours = forecast.usd, forecast.hours_left
-    chance = forecast.deadline_chance
-    return (
-        f"{format_usd(usd.p50)} USD ({format_usd(usd.p10)} to {format_usd(usd.p90)}) in total, "
-        f"{format_hours(hours.p50)} ({format_hours(hours.p10)} to {format_hours(hours.p90)}) left"
-        + ("" if chance is None else f", {show_chance(chance)} to meet the deadline")
-    )
-
-
-def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
-    """Describe what happens to the job's nodes while this machine is unavailable; empty if they are processes on it."""
-    from broker.jobs.allowance import describe_allowance, measure_allowance_s
-    from broker.jobs.checkpoints import HERE
-
-    placement = job.attempts[-1].placement if job.attempts else None
-    if placement is None or placement.offer.cloud == HERE:
-        return ""
-    allowed_s = measure_allowance_s(
-        job.task, usd_hour=placement.usd_hour, spent_usd=paid_usd, submitted_s=job.submitted_s, now_s=now_s
-    )
-    return describe_allowance(allowed_s, placement.offer.cloud)
+    for sentence in list_expectations(found, forecast=told.forecast, starts=told.starts):
+        print_wrapped(sentence, indent=2)
 
 
 def follow_job(session: Session, job_id: int, *, as_json: bool = False) -> None:

@@ -12,6 +12,7 @@ from broker.app.verbs.watching import read_job_history
 from broker.cli.context import make_session
 from broker.cli.jobs_show import JobName
 from broker.cli.render import print_json, print_line
+from broker.config import read_otlp_headers
 from broker.errors import UsageError
 
 
@@ -28,8 +29,9 @@ def trace(
 
     Prints OTLP/JSON unless a URL or file is given. A repeated export has the same trace and span IDs.
     """
-    from broker.app.tracing import make_trace, send_trace
+    from broker.app.tracing import make_trace, parse_headers, send_trace
 
+    headers = parse_headers(read_otlp_headers())
     history = make_session().call(read_job_history, job=job)
     found = history.job
     made = make_trace(found, history.events, now_s=history.now_s)
@@ -43,5 +45,5 @@ def trace(
             raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None
         print_line(f"Wrote {file}")
     if otlp is not None:
-        send_trace(made, otlp)
+        send_trace(made, otlp, headers=headers)
         print_line(f"Sent the trace of job {found.id} to {otlp}")

@@ -28,8 +28,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields)
 
 
-def start_log(config: Config) -> None:
-    """Write INFO and above to standard error. Raises UsageError for an unknown `log_format`."""
+def start_log(config: Config, *, level: int = logging.INFO) -> None:
+    """Write `level` and above to standard error. Raises UsageError for an unknown `log_format`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if has_json_logs(config) else logging.Formatter(TEXT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])

@@ -35,7 +35,10 @@ def report(
         )
     found = make_session().call(report_month, month=month)
     if as_json:
-        totals = ("usd", "node_hours", "ondemand_usd", "saved_usd", "preemptions", "steps_lost", "forecast_error_ratio")
+        totals = (
+            "usd", "node_hours", "ondemand_usd", "saved_usd", "preemptions", "steps_lost", "lost_usd",
+            "forecast_error_ratio",
+        )  # fmt: skip
         print_json({**to_plain(found), **{name: getattr(found, name) for name in totals}})
     if file is None:
         if not as_json:

@@ -9,12 +9,13 @@ import typer
 
 from broker.app import services
 from broker.app.gateways import READY
+from broker.app.service_figures import find_usd_per_million, find_window, sum_usd_hour
 from broker.app.services import ReplicaLine, ServiceLine
 from broker.cli import options, terminal
 from broker.cli.context import check_embedded, make_context
 from broker.cli.render import format_table, print_json, print_line
 from broker.clock import pause
-from broker.formatting import format_count, format_usd, to_plain
+from broker.formatting import format_count, format_ms, format_usd, to_plain
 from broker.serve.files import LoadWindow
 
 if TYPE_CHECKING:
@@ -71,14 +72,14 @@ def _list_service(line: ServiceLine) -> list[str]:
     if line.load is None:
         return [head, "the balancer is not running"]
     load, window = line.load, line.load.window
-    usd_hour = sum(each.usd_hour for each in line.replicas)
+    usd_hour = sum_usd_hour(line)
     cost = find_usd_per_million(usd_hour, window)
     return [
         head,
         f"{window.qps:.1f} requests/s, {load.in_flight} in flight, {load.waiting} waiting, "
         f"{format_count(window.errors, 'error')}, {window.completion_tokens_s:,.0f} tokens/s",
-        f"first token {show_ms(window.ttft_p50_s)} (p95 {show_ms(window.ttft_p95_s)}), "
-        f"per token {show_ms(window.tpot_p50_s)} (p95 {show_ms(window.tpot_p95_s)})",
+        f"first token {format_ms(window.ttft_p50_s)} (p95 {format_ms(window.ttft_p95_s)}), "
+        f"per token {format_ms(window.tpot_p50_s)} (p95 {format_ms(window.tpot_p95_s)})",
         f"{format_usd(usd_hour)} USD/h, "
         + ("no tokens in the last minute" if cost is None else f"{format_usd(cost)} USD per million tokens"),
         *format_table(
@@ -94,33 +95,14 @@ def _list_cells(line: ServiceLine, each: ReplicaLine) -> list[str]:
     return [
         str(each.replica.number), str(each.replica.version), each.status, each.place,
         "-" if each.in_flight is None else str(each.in_flight), f"{window.qps:.1f}",
-        f"{window.completion_tokens_s:,.0f}", show_ms(window.ttft_p50_s), show_ms(window.tpot_p50_s),
+        f"{window.completion_tokens_s:,.0f}", format_ms(window.ttft_p50_s), format_ms(window.tpot_p50_s),
         format_usd(each.usd_hour),
     ]  # fmt: skip
 
 
-def find_window(line: ServiceLine, each: ReplicaLine) -> LoadWindow:
-    """Return the balancer's measurements of a replica."""
-    seen = line.load.replicas.get(each.replica.number) if line.load else None
-    return seen.window if seen else LoadWindow()
-
-
-def find_usd_per_million(usd_hour: float, window: LoadWindow) -> float | None:
-    """Return USD per million tokens, prompts included, at the current rate; None without tokens."""
-    tokens_s = window.prompt_tokens_s + window.completion_tokens_s
-    return usd_hour / 3600 / tokens_s * 1e6 if tokens_s else None
-
-
-def show_ms(value_s: float | None) -> str:
-    """Format seconds as whole milliseconds, or as seconds from ten seconds."""
-    if value_s is None:
-        return "-"
-    return f"{value_s * 1000:.0f}ms" if value_s < 10 else f"{value_s:.0f}s"
-
-
 def describe_service(line: ServiceLine) -> dict[str, object]:
     """Return a service with its figures, JSON-ready: times in seconds, rates per second."""
-    usd_hour = sum(each.usd_hour for each in line.replicas)
+    usd_hour = sum_usd_hour(line)
     window = line.load.window if line.load else LoadWindow()
     return {
         **to_plain(line),

@@ -19,7 +19,7 @@ from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.config import choose_state_url, find_backup_url
 from broker.errors import FencedError, UsageError
-from broker.formatting import to_plain
+from broker.formatting import format_duration, format_usd, to_plain
 from broker.state.people import Role
 from broker.state.secret_rows import load_key
 
@@ -114,8 +114,8 @@ def start(
         raise UsageError("`--trusted-proxy` requires `--trusted-proxy-header`")
     if state is not None:
         choose_state_url(state)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     context = make_context()
+    start_log(context.config, level=logging.WARNING)
     home = context.config.home
 
     def tell(listening: Listening) -> None:
@@ -264,3 +264,25 @@ def audit(
         for each in found
     ]
     print_table(["TIME", "USER", "VERB", "TARGET", "OUTCOME"], rows, firm=("TIME",))
+
+
+@app.command()
+def users(as_json: options.AsJson = False) -> None:
+    """List users with their role, jobs, clusters and cost."""
+    from broker.dashboard.people import read_people
+
+    context = make_context()
+    people, now_s = read_people(context), context.clock.now_s()
+    if as_json:
+        print_json(to_plain(list(people)))
+        return
+    rows = [
+        [
+            each.user or "-", "-" if each.role is None else each.role.value, str(each.token_count),
+            "-" if each.changed_s is None else f"{format_duration(max(0.0, now_s - each.changed_s))} ago",
+            str(each.live_jobs), str(each.jobs), str(each.clusters), format_usd(each.month_usd),
+        ]
+        for each in people
+    ]  # fmt: skip
+    heads = ["USER", "ROLE", "TOKENS", "CHANGED", "LIVE", "JOBS", "CLUSTERS", "USD/MONTH"]
+    print_table(heads, rows, right=("TOKENS", *heads[4:]))

@@ -112,6 +112,7 @@ def _list_verbs() -> Sequence[Verb]:
         ("watching", "watch_jobs", Role.VIEWER, reading),
         ("watching", "read_job_history", Role.VIEWER, reading),
         ("broker.dashboard.verbs", "show_overview", Role.VIEWER, reading),
+        ("broker.dashboard.verbs", "list_locations", Role.VIEWER, reading),
     )
     return [
         Verb(name=name, target=f"{_find_module(module)}:{name}", role=role, owned=owned)

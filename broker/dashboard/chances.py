@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from broker.app.deadline_chances import ChancePoint, Moment
-from broker.dashboard.html import Markup, element, join, table
+from broker.dashboard.html import Markup, element, join, show_key, table
 from broker.dashboard.progress import BOTTOM, HEIGHT, TICKS, TOP, draw_grid, make_chart, to_x, to_y
 from broker.formatting import format_duration, format_hours
+from broker.frozen import frozen
+from broker.optimizer.explain import show_chance
+from broker.types.forecasts import JobForecast
 
 KEPT_S = 60.0  # for a live job: each reading takes the time of a plan
 JOBS_MAX = 100
@@ -19,27 +22,36 @@ MEANING = {
     Moment.DECIDED: "policy decided",
     Moment.NOW: "now",
 }
+KEY = {"on-demand": "under the policy", "spot": "staying on spot to the end", "lost": "an attempt ended"}
 HEADS = ["Time", "Moment", "Work left", "Time left", "Chance", "On spot to the end"]
 
 
-class ChanceCache:
-    """The points of recently shown jobs. A live job is read again after `KEPT_S`, an ended one is not."""
+@frozen
+class JobOutlook:
+    """The chance of a job's deadline over time, and the forecast of its remainder."""
+
+    chances: tuple[ChancePoint, ...] = ()
+    forecast: JobForecast | None = None
+
+
+class OutlookCache:
+    """The outlooks of recently shown jobs. That of a live job is read again after `KEPT_S`, of an ended one not."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[float, bool, tuple[ChancePoint, ...]]] = {}
+        self._known: dict[int, tuple[float, bool, JobOutlook]] = {}
 
-    def get(self, job_id: int, *, now_s: float, is_ended: bool) -> tuple[ChancePoint, ...] | None:
-        """Return the points of a job; None if they must be read."""
+    def get(self, job_id: int, *, now_s: float, is_ended: bool) -> JobOutlook | None:
+        """Return the outlook of a job; None if it must be read."""
         if (known := self._known.get(job_id)) is None:
             return None
-        read_s, was_ended, points = known
+        read_s, was_ended, outlook = known
         is_fresh = was_ended if is_ended else now_s - read_s < KEPT_S
-        return points if is_fresh else None
+        return outlook if is_fresh else None
 
-    def put(self, job_id: int, points: tuple[ChancePoint, ...], *, now_s: float, is_ended: bool) -> None:
-        """Keep the points of a job; beyond `JOBS_MAX` jobs, the oldest entry is dropped."""
+    def put(self, job_id: int, outlook: JobOutlook, *, now_s: float, is_ended: bool) -> None:
+        """Keep the outlook of a job; beyond `JOBS_MAX` jobs, the oldest entry is dropped."""
         self._known.pop(job_id, None)
-        self._known[job_id] = (now_s, is_ended, points)
+        self._known[job_id] = (now_s, is_ended, outlook)
         if len(self._known) > JOBS_MAX:
             del self._known[next(iter(self._known))]
 
@@ -61,7 +73,7 @@ def show_chances(points: Sequence[ChancePoint]) -> Markup:
     return join(
         [
             element("h2", "Chance of the deadline"),
-            _draw(points) if len(points) > 1 else None,
+            join([_draw(points), show_key(KEY)]) if len(points) > 1 else None,
             element(
                 "details",
                 element("summary", f"Table of {len(points)} points" if len(points) > 1 else "Table of one point"),
@@ -73,7 +85,7 @@ def show_chances(points: Sequence[ChancePoint]) -> Markup:
 
 
 def _show_share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+    return "-" if share is None else show_chance(share)
 
 
 def _draw(points: Sequence[ChancePoint]) -> Markup:

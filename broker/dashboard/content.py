@@ -6,17 +6,17 @@ Each function runs once for all concurrent visitors (`sharing.py`), so it receiv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.app import jobs
 from broker.app.checks import read_checks
 from broker.app.container import Context
-from broker.app.deadline_chances import ChancePoint
 from broker.app.forecasts import list_paid
+from broker.app.job_sentences import list_expectations
 from broker.app.services import describe_services, list_service_events
-from broker.app.spending import By, list_day_shares, read_spending
+from broker.app.spending import By, read_day_shares, read_spending
 from broker.dashboard import pages
+from broker.dashboard.chances import JobOutlook
 from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.html import Markup
@@ -26,8 +26,10 @@ from broker.dashboard.place_history import read_places
 from broker.dashboard.place_page import show_places
 from broker.dashboard.plan_page import show_choices
 from broker.dashboard.service_page import show_service, show_services
+from broker.jobs.start_costs import measure_start_cost
 
 SAVED_S = 5.0
+LOG_BYTES_MAX = 2 << 20  # of a log, which may have gigabytes and is read for each change
 
 
 class OverviewPage:
@@ -47,11 +49,15 @@ class OverviewPage:
         return pages.show_overview(replace(overview, month_ondemand_usd=overview.month_usd + self._saved_usd))
 
 
-def make_job(context: Context, job_id: int, chances: Sequence[ChancePoint]) -> JobContent:
+def make_job(context: Context, job_id: int, outlook: JobOutlook) -> JobContent:
     """Make the page of a job. Raises UsageError for an unknown one."""
-    log, _ = jobs.read_log(context, job_id)
+    log, is_log_cut = jobs.read_log_end(context, job_id, bytes_max=LOG_BYTES_MAX)
     page = read_job(context, jobs.find_job(context, job_id))
-    return pages.show_job(replace(page, chances=tuple(chances)), log)
+    starts = measure_start_cost(page.job, outlook.forecast)
+    expectations = list_expectations(page.job, forecast=outlook.forecast, starts=starts)
+    return pages.show_job(
+        replace(page, chances=outlook.chances, expectations=tuple(expectations)), log, is_log_cut=is_log_cut
+    )
 
 
 def make_clusters(context: Context) -> Markup:
@@ -73,7 +79,7 @@ def make_cost(context: Context, by: By) -> Markup:
     store, now_s = context.store, context.clock.now_s()
     spending = read_spending(store, by, now_s, on_damage=context.warn)
     lines = store.jobs.list_lines(on_damage=context.warn)
-    shares = list_day_shares(store.bills.list(on_damage=context.warn), now_s)
+    shares = read_day_shares(store, now_s, on_damage=context.warn)
     names = {line.id: line.name for line in lines}
     return show_cost(by, spending, names, shares, list_paid(context))
 
@@ -97,4 +103,4 @@ def make_service(context: Context, name: str) -> Markup:
 def make_choices(context: Context) -> Markup:
     """Make the list of jobs whose plans can be shown."""
     lines = context.store.jobs.list_lines(NEWEST, on_damage=context.warn)[:NEWEST]
-    return show_choices([(line.id, line.name) for line in lines])
+    return show_choices([(line.id, line.name) for line in lines], context.store.jobs.count())

@@ -1,22 +1,25 @@
-"""Show the cost page: spending by day, job or cloud, each day's clouds and jobs, and forecasts against actual cost."""
+"""Show the cost page: spending by one key, each day by cloud, job and payer, and forecasts against actual cost."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from broker.app.forecasts import PaidForecast
+from broker.app.payers import NO_PROJECT, UNOWNED
 from broker.app.spending import By, Share, Spending
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_usd
 
 FORECASTS_SHOWN = 100  # of the newest jobs
-SHARES_SHOWN = 300  # the newest days first
+ROWS_SHOWN = 300
+NOTHING = "Nothing has been spent yet."
 
 
 def show_cost(
     by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[PaidForecast]
 ) -> Markup:
-    """Show spending by one key; below, each day by cloud and job, and the forecasts of ended jobs."""
+    """Show spending by one key; below, each day by cloud, job and payer, and the forecasts of ended jobs."""
     links = [
         element("a", f"by {each.value}", href=f"/cost?by={each.value}", aria_current="page" if each is by else None)
         for each in By
@@ -26,15 +29,21 @@ def show_cost(
         known = key.isdigit() and int(key) in names
         return join([_link_job(int(key)), f" {names[int(key)]}"]) if known else key
 
+    rows = sorted(spending.rows.items(), key=lambda row: row[1][1], reverse=True)
+    if by is By.DAY:
+        rows.sort(key=lambda row: row[0], reverse=True)
     cells = [
         [label(key) if by is By.JOB else key, f"{hours:.2f}", format_usd(usd)]
-        for key, (hours, usd) in spending.rows.items()
+        for key, (hours, usd) in rows[:ROWS_SHOWN]
     ]
+    heads = [by.value.capitalize(), "Node hours", "USD"]
     return join(
         [
             element("nav", *links, aria_label="Group by", class_="by"),
-            table([by.value.capitalize(), "Node hours", "USD"], cells, caption="Cost", right=["Node hours", "USD"]),
+            table(heads, cells, caption="Cost", right=heads[1:]) if cells else element("p", NOTHING),
+            _note_cut(len(cells), len(rows), "newest" if by is By.DAY else "most expensive", by),
             element("p", f"Total: {format_usd(spending.usd)} USD"),
+            _note_pruned(spending),
             element("h2", "Days, clouds and jobs"),
             _show_shares(shares, label),
             element("h2", "Forecasts against actual cost"),
@@ -43,22 +52,36 @@ def show_cost(
     )
 
 
+def _note_cut(shown: int, count: int, kind: str, by: By) -> Markup | None:
+    if shown >= count:
+        return None
+    command = element("code", f"broker cost --by {by.value} --json")
+    return element("p", f"The {shown:,} {kind} of {count:,}; all are listed by ", command, ".", class_="faint")
+
+
+def _note_pruned(spending: Spending) -> Markup | None:
+    if spending.pruned_before_s is None:
+        return None
+    day = time.strftime("%Y-%m-%d", time.localtime(spending.pruned_before_s))
+    text = f"Jobs that ended before {day} are included as totals only; the table of days below does not have them."
+    return element("p", text, class_="faint")
+
+
 def _show_shares(shares: Sequence[Share], label: Callable[[str], Content]) -> Markup:
-    newest = sorted(shares, key=lambda each: each.day, reverse=True)
+    if not shares:
+        return element("p", NOTHING)
+    has_payers = any((each.user, each.project) != (UNOWNED, NO_PROJECT) for each in shares)
     cells: list[Sequence[Content]] = [
-        [each.day, each.cloud, label(each.owner), f"{each.node_hours:.2f}", format_usd(each.usd)]
-        for each in newest[:SHARES_SHOWN]
-    ]
-    if not cells:
-        return element("p", "Nothing has been spent yet.")
-    heads = ["Day", "Cloud", "Job or cluster", "Node hours", "USD"]
-    rest = len(newest) - len(cells)
-    return join(
         [
-            table(heads, cells, caption="Days, clouds and jobs", right=["Node hours", "USD"]),
-            element("p", f"and {rest:,} more; see `broker cost --by day --json`") if rest > 0 else None,
+            each.day, each.cloud, label(each.owner), *((each.user, each.project) if has_payers else ()),
+            f"{each.node_hours:.2f}", format_usd(each.usd),
         ]
-    )
+        for each in shares[:ROWS_SHOWN]
+    ]  # fmt: skip
+    payers = ["User", "Project"] if has_payers else []
+    heads = ["Day", "Cloud", "Job or cluster", *payers, "Node hours", "USD"]
+    shown = table(heads, cells, caption="Days, clouds and jobs", right=["Node hours", "USD"])
+    return join([shown, _note_cut(len(cells), len(shares), "newest", By.DAY)])
 
 
 def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:

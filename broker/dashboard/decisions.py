@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from broker.dashboard.html import Content, Markup, element, join, table
+from broker.dashboard.html import Content, Markup, element, join, note_newest, table
 from broker.dashboard.model import JobPage
 from broker.formatting import format_usd
 
@@ -27,6 +27,7 @@ def show_decisions(page: JobPage) -> Markup:
         [
             element("h2", "Decisions of the spot policy"),
             table(HEADS, rows, caption="Decisions of the spot policy", right=RIGHT),
+            note_newest(len(rows), len(page.decisions), command=f"broker jobs why {page.job.id} --json"),
             element("p", "Spare: hours until on-demand must start to meet the deadline.", class_="faint"),
         ]
     )

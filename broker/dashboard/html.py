@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from broker.formatting import strip_control
@@ -56,6 +56,21 @@ def table(
 def make_scrollable(inner: Markup, title: str) -> Markup:
     """Make a table or picture scroll sideways on a narrow screen, also by keyboard."""
     return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=title)
+
+
+def note_newest(shown: int, count: int, *, command: str) -> Markup | None:
+    """Say that only the newest rows are shown, and which command lists all; None if all are shown."""
+    if shown >= count:
+        return None
+    text = f"The newest {shown:,} of {count:,}; all are listed by "
+    return element("p", text, element("code", command), ".", class_="faint")
+
+
+def show_key(key: Mapping[str, str]) -> Markup:
+    """Explain the colours of a picture: class -> meaning."""
+    return element(
+        "p", *(element("span", element("i", class_=kind), f" {name}") for kind, name in key.items()), class_="key"
+    )
 
 
 def _render(part: Content) -> str:

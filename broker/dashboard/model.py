@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ class Overview:
     clusters: tuple[Cluster, ...]
     cluster_usd: Mapping[str, float]
     limits: tuple[LimitUse, ...] = ()  # of a server's users and projects
+    failed_services: Mapping[str, str] = field(default_factory=dict)  # name -> reason
 
     @property
     def month_saved_usd(self) -> float | None:
@@ -75,6 +77,11 @@ class Overview:
     def job_count(self) -> int:
         """Number of jobs in any status."""
         return sum(self.counts.values())
+
+    @property
+    def running_count(self) -> int:
+        """Number of jobs whose program runs."""
+        return self.counts.get(JobStatus.RUNNING.value, 0)
 
     @property
     def live_count(self) -> int:
@@ -115,6 +122,7 @@ def read_overview(
         ),
         clusters=tuple(clusters),
         limits=tuple(list_uses(store)),
+        failed_services=store.services.list_failures(),
         cluster_usd={each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
     )
 
@@ -160,6 +168,8 @@ class JobPage:
     attempts: tuple[AttemptRow, ...]
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, oldest first
     nodes: tuple[NodeHistory, ...] = ()  # samples of its nodes
+    reasons: tuple[str, ...] = ()  # sentences that explain its status
+    expectations: tuple[str, ...] = ()  # sentences about its remainder
 
     @property
     def job(self) -> Job:
@@ -174,18 +184,21 @@ class JobPage:
 
 def read_job(context: Context, job: Job) -> JobPage:
     """Read a job's page."""
+    from broker.app.job_sentences import list_reasons
     from broker.app.jobs import explain
+    from broker.app.verbs.jobs import explain_waits
     from broker.jobs.summary import count_lost_steps
 
     steps = context.store.jobs.list_steps(job.id)
-    now_s = context.clock.now_s()
+    now_s, explanation = context.clock.now_s(), explain(context, job)
+    attempts = explanation.job.attempts
     rows = []
-    for attempt, after in zip_longest(job.attempts, job.attempts[1:]):
+    for attempt, after in zip_longest(attempts, attempts[1:]):
         reached = steps.get(attempt.number)
         rows.append(
             AttemptRow(
                 attempt=attempt,
-                usd=context.store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s),
+                usd=attempt.usd,
                 first_step=None if reached is None else reached.first_step,
                 last_step=None if reached is None else reached.last_step,
                 checkpoint_step=None if reached is None else reached.checkpoint_step,
@@ -193,7 +206,12 @@ def read_job(context: Context, job: Job) -> JobPage:
             )
         )
     nodes = read_history(context.config.logs, job.id, now_s=now_s)
-    return JobPage(now_s=now_s, explanation=explain(context, job), attempts=tuple(rows), nodes=nodes)
+    needs = [other for need in job.needs if (other := context.store.jobs.get(need)) is not None]
+    wait = explain_waits(context, [job]).get(job.id)
+    reasons = list_reasons(job, paid_usd=explanation.paid_usd, wait=wait, needs=needs, now_s=now_s)
+    return JobPage(
+        now_s=now_s, explanation=explanation, attempts=tuple(rows), nodes=nodes, reasons=tuple(reasons),
+    )  # fmt: skip
 
 
 @frozen

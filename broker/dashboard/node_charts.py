@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_bytes, format_duration, format_part, format_share
-from broker.jobs.node_samples import divide
+from broker.jobs.node_samples import HISTORIES_MAX, divide
 from broker.types import GpuSample, NodeHistory, NodeSample
 
 WIDTH, HEIGHT = 280, 84
@@ -58,6 +58,8 @@ def show_nodes(nodes: Sequence[NodeHistory]) -> Markup:
         if gpus := [cells for node in current for cells in _list_gpu_cells(node)]:
             parts.append(table(GPU_HEADS, gpus, caption="GPUs now", right=GPU_HEADS))
     about = "A line for each node. In a container, CPU and memory are shares of its limits."
+    if len(nodes) == HISTORIES_MAX:
+        about += f" At most {HISTORIES_MAX} nodes are shown."
     parts.append(element("p", about if current else f"{about} No node is reporting now.", class_="faint"))
     return join(parts)
 

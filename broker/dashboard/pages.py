@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from broker.app.limits import LimitUse
 from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
-from broker.dashboard.html import Content, Markup, element, join, table
-from broker.dashboard.model import Attention, JobPage, JobRow, Overview, measure_rate_usd_hour
+from broker.dashboard.html import Content, Markup, element, join, note_newest, table
+from broker.dashboard.model import NEWEST, JobPage, JobRow, Overview, measure_rate_usd_hour
 from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
@@ -22,6 +22,10 @@ PAGES = {
     "/": "Overview", "/jobs": "Jobs", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan",
     "/places": "Locations", "/cost": "Cost", "/clouds": "Clouds",
 }  # fmt: skip
+SAVED = (
+    "On-demand: the same node hours at on-demand prices; clusters without a job count at their own price. "
+    "Work that was repeated after preemptions is not subtracted."
+)
 EVENTS_SHOWN = 200  # the newest
 LINES_SHOWN = 200  # of a log
 
@@ -35,8 +39,9 @@ def lay_out(
     targets: Mapping[str, str] = PAGES,
     newest: int = 0,
     job_id: int | None = None,
+    now_s: float | None = None,
 ) -> str:
-    """Make a whole page: head, navigation to `targets`, notes of this request, content.
+    """Make a whole page: head, navigation to `targets`, notes of this request, content, and the time.
 
     A page that is not live is not reloaded. `newest`: the id of the newest event when the page was read. `job_id`: the
     job whose events change the page; None for all jobs.
@@ -60,32 +65,42 @@ def lay_out(
         "body",
         skip,
         element("header", element("nav", *links, aria_label="Pages")),
-        element("main", element("h1", title), *warnings, *content, id="main"),
+        element("main", element("h1", title), *warnings, *content, _show_now(now_s), id="main"),
         data_newest=newest,
         data_job=job_id,
     )
     return "<!doctype html>" + element("html", head, body, lang="en")
 
 
+def _show_now(now_s: float | None) -> Markup | None:
+    """Name the time of the page and its zone, which is that of the dashboard, not of the visitor."""
+    if now_s is None:
+        return None
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now_s))
+    return element("p", f"As of {stamp}; all times are in this time zone.", class_="faint as-of")
+
+
 def show_overview(overview: Overview) -> Markup:
     """Show spending, problems that require attention, and the newest jobs."""
-    figures = {
+    figures: dict[str, Content] = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
         "This month on-demand": _show_usd(overview.month_ondemand_usd),
         "Saved this month": _show_usd(overview.month_saved_usd),
         "Total": f"{format_usd(overview.spent_usd)} USD",
         "Current rate": f"{format_usd(overview.usd_hour)} USD/h",
-        "Live jobs": f"{overview.live_count:,}",
-        "Clusters": f"{len(overview.clusters):,}",
+        "Running jobs": _link_count(overview.running_count, "running"),
+        "Waiting jobs": _link_count(overview.live_count - overview.running_count, "waiting"),
+        "Clusters without a job": _link_card(len(overview.clusters), "/clusters", "clusters without a job"),
     }
     cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
     hidden = overview.job_count - len(overview.jobs)
     return join(
         [
             element("dl", *cards, class_="figures"),
+            element("p", SAVED, class_="faint"),
             *_show_limits(overview.limits),
-            *_show_attention(overview.attention),
+            *_show_attention(overview),
             element("h2", "Jobs"),
             show_jobs(overview.jobs, overview.now_s, caption="Live and newest managed jobs"),
             element("p", element("a", f"All {overview.job_count:,} jobs", href="/jobs")) if hidden > 0 else None,
@@ -103,16 +118,23 @@ def _show_limits(uses: Sequence[LimitUse]) -> Iterator[Markup]:
             ]
             for each in uses
         ]  # fmt: skip
-        heads = ["Limit of", "USD spent or expected", "USD this month", "GPUs in use", "GPUs"]
+        heads = ["Limit of", "USD spent or expected this month", "Allowed USD", "GPUs in use", "Allowed GPUs"]
         yield element("h2", "Budgets and limits")
         yield table(heads, cells, caption="Budgets and limits", right=heads[1:])
 
 
-def _show_attention(rows: Sequence[Attention]) -> Iterator[Markup]:
-    if rows:
+def _show_attention(overview: Overview) -> Iterator[Markup]:
+    rows, services = overview.attention, overview.failed_services
+    if rows or services:
         yield element("h2", "Requires attention")
+    if rows:
         cells = [[_link_job(row.job_id), row.name, _show_status(row.status), row.reason] for row in rows]
         yield table(["Job", "Name", "Status", "Reason"], cells, caption="Jobs that require attention", right=["Job"])
+        if len(rows) == NEWEST:
+            yield element("p", f"Only {NEWEST} such jobs are listed.", class_="faint")
+    if services:
+        found = [[element("a", name, href=f"/services/{name}"), reason] for name, reason in services.items()]
+        yield table(["Service", "Reason"], found, caption="Services that require attention")
 
 
 def show_jobs(rows: Sequence[JobRow], now_s: float, *, caption: str) -> Markup:
@@ -135,8 +157,18 @@ def show_jobs(rows: Sequence[JobRow], now_s: float, *, caption: str) -> Markup:
     return table(heads, cells, caption=caption, right=["Job", *heads[3:]])
 
 
+def _link_count(count: int, choice: str) -> Markup:
+    return _link_card(count, f"/jobs?status={choice}", f"{choice} jobs")
+
+
+def _link_card(count: int, path: str, noun: str) -> Markup:
+    """Link a number, with a name that is complete without the card's title."""
+    return element("a", f"{count:,}", href=path, aria_label=f"{count:,} {noun}")
+
+
 def _show_usd(usd: float | None) -> str:
-    return "-" if usd is None else f"{format_usd(usd)} USD"
+    sign = "-" if usd is not None and usd < 0 else ""
+    return "-" if usd is None else f"{sign}{format_usd(abs(usd))} USD"
 
 
 def _show_spent(row: JobRow) -> str:
@@ -165,31 +197,33 @@ class JobContent:
         return join([self.head, _show_action(self.job, ticket), self.body])
 
 
-def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
-    """Show a job: summary, timeline, attempts, decisions, events and the end of its log."""
+def show_job(page: JobPage, log: Sequence[str], *, is_log_cut: bool = False) -> JobContent:
+    """Show a job: summary, timeline, attempts, decisions, events and the end of its log.
+
+    `is_log_cut`: earlier lines were left out of `log`.
+    """
     job, summary = page.job, page.explanation.summary
     total = f" of {summary.steps_total}" if summary.steps_total else ""
-    figures = {
+    figures: dict[str, Content] = {
         "Status": _show_status(job.status),
         "Steps": f"{summary.steps}{total}",
-        "Steps lost": f"{summary.steps_lost} in {summary.recoveries} recoveries",
+        "Steps lost": f"{summary.steps_lost} in {_count(summary.recoveries, 'recovery', 'recoveries')}",
         "Recovery time": format_duration(summary.recovery_s),
         "Time": format_duration(summary.total_s),
-        "Paid": f"{format_usd(summary.paid_usd)} USD",
-        "On-demand": f"{format_usd(summary.ondemand_usd)} USD",
+        "Paid": f"{format_usd(summary.paid_usd)}{_show_budget(job)} USD",
+        "Same hours on-demand": f"{format_usd(summary.ondemand_usd)} USD",
+        **_show_deadline(job),
         "Checkpoint": "-" if job.progress is None else _show_count(job.progress.checkpoint_step),
         "Loss": "-" if job.progress is None or job.progress.loss is None else f"{job.progress.loss:g}",
     }
     cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
-    events = [
-        [_show_time(each.time_s), each.message]
-        for each in reversed(page.explanation.events[-EVENTS_SHOWN:])
-        if each.kind is not EventKind.LAST_LINES
-    ]
+    recorded = [each for each in page.explanation.events if each.kind is not EventKind.LAST_LINES]
+    events = [[_show_time(each.time_s), each.message] for each in reversed(recorded[-EVENTS_SHOWN:])]
     head = join(
         [
-            element("p", job.failure, class_="note") if job.failure else None,
+            element("p", " ".join(page.reasons), class_="note" if job.failure else None) if page.reasons else None,
             element("dl", *cards, class_="figures"),
+            element("p", " ".join(page.expectations)) if page.expectations else None,
             element(
                 "p",
                 element("a", "Plan of this task", href=f"/jobs/{job.id}/plan"),
@@ -206,12 +240,16 @@ def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
             if page.attempts
             else None,
             show_attempts(page),
-            show_progress(page, log),
+            show_progress(page, log, is_log_cut=is_log_cut),
             show_nodes(page.nodes),
             show_chances(page.chances),
             show_decisions(page),
             *_show_rows("Events", ["Time", "Event"], events),
+            note_newest(len(events), len(recorded), command=f"broker jobs events {job.id}"),
             element("h2", "Log"),
+            element("p", f"The newest {LINES_SHOWN} lines; ", element("a", "complete log", href=f"/jobs/{job.id}/log"))
+            if is_log_cut or len(log) > LINES_SHOWN
+            else None,
             element("pre", "\n".join(log[-LINES_SHOWN:]) or "The program has printed nothing yet.", tabindex=0),
         ]
     )
@@ -220,6 +258,22 @@ def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
 
 def _show_count(count: int | None) -> str:
     return "-" if count is None else f"step {count}"
+
+
+def _count(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
+
+
+def _show_budget(job: Job) -> str:
+    goal = job.task.goal
+    return "" if goal is None or goal.budget_usd is None else f" of {format_usd(goal.budget_usd)}"
+
+
+def _show_deadline(job: Job) -> Mapping[str, str]:
+    goal = job.task.goal
+    if goal is None or goal.deadline_hours is None:
+        return {}
+    return {"Deadline": _show_time(job.submitted_s + goal.deadline_hours * 3600)}
 
 
 def _show_rows(title: str, heads: Sequence[str], cells: Sequence[Sequence[Content]]) -> Iterator[Markup]:

@@ -17,8 +17,8 @@ KINDS = {"on-demand": "on-demand", "spot": "spot", "spot, then on-demand": "mixe
 
 def draw_pareto(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> Markup:
     """Draw all placements as dots by market, and the Pareto-optimal ones as a labelled line."""
-    hours = Axis([each.expected_hours or 0.0 for each in points])
-    usd = Axis([each.expected_usd or 0.0 for each in points])
+    hours = Axis([each.expected_hours or 0.0 for each in (*points, *frontier)])
+    usd = Axis([each.expected_usd or 0.0 for each in (*points, *frontier)])
 
     def at(each: Estimate) -> tuple[float, float]:
         x = LEFT + hours.place(each.expected_hours or 0.0) * (WIDTH - LEFT - RIGHT)

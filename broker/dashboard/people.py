@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from broker.app.container import Context
+from broker.app.payers import UNOWNED, find_payers
 from broker.dashboard.model import find_starts
 from broker.frozen import frozen
 from broker.state.people import AuditEvent, Owned, Role, Token
@@ -46,7 +47,7 @@ def read_people(context: Context) -> Sequence[PersonRow]:
     for cluster in store.clusters.list(on_damage=context.warn):
         if cluster.job_id is None:
             clusters[owners.get((Owned.CLUSTER, cluster.name))] += 1
-    spent = _sum_month_usd(context, owners, now_s)
+    spent = _sum_month_usd(context, now_s)
     rows = [
         PersonRow(
             user=user,
@@ -74,15 +75,15 @@ def _is_valid(token: Token, now_s: float) -> bool:
     return token.revoked_s is None and (token.expires_s is None or token.expires_s > now_s)
 
 
-def _sum_month_usd(
-    context: Context, owners: Mapping[tuple[Owned, str], str], now_s: float
-) -> Mapping[str | None, float]:
-    """Sum the bills of this month, local time, by the owner of their job or cluster."""
+def _sum_month_usd(context: Context, now_s: float) -> Mapping[str | None, float]:
+    """Sum the bills of this month, local time, by their payer, as `broker cost --by user` does."""
     _, month_s = find_starts(now_s)
     found: dict[str | None, float] = defaultdict(float)
-    for bill in context.store.bills.list(on_damage=context.warn):
+    bills = context.store.bills.list(on_damage=context.warn)
+    payers = find_payers(context.store, bills)
+    for bill in bills:
         hours = ((now_s if bill.ended_s is None else bill.ended_s) - max(bill.created_s, month_s)) / 3600
         if hours > 0:
-            key = (Owned.JOB, str(bill.job_id)) if bill.job_id else (Owned.CLUSTER, bill.cluster)
-            found[owners.get(key)] += hours * bill.usd_hour
+            user = payers[bill.cloud, bill.node].user
+            found[None if user == UNOWNED else user] += hours * bill.usd_hour
     return found

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from broker.dashboard.html import Content, Markup, element, join, make_scrollable, table
+from broker.dashboard.html import Content, Markup, element, join, make_scrollable, show_key, table
 from broker.dashboard.place_history import SHOWN_DAYS, PlaceHistory
 from broker.dashboard.timeline import LEFT, ROW, TOP, WIDTH
 from broker.formatting import format_duration, format_usd
 from broker.state.events import Refusal
+from broker.state.history import KEPT_DAYS_MAX
 
 ROWS_MAX = 40
 DAYS_PER_TICK = 2
+MEANING = (
+    f"Stays, hours and preemptions are those of the last {KEPT_DAYS_MAX:.0f} days; a stay is an attempt of a job "
+    "there, with any number of nodes. Prices are those of one machine in the price catalog."
+)
 KEY = {"spot": "running on spot", "lost": "preempted", "refused": "spot was refused"}
 
 
@@ -28,8 +33,8 @@ def show_places(places: Sequence[PlaceHistory], refusals: Sequence[Refusal], now
         for row in [each.row]
     ]  # fmt: skip
     heads = [
-        "Location", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h", "Refusals", "Spot USD/h",
-        "On-demand USD/h",
+        "Location", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h",
+        f"Refusals in {SHOWN_DAYS:.0f} days", "Spot USD/h", "On-demand USD/h",
     ]  # fmt: skip
     refused: list[Sequence[Content]] = [
         [
@@ -40,7 +45,11 @@ def show_places(places: Sequence[PlaceHistory], refusals: Sequence[Refusal], now
     ]  # fmt: skip
     parts: list[Content] = [element("h2", "Your time on spot")]
     if cells:
-        parts += [draw_days(places, now_s), table(heads, cells, caption="Your time on spot", right=heads[2:])]
+        parts += [
+            draw_days(places, now_s),
+            table(heads, cells, caption="Your time on spot", right=heads[2:]),
+            element("p", MEANING, class_="faint"),
+        ]
     else:
         parts.append(element("p", "No node has run on spot yet."))
     if refused:
@@ -55,7 +64,8 @@ def _show_price(usd_hour: float | None) -> str:
 
 def draw_days(places: Sequence[PlaceHistory], now_s: float) -> Markup:
     """Draw the last days of each location: a bar where a gang ran, a mark where it was preempted or refused."""
-    shown = [each for each in places if each.spans or each.refused_s][:ROWS_MAX]
+    active = [each for each in places if each.spans or each.refused_s]
+    shown = active[:ROWS_MAX]
     if not shown:
         return element("p", f"There was no spot activity in the last {SHOWN_DAYS:.0f} days.")
     begin_s = now_s - SHOWN_DAYS * 86400
@@ -88,12 +98,8 @@ def draw_days(places: Sequence[PlaceHistory], now_s: float) -> Markup:
     picture = element(
         "svg", element("title", title), *parts, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img"
     )
-    key = element(
-        "p",
-        *(element("span", element("i", class_=kind), f" {name}") for kind, name in KEY.items()),
-        class_="key",
-    )  # fmt: skip
-    return join([make_scrollable(picture, title), key])
+    cut = f"The picture has {len(shown)} of {len(active)} locations." if len(active) > len(shown) else None
+    return join([make_scrollable(picture, title), show_key(KEY), element("p", cut, class_="faint") if cut else None])
 
 
 def _mark(x: float, y: int, kind: str) -> Markup:

@@ -36,6 +36,7 @@ def show_plan(page: PlanPage) -> Markup:
         parts += [
             element("h2", "Cost against time"),
             draw_pareto(page.points, page.frontier),
+            _note_cut(page),
             element("h2", "Pareto-optimal placements"),
             _show_ranking(page.frontier, "Pareto-optimal placements"),
         ]
@@ -50,6 +51,15 @@ def show_plan(page: PlanPage) -> Markup:
     return join(parts)
 
 
+def _note_cut(page: PlanPage) -> Content:
+    """Say that the plot has only some of the placements."""
+    shown = len(page.points)
+    if shown == page.timed_count:
+        return None
+    text = f"The plot has the first {shown:,} of {page.timed_count:,} placements, and all Pareto-optimal ones."
+    return element("p", text, class_="faint")
+
+
 def _show_form(page: PlanPage) -> Iterator[Content]:
     """Show the what-if form and its result; it is sent by GET, and the server only plans."""
     yield element("h2", "What if")
@@ -62,7 +72,7 @@ def _show_form(page: PlanPage) -> Iterator[Content]:
         method="get", action=f"/jobs/{page.job_id}/plan", class_="what-if",
     )  # fmt: skip
     if page.problem:
-        yield element("p", f"Nothing fits with {page.change}: {page.problem}", class_="note", role="status")
+        yield element("p", f"`{page.change}` cannot be planned: {page.problem}", class_="note", role="status")
     elif page.changed is not None:
         before, after = page.plan.choice, page.changed.choice
         heads = ["Task", *HEADS[1:]]
@@ -94,13 +104,14 @@ def _show_terms(plan: Plan, each: Estimate) -> Markup:
     return join([element("h3", title), element("dl", *rows, class_="terms")])
 
 
-def show_choices(jobs: Sequence[tuple[int, str]]) -> Markup:
-    """List the jobs whose tasks can be planned."""
+def show_choices(jobs: Sequence[tuple[int, str]], count: int) -> Markup:
+    """List the jobs whose tasks can be planned: the newest of `count`."""
     if not jobs:
         return element("p", "No managed jobs. Rank placements of a task file with `broker plan TASK.yaml --explain`.")
     rows = [
         element("li", element("a", f"{job_id} {name}", href=f"/jobs/{job_id}/plan")) for job_id, name in jobs
     ]  # fmt: skip
-    return join(
-        [element("p", "Choose a job; its task is planned again, and nothing is started."), element("ul", *rows)]
-    )
+    about = "Choose a job; its task is planned again, and nothing is started."
+    more = ["Only live and newest jobs are listed. The page of each of ", element("a", "all jobs", href="/jobs"),
+            " has a link to its plan."]  # fmt: skip
+    return join([element("p", about), element("ul", *rows), element("p", *more) if count > len(jobs) else None])

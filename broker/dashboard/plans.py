@@ -30,8 +30,9 @@ class PlanPage:
     plan: Plan
     top: tuple[Estimate, ...]
     explained: tuple[Estimate, ...]  # the best placement of each instance type and market
-    points: tuple[Estimate, ...]  # those with a known time and cost
-    frontier: tuple[Estimate, ...]
+    points: tuple[Estimate, ...]  # the first of those with a known time and cost
+    timed_count: int  # of all with a known time and cost
+    frontier: tuple[Estimate, ...]  # of all of them
     change: str = ""
     changed: Plan | None = None
     problem: str = ""
@@ -41,15 +42,16 @@ def read_plan(context: Context, job: Job, change: str) -> PlanPage:
     """Plan a job's task again with the current catalog and history. Raises NoOfferError, NotImportedError."""
     plan = context.plan(context.resolve(job.task))
     changed, problem = _read_change(context, plan, change[:CHANGE_MAX]) if change else (None, "")
-    points = tuple(islice(list_timed(plan.estimates), POINTS_MAX))
+    timed = list_timed(plan.estimates)
     return PlanPage(
         job_id=job.id,
         name=job.name,
         plan=plan,
         top=tuple(plan.estimates[:TOP]),
         explained=tuple(pick_kinds(plan.estimates, TERMS_OF)),
-        points=points,
-        frontier=tuple(find_frontier(points)),
+        points=tuple(timed[:POINTS_MAX]),
+        timed_count=len(timed),
+        frontier=tuple(find_frontier(timed)),
         change=change[:CHANGE_MAX],
         changed=changed,
         problem=problem,

@@ -102,7 +102,7 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
     )
     parts = [*grid]
     for row in page.attempts[-ATTEMPTS_MAX:]:
-        if row.lost_steps and row.last_step is not None:
+        if row.lost_steps and row.last_step is not None and row.last_step > steps.low:
             low, high = (
                 min(1.0, max(0.0, steps.place(step))) for step in (row.last_step - row.lost_steps, row.last_step)
             )
@@ -173,10 +173,13 @@ def to_y(share: float) -> float:
     return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
 
 
-def show_progress(page: JobPage, lines: Sequence[str]) -> Markup:
-    """Show the charts of steps and loss for which there is data."""
+def show_progress(page: JobPage, lines: Sequence[str], *, is_log_cut: bool = False) -> Markup:
+    """Show the charts of steps and loss for which there is data. `is_log_cut`: earlier lines of the log are missing."""
     parts: list[Markup] = []
+    hatched = "Hatched: steps that were lost and repeated. "
+    about = {"Steps": f"{hatched}Circles: the newest checkpoint of each attempt.", "Loss": hatched}
     for title, chart in (("Steps", draw_steps(page)), ("Loss", draw_losses(page, lines))):
         if chart is not None:
-            parts += [element("h2", title), chart]
+            cut = "The log is long: losses of its first part are left out." if title == "Loss" and is_log_cut else ""
+            parts += [element("h2", title), chart, element("p", about[title] + cut, class_="faint")]
     return join(parts)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from broker.app.reporting import Report
 from broker.dashboard.html import Content, element, table
 from broker.dashboard.paper import show_figures, write_paper
-from broker.formatting import format_usd, strip_control
+from broker.formatting import format_count, format_usd, strip_control
 
 BOUGHT = ["Cloud", "Type", "Market", "Node hours", "USD", "On-demand USD"]
-JOBS = ["Job", "Name", "Status", "USD", "On-demand USD", "Preemptions", "Steps lost"]
+JOBS = ["Job", "Name", "Status", "USD", "On-demand USD", "Preemptions", "Steps lost", "USD lost"]
 FORECASTS = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
-RIGHT = ["Job", "Node hours", "USD", "On-demand USD", "Preemptions", "Steps lost", "Forecast USD", "Paid USD",
-         "Paid / forecast"]  # fmt: skip
+RIGHT = ["Job", "Node hours", "USD", "On-demand USD", "Preemptions", "Steps lost", "USD lost", "Forecast USD",
+         "Paid USD", "Paid / forecast"]  # fmt: skip
 NO_FORECASTS = "No job that succeeded in this month has a recorded forecast; jobs with `goal: {work: ...}` have one."
 
 
@@ -27,9 +27,17 @@ def list_figures(report: Report) -> Sequence[tuple[str, str]]:
         ("Paid", f"{format_usd(report.usd)} USD for {report.node_hours:.2f} node hours"),
         ("The same hours on-demand", f"{format_usd(report.ondemand_usd)} USD"),
         ("Saved", f"{'-' if report.saved_usd < 0 else ''}{format_usd(abs(report.saved_usd))} USD ({share:.0%})"),
-        ("Lost to preemptions", f"{report.steps_lost} steps in {report.preemptions} preemptions"),
-        ("Mean error of forecasts", "-" if error is None else f"{error:.0%} of {len(report.forecasts)} jobs"),
+        ("Lost to preemptions", _describe_losses(report)),
+        (
+            "Mean error of forecasts",
+            "-" if error is None else f"{error:.0%} in {format_count(len(report.forecasts), 'job')}",
+        ),
     ]
+
+
+def _describe_losses(report: Report) -> str:
+    steps, count = format_count(report.steps_lost, "step"), format_count(report.preemptions, "preemption")
+    return f"{steps} in {count}, about {format_usd(report.lost_usd)} USD for repeated steps and starts"
 
 
 def list_tables(report: Report) -> Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
@@ -41,7 +49,7 @@ def list_tables(report: Report) -> Sequence[tuple[str, Sequence[str], Sequence[S
     ]  # fmt: skip
     jobs = [
         [str(each.job_id), each.name, each.status, format_usd(each.usd), format_usd(each.ondemand_usd),
-         str(each.preemptions), str(each.steps_lost)]
+         str(each.preemptions), str(each.steps_lost), format_usd(each.lost_usd)]
         for each in report.jobs
     ]  # fmt: skip
     forecasts = [

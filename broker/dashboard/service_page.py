@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from broker.app.gateways import READY
+from broker.app.service_figures import find_usd_per_million, sum_usd_hour
 from broker.app.services import ServiceLine
 from broker.dashboard.html import Content, Markup, element, join, table
-from broker.formatting import format_duration, format_usd
+from broker.formatting import format_duration, format_ms, format_usd
 from broker.serve.wording import describe_service_event
 from broker.state.services import ServiceEvent
+
+ABOUT = (
+    "Rates, latencies and failures are those of the last minute; failed requests are responses with a 5xx status. "
+    "The current rate is that of the replicas. What was paid includes gateways, and replicas that have ended, until "
+    "their jobs are deleted (`keep_days`)."
+)
 
 
 def show_services(lines: Sequence[ServiceLine], now_s: float) -> Markup:
@@ -28,7 +35,9 @@ def show_services(lines: Sequence[ServiceLine], now_s: float) -> Markup:
             ]
         )  # fmt: skip
     heads = ["Service", "Status", "Version", "Ready", "Endpoint", "In flight", "Requests", "Age", "USD"]
-    return table(heads, cells, caption="Services", right=["Version", "In flight", "Requests", "Age", "USD"])
+    about = "Requests are those since the balancer started."
+    shown = table(heads, cells, caption="Services", right=["Version", "In flight", "Requests", "Age", "USD"])
+    return join([shown, element("p", about, class_="faint")])
 
 
 def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float) -> Markup:
@@ -45,6 +54,8 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
         "Waiting": _count(line, "waiting"),
         "Streams resumed": _count(line, "resumed"),
         "Responses broken": _count(line, "broken"),
+        **_list_minute(line),
+        "Current rate": f"{format_usd(sum_usd_hour(line))} USD/h",
         "Paid": f"{format_usd(line.paid_usd)} USD",
     }
     cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
@@ -68,6 +79,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
             element("p", service.failure, class_="note") if service.failure else None,
             element("p", "The balancer is not running.", class_="note") if line.load is None else None,
             element("dl", *cards, class_="figures"),
+            element("p", ABOUT, class_="faint"),
             _show_gateways(line) if line.gateways else None,
             element("h2", "Replicas"),
             table(heads, replicas, caption="Replicas", right=right) if replicas else element("p", "No replicas yet."),
@@ -75,6 +87,21 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
             table(["Time", "Event"], rows, caption="Events"),
         ]
     )
+
+
+def _list_minute(line: ServiceLine) -> Mapping[str, str]:
+    """List the measurements of the last minute; nothing without a balancer."""
+    if line.load is None:
+        return {}
+    window = line.load.window
+    return {
+        "Requests/s": f"{window.qps:.1f}",
+        "Failed requests": f"{window.errors:,} of {window.requests:,}",
+        "Tokens/s": f"{window.completion_tokens_s:,.0f}",
+        "First token, p50 / p95": f"{format_ms(window.ttft_p50_s)} / {format_ms(window.ttft_p95_s)}",
+        "Each next token, p50 / p95": f"{format_ms(window.tpot_p50_s)} / {format_ms(window.tpot_p95_s)}",
+        "USD per million tokens": format_usd(find_usd_per_million(sum_usd_hour(line), window)),
+    }
 
 
 def _show_gateways(line: ServiceLine) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from broker.dashboard.html import Markup, element, make_scrollable
+from broker.dashboard.html import Markup, element, join, make_scrollable
 from broker.dashboard.model import AttemptRow, JobPage
 from broker.formatting import format_duration, format_usd
 from broker.types import Placement
@@ -34,7 +34,9 @@ def draw_timeline(page: JobPage) -> Markup:
     picture = element(
         "svg", element("title", title), *parts, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img"
     )
-    return make_scrollable(picture, title)
+    cut = f"The picture has the newest {ROWS_MAX} of {len(page.attempts):,} attempts; the table has all of them."
+    is_cut = len(page.attempts) > len(rows)
+    return join([make_scrollable(picture, title), element("p", cut, class_="faint") if is_cut else None])
 
 
 def _draw_axis(span_s: float, height: int) -> Sequence[Markup]:

@@ -18,10 +18,11 @@ from aiohttp import web
 
 from broker.app import jobs
 from broker.app.container import Context
-from broker.app.deadline_chances import ChancePoint, list_chances
+from broker.app.deadline_chances import list_chances
+from broker.app.forecasts import forecast_job
 from broker.app.spending import By
 from broker.dashboard import content, pages
-from broker.dashboard.chances import ChanceCache
+from broker.dashboard.chances import JobOutlook, OutlookCache
 from broker.dashboard.changes import ChangeFeed
 from broker.dashboard.guard import HEADERS, Handler, redirect, refuse
 from broker.dashboard.html import Content, Markup, element
@@ -75,7 +76,7 @@ class Dashboard:
         self._metrics = MetricsPage()
         self._overview_page = content.OverviewPage()
         self._streams = 0
-        self._chances = ChanceCache()
+        self._outlooks = OutlookCache()
 
     def close(self) -> None:
         """Close the store of the pages."""
@@ -148,6 +149,7 @@ class Dashboard:
             targets=self._policy.list_targets(request),
             newest=request.get(NEWEST_EVENT, 0),
             job_id=job_id,
+            now_s=self._context.clock.now_s(),
         )
         return web.Response(text=text, content_type="text/html", status=status, headers=HEADERS)
 
@@ -200,24 +202,26 @@ class Dashboard:
 
     async def _read_job(self, job_id: int) -> tuple[JobContent, list[str]]:
         job, _ = await self._reader.read(lambda context: jobs.find_job(context, job_id))
-        chances = await self._find_chances(job)
-        return await self._reader.read(lambda context: content.make_job(context, job.id, chances))
+        outlook = await self._find_outlook(job)
+        return await self._reader.read(lambda context: content.make_job(context, job.id, outlook))
 
-    async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
-        """Return the chances of meeting the deadline over time; compute them in a thread if they are not cached."""
-        if job.task.goal is None or job.task.goal.deadline_hours is None:
-            return ()  # do not open another store for nothing
+    async def _find_outlook(self, job: Job) -> JobOutlook:
+        """Return the outlook of a job with a known amount of work; compute it in a thread if it is not cached."""
+        if job.task.goal is None or job.task.goal.work_hours is None:
+            return JobOutlook()  # do not open another store for nothing
         now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal
-        found = self._chances.get(job.id, now_s=now_s, is_ended=is_ended)
+        found = self._outlooks.get(job.id, now_s=now_s, is_ended=is_ended)
         if found is None:
-            found = await asyncio.to_thread(self._read_chances, job)
-            self._chances.put(job.id, found, now_s=now_s, is_ended=is_ended)
+            found = await asyncio.to_thread(self._read_outlook, job)
+            self._outlooks.put(job.id, found, now_s=now_s, is_ended=is_ended)
         return found
 
-    def _read_chances(self, job: Job) -> tuple[ChancePoint, ...]:
+    def _read_outlook(self, job: Job) -> JobOutlook:
         context = self._make_context()
         try:
-            return list_chances(context, jobs.explain(context, job))
+            told = jobs.explain(context, job)
+            forecast = forecast_job(context, told.job, paid_usd=told.paid_usd)
+            return JobOutlook(chances=list_chances(context, told), forecast=forecast)
         finally:
             context.close()
 

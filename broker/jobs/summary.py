@@ -26,9 +26,15 @@ class RunSummary:
 
 
 def summarize(
-    job: Job, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, paid_usd: float, now_s: float
+    job: Job,
+    attempts: Sequence[Attempt],
+    steps: Mapping[int, StepRange],
+    *,
+    paid_usd: float,
+    ondemand_usd: float,
+    now_s: float,
 ) -> RunSummary:
-    """Summarize a job; pass the store's `list_steps(job.id)` and `spend_usd(job_id=job.id, now_s=now_s)`."""
+    """Summarize a job; pass the store's `list_steps(job.id)`, `spend_usd` and `ondemand_since_usd` of the job."""
     newest = job.progress.step if job.progress else 0
     lost = sum(count_lost_steps(steps.get(old.number), steps.get(new.number)) for old, new in pairwise(attempts))
     end_s = job.ended_s if job.ended_s is not None else now_s
@@ -47,7 +53,7 @@ def summarize(
         total_s=end_s - job.submitted_s,
         useful_s=running_s * (newest / (newest + lost) if newest else 1.0),
         paid_usd=paid_usd,
-        ondemand_usd=sum(_price_ondemand(attempt, end_s) for attempt in attempts),
+        ondemand_usd=ondemand_usd,
     )
 
 
@@ -65,12 +71,3 @@ def count_lost_steps(old: StepRange | None, new: StepRange | None) -> int:
     if old.checkpoint_step is not None:
         return max(0, old.last_step - old.checkpoint_step)
     return max(0, old.last_step - new.first_step + 1) if new else 0
-
-
-def _price_ondemand(attempt: Attempt, end_s: float) -> float:
-    """Return the on-demand cost; the amount paid if the offer has no on-demand price."""
-    price = attempt.placement.offer.ondemand_usd_hour
-    if price is None:
-        return attempt.usd
-    hours = max(0.0, (attempt.ended_s or end_s) - attempt.started_s) / 3600
-    return price * attempt.placement.node_count * hours

@@ -123,7 +123,9 @@ def draw_up(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) 
     """Collect the result from the store, the clouds and the progress files before they are deleted."""
     store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
     paid = store.bills.spend_usd(job_id=job.id, now_s=now_s)
-    summary = summarize(job, job.attempts, store.jobs.list_steps(job.id), paid_usd=paid, now_s=now_s)
+    ondemand_usd = store.bills.ondemand_since_usd(0.0, now_s=now_s, job_id=job.id)
+    steps = store.jobs.list_steps(job.id)
+    summary = summarize(job, job.attempts, steps, paid_usd=paid, ondemand_usd=ondemand_usd, now_s=now_s)
     trials = read_trials(context)
     measures = measure(trials)
     first = job.attempts[0].placement if job.attempts else plan.choice.placement

@@ -72,9 +72,9 @@ def _name_request(service: Service, number: int) -> str:
     return f"{REPLICA_REQUEST}{service.name}/{service.uid}/gateway-{number}/"
 
 
-def list_gateway_jobs(store: Store, service: Service) -> Sequence[int]:
-    """Return the jobs of all tries of the gateways of a service."""
-    return store.jobs.list_request_ids(f"{REPLICA_REQUEST}{service.name}/{service.uid}/gateway-")
+def list_service_jobs(store: Store, service: Service) -> Sequence[int]:
+    """Return the jobs of all replicas and gateways of a service, including those that were replaced."""
+    return store.jobs.list_request_ids(f"{REPLICA_REQUEST}{service.name}/{service.uid}/")
 
 
 def find_cluster(store: Store, job: Job | None) -> Cluster | None:

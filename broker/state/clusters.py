@@ -318,20 +318,22 @@ class BillRows:
     def _sum_pruned_usd(self) -> float:
         return float(self._database.rows("SELECT coalesce(sum(usd), 0.0) FROM totals")[0][0])
 
-    def ondemand_since_usd(self, since_s: float, *, now_s: float) -> float:
-        """Return the on-demand cost, in USD, of the machines that were billed from `since_s` to now.
+    def ondemand_since_usd(self, since_s: float, *, now_s: float, job_id: int | None = None) -> float:
+        """Return the on-demand cost, in USD, of the machines that were billed from `since_s` to now, or of one job's.
 
         The price is that of their attempt's offer; machines without one count at their own price.
         """
         price = "CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.offer.ondemand_usd_hour') END"
         of_cluster = "CASE WHEN json_valid(body) THEN json_extract(body, '$.cluster') END = cluster"
-        ondemand = f"(SELECT {price} FROM attempts WHERE attempts.job_id = nodes.job_id AND {of_cluster})"
+        # Attempts that restart in place share a cluster and its placement.
+        ondemand = f"(SELECT {price} FROM attempts WHERE attempts.job_id = nodes.job_id AND {of_cluster} LIMIT 1)"
+        of_job = "" if job_id is None else " AND job_id = ?3"
         rows = self._database.rows(
             "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN price * (end_s - begin_s) END), 0.0) / 3600 FROM "
             f"(SELECT coalesce(CAST({ondemand} AS DOUBLE PRECISION), usd_hour) AS price, "
             "coalesce(ended_s, ?1) AS end_s, CASE WHEN created_s > ?2 THEN created_s ELSE ?2 END AS begin_s "
-            "FROM nodes WHERE ended_s IS NULL OR ended_s > ?2) AS billed",
-            (now_s, since_s),
+            f"FROM nodes WHERE (ended_s IS NULL OR ended_s > ?2){of_job}) AS billed",
+            (now_s, since_s, *([] if job_id is None else [job_id])),
         )
         return float(rows[0][0])
 

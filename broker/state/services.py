@@ -86,6 +86,11 @@ class ServiceRows:
         """List the services that need a controller."""
         return [read_text(row["name"]) for row in self._database.rows("SELECT name FROM services ORDER BY name")]
 
+    def list_failures(self) -> Mapping[str, str]:
+        """Return the reason for the failure of each failed service, by name."""
+        rows = self._database.rows("SELECT name, failure FROM services WHERE failure <> '' ORDER BY name")
+        return {read_text(row["name"]): read_text(row["failure"]) for row in rows}
+
     def list_claims(self) -> Mapping[int, str]:
         """Return the name of each service by the number under which it is claimed (`claims.py`)."""
         rows = self._database.rows("SELECT claim, name FROM services")

@@ -1,7 +1,7 @@
 """Take the pictures of docs/DASHBOARD.md: `python docs/pictures/make_dashboard.py`.
 
 Serves a state folder with made-up jobs and opens its pages in Chromium (Debian: chromium), light and dark. PNGs have
-few colours, so they stay small; together they are at most 220 kB.
+few colours, so they stay small; together they are at most 320 kB.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
-BYTES_MAX = 220_000
+BYTES_MAX = 320_000
 WIDTH = 880
 # name -> (page, scheme, first and last element of the picture)
 PICTURES = {
+    "dashboard-overview.png": ("/", "light", "dl.figures", "main > .scroll:last-of-type"),
+    "dashboard-chance.png": (
+        "/jobs/1",
+        "dark",
+        "h2:has-text('Chance of the deadline')",
+        "p.key",
+    ),
     "dashboard-job.png": ("/jobs/1", "light", "h2:has-text('Attempts')", "svg.chart >> nth=1"),
     "dashboard-nodes.png": ("/jobs/1", "light", "h2:has-text('Nodes')", ".scroll:has(caption:text-is('GPUs now'))"),
     "dashboard-plan.png": ("/jobs/2/plan", "dark", "h2:has-text('Cost against time')", "svg.chart"),
@@ -27,13 +34,18 @@ PICTURES = {
 
 def fill(home: Path) -> None:
     """Fill a state folder with jobs that look like real ones."""
+    from broker.task.loader import load_tasks_text
     from broker.types import JobStatus, Progress
     from broker.types.outcomes import EventKind, make_event
     from tests.dashboard.conftest import PLANNED, Story
 
     story = Story(home)
     begin_s = story.now_s - 5 * 3600
-    job_id = story.add_job("gpt2-finetune")
+    (goal,) = load_tasks_text(
+        PLANNED.replace("work: 10h", "work: 8h").replace("deadline: 24h", "deadline: 10h, budget: 40"), "task.yaml"
+    )
+    job_id = story.store.jobs.add("gpt2-finetune", goal).id
+    story.store.write("UPDATE jobs SET submitted_s = ? WHERE id = ?", (begin_s - 120, job_id))
     reached = [(0, 400, 360), (360, 900, 850), (850, 1240, 1200)]
     ends = [begin_s + 4000, begin_s + 11000, None]
     lines = []
@@ -51,11 +63,12 @@ def fill(home: Path) -> None:
     log.parent.mkdir(parents=True)
     log.write_text("\n".join(lines) + "\n")
     story.add_samples(job_id, count=170)
-    from broker.task.loader import load_tasks_text
-
     text = PLANNED.replace("{infra: local}", "{accelerators: A100:8}").replace("work: 10h", "work: 40h")
     (task,) = load_tasks_text(text.replace("deadline: 24h", "deadline: 72h"), "task.yaml")
     story.store.jobs.add("llama-sft", task)
+    story.store.jobs.set_status(story.add_job("tokenize"), JobStatus.SUCCEEDED)
+    story.store.jobs.set_status(story.add_job("eval"), JobStatus.FAILED, "exit code 3: CUDA out of memory")
+    story.add_cluster("dev", begin_s=begin_s)
     story.context.close()
 
 

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from broker.cli.log_lines import JsonLines
+from broker.cli.log_lines import JsonLines, start_log
 from broker.config import has_json_logs, load_config
 from broker.errors import UsageError
 
@@ -50,6 +51,17 @@ def test_a_record_names_its_job_and_keeps_its_trace_on_one_line() -> None:
     found = json.loads(line)
     assert (found["job"], found["level"], found["message"]) == (7, "warning", "job 7: late\nhere")
     assert "ValueError: two" in found["error"] and found["time"].endswith("Z")
+
+
+@pytest.mark.parametrize(("text", "form"), [('log_format = "json"', JsonLines), ("", logging.Formatter)])
+def test_a_server_logs_warnings_in_the_same_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, form: type
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(logging, "basicConfig", given.update)
+    (tmp_path / "config.toml").write_text(text)
+    start_log(load_config(tmp_path), level=logging.WARNING)
+    assert given["level"] == logging.WARNING and type(given["handlers"][0].formatter) is form
 
 
 @pytest.mark.parametrize("text", ['log_format = "xml"', "log_format = true"])

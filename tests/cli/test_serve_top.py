@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from broker.app.gateways import READY
+from broker.app.service_figures import find_usd_per_million
 from broker.app.services import ReplicaLine, ServiceLine
-from broker.cli.serve_top import describe_service, find_usd_per_million, list_lines
+from broker.cli.serve_top import describe_service, list_lines
 from broker.serve.files import Load, LoadWindow, ReplicaLoad
 from broker.types import Replica, Service
 

@@ -211,8 +211,10 @@ class Served:
         self._ready.set()
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        """Stop the dashboard; a repeated call changes nothing."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
 
 
 @pytest.fixture

@@ -99,6 +99,10 @@ def test_an_event_appears_without_a_reload(chromium: Any, served: Served, story:
     story.add_event(1, make_event(EventKind.NOTE, text="something new happened"))
     tab.page.get_by_text("something new happened").wait_for()
     assert tab.page.evaluate("window.wasLoadedOnce")
+    assert tab.page.get_by_role("alert").count() == 0
+    served.close()  # an outdated page must not look current
+    tab.page.get_by_role("alert").filter(has_text="not up to date").wait_for()
+    assert "As of 20" in tab.page.content()
     tab.context.close()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from html import escape
 
 import pytest
 
 from broker.app.deadline_chances import POINTS_MAX, ChancePoint, Moment, list_chances
 from broker.app.jobs import explain
 from broker.dashboard import pages
-from broker.dashboard.chances import KEPT_S, ChanceCache, show_chances
+from broker.dashboard.chances import KEPT_S, JobOutlook, OutlookCache, show_chances
 from broker.dashboard.model import read_job
+from broker.optimizer.explain import show_chance
 from broker.task.loader import load_tasks_text
 from broker.types import JobStatus, Progress
 from tests.dashboard.conftest import Story, make_decision
@@ -87,9 +89,10 @@ def test_the_last_point_is_the_forecast_and_the_page_shows_what_json_prints(
     job = frozen.store.jobs.get(job_id)
     assert job is not None
     shown = pages.show_job(replace(read_job(frozen.context, job), chances=points), []).show("t")
+    assert "staying on spot to the end</span>" in shown  # the colours are explained
     assert "Chance of the deadline over time" in shown and shown.count("<tr>") >= len(points)
     for each in points:
-        assert f'<td class="number">{each.chance:.1%}</td>' in shown
+        assert f'<td class="number">{escape(show_chance(each.chance))}</td>' in shown
 
 
 def test_jobs_without_a_deadline_and_silent_programs_have_no_curve(frozen: Story) -> None:
@@ -109,10 +112,10 @@ def test_a_long_history_keeps_its_first_and_newest_points(frozen: Story) -> None
 
 
 def test_a_live_job_is_read_again_after_a_minute_and_an_ended_one_is_not() -> None:
-    cache = ChanceCache()
-    cache.put(1, (), now_s=0.0, is_ended=False)
-    assert cache.get(1, now_s=KEPT_S - 1, is_ended=False) == ()
+    cache = OutlookCache()
+    cache.put(1, JobOutlook(), now_s=0.0, is_ended=False)
+    assert cache.get(1, now_s=KEPT_S - 1, is_ended=False) == JobOutlook()
     assert cache.get(1, now_s=KEPT_S, is_ended=False) is None
     assert cache.get(1, now_s=1.0, is_ended=True) is None  # it has ended since
-    cache.put(1, (), now_s=0.0, is_ended=True)
-    assert cache.get(1, now_s=9 * KEPT_S, is_ended=True) == ()
+    cache.put(1, JobOutlook(), now_s=0.0, is_ended=True)
+    assert cache.get(1, now_s=9 * KEPT_S, is_ended=True) == JobOutlook()

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -101,12 +102,41 @@ def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFix
         assert text in shown
 
 
+def test_attempts_on_the_same_nodes_share_their_cost(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    job_id = frozen.add_job("in place")
+    frozen.add_attempt(job_id, 1, begin_s=frozen.now_s - 7200, end_s=None)
+    (first,) = frozen.store.jobs.list_attempts(job_id)
+    frozen.store.jobs.put_attempt(replace(first, ended_s=frozen.now_s - 5400, usd=1.0))
+    frozen.store.jobs.put_attempt(replace(first, number=2, started_s=frozen.now_s - 5400))
+    job = frozen.store.jobs.get(job_id)
+    assert job is not None
+    assert [row.usd for row in read_job(frozen.context, job).attempts] == pytest.approx([1.0, 3.0])
+    told: Any = read_json(capsys, "jobs", "why", str(job_id))
+    assert [each["usd"] for each in told["attempts"]] == pytest.approx([1.0, 3.0])
+    assert told["summary"]["paid_usd"] == pytest.approx(4.0)
+    assert told["summary"]["ondemand_usd"] == pytest.approx(12.0)  # 3 USD instead of 1
+
+
 def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
     frozen.add_event(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
     assert [row.job_id for row in read_overview(frozen.context).attention] == [1, 2]  # live jobs first
     frozen.add_event(1, make_event(EventKind.STARTED, attempt=2))
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
+
+
+def test_a_failed_service_requires_attention(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen.add_service()
+    assert read_overview(frozen.context).failed_services == {}
+    service = frozen.store.services.list()[0]
+    frozen.store.services.set_failure(service.name, f"no offer fits: {HOSTILE}")
+    overview = read_overview(frozen.context)
+    told: Any = read_json(capsys, "top")
+    assert told["failed_services"] == overview.failed_services == {"chat": f"no offer fits: {HOSTILE}"}
+    shown = pages.show_overview(overview)
+    assert 'href="/services/chat"' in shown and "no offer fits: &lt;script" in shown
+    lines = list_lines(overview)
+    assert any(line.startswith("chat") and line.isprintable() and len(line) <= 80 for line in lines)
 
 
 def test_today_counts_from_midnight_and_the_month_from_its_first_day(frozen: Story) -> None:

@@ -14,8 +14,9 @@ from broker.app.checks import CheckedItem, read_checks, record_findings, record_
 from broker.app.forecasts import list_paid
 from broker.app.gateways import GatewayLine
 from broker.app.services import describe_services, list_service_events
-from broker.app.spending import By, list_day_shares, read_spending
+from broker.app.spending import By, read_day_shares, read_spending
 from broker.cli.main import main
+from broker.cli.serve_top import describe_service
 from broker.dashboard import pages
 from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
@@ -26,8 +27,10 @@ from broker.dashboard.progress import draw_losses, draw_steps, read_losses
 from broker.dashboard.service_page import show_service, show_services
 from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_hours, format_usd
+from broker.state.jobs import REPLICA_REQUEST
 from broker.types import Job
-from tests.dashboard.conftest import HOSTILE, PLANNED, Story
+from tests.cli.test_serve_top import make_line
+from tests.dashboard.conftest import HOSTILE, OFFER, PLANNED, TASK, Story
 from tests.dashboard.test_model import read_json
 
 PLANNED_ID = 4
@@ -75,8 +78,21 @@ def test_a_change_that_cannot_be_planned_gives_the_reason(frozen: Story) -> None
     before = frozen.store.events.get_newest_id()
     for change, reason in (("dedline=3h", "did you mean `deadline`"), (f"cloud={HOSTILE}", "&lt;script&gt;")):
         page = read_plan(frozen.context, job, change)
-        assert page.changed is None and reason in show_plan(page)
+        assert page.changed is None and reason in show_plan(page) and "cannot be planned" in show_plan(page)
     assert frozen.store.events.get_newest_id() == before
+
+
+def test_the_frontier_is_that_of_all_placements_if_the_plot_has_only_some(
+    frozen: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = get_job(frozen, PLANNED_ID)
+    whole = read_plan(frozen.context, job, "")
+    monkeypatch.setattr("broker.dashboard.plans.POINTS_MAX", 1)
+    cut = read_plan(frozen.context, job, "")
+    assert len(cut.points) == 1 < len(whole.frontier)
+    assert cut.frontier == whole.frontier
+    note = f"The plot has the first 1 of {len(whole.points):,} placements"
+    assert note in show_plan(cut) and "The plot has" not in show_plan(whole)
 
 
 def test_the_service_pages_equal_the_status_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +104,36 @@ def test_the_service_pages_equal_the_status_command(frozen: Story, capsys: pytes
     assert f"0/{told['service']['wanted']}" in listed
     (replica,) = told["replicas"]
     assert replica["status"] in detail and f'href="/jobs/{replica["replica"]["job_id"]}"' in detail
+    assert f">{format_usd(told['paid_usd'])} USD<" in detail and f">{format_usd(told['paid_usd'])}</td>" in listed
     assert "exit code 1: &lt;script&gt;" in detail and "<script" not in detail and "\x1b" not in detail
     assert "balancer is not running" in detail
+
+
+def test_a_service_has_paid_for_replicas_that_were_replaced_and_pays_nothing_for_failed_ones(frozen: Story) -> None:
+    service = frozen.store.services.list()[0]
+    (replica,) = frozen.store.services.list_replicas("chat")
+    request = f"{REPLICA_REQUEST}chat/{service.uid}/0"
+    replaced = frozen.store.jobs.add("chat-0", TASK, request_id=request).id
+    for job_id in (replaced, replica.job_id):
+        frozen.add_attempt(job_id, 1, begin_s=frozen.now_s - 3600, end_s=frozen.now_s - 1800)
+    (line,) = describe_services(frozen.context)
+    assert line.paid_usd == pytest.approx(2 * 1.0)
+    (shown,) = line.replicas
+    assert shown.usd_hour == 0.0 and OFFER.cloud in shown.place
+
+
+def test_the_service_page_has_the_load_of_the_last_minute_as_serve_top_has_it(frozen: Story) -> None:
+    line = make_line()
+    told = describe_service(line)
+    detail = show_service(line, [], frozen.now_s)
+    for name, text in {
+        "First token, p50 / p95": "120ms / 400ms",
+        "Failed requests": "1 of 120",
+        "USD per million tokens": format_usd(told["usd_per_million_tokens"]),  # type: ignore[arg-type]
+        "Current rate": f"{format_usd(told['usd_hour'])} USD/h",  # type: ignore[arg-type]
+    }.items():
+        assert f"<dt>{name}</dt><dd>{text}</dd>" in detail
+    assert "First token" not in show_service(replace(line, load=None), [], frozen.now_s)
 
 
 def test_service_page_shows_gateways_with_their_endpoints_jobs_and_reasons(frozen: Story) -> None:
@@ -110,7 +154,7 @@ def test_service_page_shows_gateways_with_their_endpoints_jobs_and_reasons(froze
 
 
 def test_days_clouds_and_jobs_sum_to_the_cost_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
-    shares = list_day_shares(frozen.store.bills.list(), frozen.now_s)
+    shares = read_day_shares(frozen.store, frozen.now_s)
     for by, key in ((By.DAY, "day"), (By.CLOUD, "cloud"), (By.JOB, "owner")):
         told = {row[by.value]: row["usd"] for row in read_json(capsys, "cost", "--by", by.value)["rows"]}  # type: ignore[index]
         sums: dict[str, float] = defaultdict(float)
@@ -124,7 +168,7 @@ def test_forecasts_are_compared_with_what_succeeded_jobs_cost(frozen: Story) -> 
     assert (found.job_id, found.forecast_usd) == (PLANNED_ID, 1.6)
     assert found.paid_usd == pytest.approx(2.0) and found.ratio == pytest.approx(1.25)
     spending = read_spending(frozen.store, By.JOB, frozen.now_s)
-    shown = show_cost(By.JOB, spending, {PLANNED_ID: HOSTILE}, list_day_shares((), frozen.now_s), [found])
+    shown = show_cost(By.JOB, spending, {PLANNED_ID: HOSTILE}, (), [found])
     assert ">1.25</td>" in shown and "<script" not in shown
 
 

@@ -37,6 +37,7 @@ def test_a_month_sums_what_was_bought_and_saved(frozen: Story) -> None:
     assert bought.ondemand_usd == pytest.approx(7.5)
     (line,) = [each for each in report.jobs if each.name == HOSTILE]
     assert (line.preemptions, line.usd) == (1, pytest.approx(2.5))
+    assert line.lost_usd == pytest.approx(2.0 * 60 / 3600), "the second attempt's start; its program reports no steps"
     assert report.saved_usd == pytest.approx(report.ondemand_usd - report.usd) and report.saved_usd >= 5.0 - 1e-9
 
 
@@ -57,7 +58,12 @@ def test_lost_steps_and_forecasts_are_those_of_the_jobs(story: Story, capsys: py
     assert planned.forecast_usd == 1.6 and planned.ratio == pytest.approx(1.25)
     assert report.forecast_error_ratio == pytest.approx(0.25)
     lost = read_json(capsys, "jobs", "why", "1")["summary"]["steps_lost"]  # type: ignore[index]
-    assert [each.steps_lost for each in report.jobs if each.job_id == 1] == [lost] == [10]
+    (first,) = [each for each in report.jobs if each.job_id == 1]
+    assert first.steps_lost == lost == 10
+    old, new = story.store.jobs.list_attempts(1)
+    repeated_s = 10 / 40 * ((old.lost_s or 0.0) - (old.running_s or 0.0))
+    started_s = (new.running_s or 0.0) - new.started_s
+    assert first.lost_usd == pytest.approx(2.0 / 3600 * (repeated_s + started_s))
 
 
 def test_the_files_hold_the_figures_and_foreign_text_is_inert(

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from broker.app.tracing import make_trace
+from broker.app.tracing import make_trace, parse_headers
 from broker.cli.main import main
+from broker.errors import UsageError
 from broker.jobs.trace_ids import make_traceparent
 from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import Story
@@ -24,6 +25,7 @@ class Collector(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.received.append((self.path, self.headers["Content-Type"], json.loads(body)))  # type: ignore[attr-defined]
+        self.server.logins.append(self.headers["Authorization"])  # type: ignore[attr-defined]
         self.send_response(self.server.status)  # type: ignore[attr-defined]
         self.end_headers()
         self.wfile.write(b"{}")
@@ -35,7 +37,7 @@ class Collector(BaseHTTPRequestHandler):
 @pytest.fixture
 def collector() -> Iterator[Any]:
     server: Any = HTTPServer(("127.0.0.1", 0), Collector)
-    server.received, server.status = [], 200
+    server.received, server.logins, server.status = [], [], 200
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     yield server
@@ -96,13 +98,16 @@ def test_a_program_s_spans_hang_below_the_run_of_its_attempt(story: Story) -> No
     assert spans[parent] == "run" and trace_id == list_spans(read_trace(story, 1))[0]["traceId"]
 
 
-def test_the_command_sends_and_writes_the_same_trace(story: Story, collector: Any, tmp_path: Path) -> None:
+def test_the_command_sends_and_writes_the_same_trace(
+    story: Story, collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer%20abc,x-tenant=a")
     file = tmp_path / "trace.json"
     url = f"http://127.0.0.1:{collector.server_address[1]}"
     with pytest.raises(SystemExit, match=r"^0$"):
         main(("jobs", "trace", "2", "--otlp", url, "-o", str(file)))
     ((path, kind, received),) = collector.received
-    assert (path, kind) == ("/v1/traces", "application/json")
+    assert (path, kind) == ("/v1/traces", "application/json") and collector.logins == ["Bearer abc"]
     assert received == json.loads(file.read_text()) and list_spans(received)[0]["status"]["code"] == 2
 
 
@@ -120,3 +125,16 @@ def test_a_refusal_and_an_invalid_url_are_errors(
             main(("jobs", "trace", "1", "--otlp", given))
         assert ended.value.code not in (0, None) and reason in capsys.readouterr().err
     assert [path for path, _, _ in collector.received] == ["/v1/traces"]
+
+
+def test_a_refused_login_names_the_variable_and_invalid_headers_are_refused(
+    story: Story, collector: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector.status = 401
+    with pytest.raises(SystemExit):
+        main(("jobs", "trace", "1", "--otlp", f"http://127.0.0.1:{collector.server_address[1]}"))
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in capsys.readouterr().err
+    assert parse_headers("") == {} and parse_headers(" a = b=c ,") == {"a": "b=c"}
+    for text in ("a b=c", "=c", "a=b%0d%0aInjected: c"):
+        with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_HEADERS"):
+            parse_headers(text)

@@ -30,11 +30,11 @@ ATTEMPT = Attempt(job_id=7, number=3, cluster="c", placement=PLACEMENT, started_
 ADVICE = {"BROKER_CHECKPOINT_EVERY_S": "60"}
 
 
-def make(job: Job, home: Path, *, handle: str, first: Job | None = None) -> dict[str, str]:
+def make(job: Job, home: Path, *, handle: str, first: Job | None = None, number: int = 3) -> dict[str, str]:
     node = Node(id="n", cloud="x", owner="me", cluster="c", attempt=3, rank=0, state=NodeState.RUNNING, handle=handle)
     cluster = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=3, nodes=(node,))
     config = Config(home=home, owner="owner")
-    return make_envs(config, job, ATTEMPT, cluster, advice=ADVICE, find_job={7: first}.get)
+    return make_envs(config, job, replace(ATTEMPT, number=number), cluster, advice=ADVICE, find_job={7: first}.get)
 
 
 def test_a_remote_program_without_a_bucket_gets_its_identity_and_no_folder(tmp_path: Path) -> None:
@@ -52,7 +52,8 @@ def test_a_program_joins_the_trace_of_its_job_unless_the_task_names_another(tmp_
 
 
 def test_ids_for_experiment_trackers_are_the_same_in_every_attempt(tmp_path: Path) -> None:
-    first = make(JOB, tmp_path, handle="ssh://u@h")
+    first, second = (make(JOB, tmp_path, handle="ssh://u@h", number=number) for number in (3, 4))
+    assert {name for name in first if first[name] != second[name]} == {"BROKER_ATTEMPT", "TRACEPARENT"}
     assert first["SKYPILOT_TASK_ID"] == "broker-job-7-abcde"  # no attempt in it: fit for WANDB_RUN_ID
     assert not first.keys() & {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"}  # the task's own stay as they are
 

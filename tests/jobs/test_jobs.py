@@ -388,7 +388,9 @@ def test_the_summary_counts_losses_and_costs(tmp_path: Path) -> None:
     run_to_end(world, "preemption")
     job, now_s = world.get_job(), world.clock.now_s()
     paid_usd = world.store.bills.spend_usd(job_id=job.id, now_s=now_s)
-    summary = summarize(job, job.attempts, world.store.jobs.list_steps(job.id), paid_usd=paid_usd, now_s=now_s)
+    ondemand_usd = world.store.bills.ondemand_since_usd(0.0, now_s=now_s, job_id=job.id)
+    steps = world.store.jobs.list_steps(job.id)
+    summary = summarize(job, job.attempts, steps, paid_usd=paid_usd, ondemand_usd=ondemand_usd, now_s=now_s)
     assert (summary.steps, summary.recoveries) == (30, 1)
     assert 0 <= summary.steps_lost < 10
     assert 2.5 * paid_usd < summary.ondemand_usd < 3.5 * paid_usd

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.cli.jobs_show import describe_starts
+from broker.app.job_sentences import describe_starts
 from broker.jobs.start_costs import StartCost, measure_start_cost
 from broker.types import Attempt, Job, JobStatus, Placement, Task
 from broker.types.forecasts import JobForecast, Range

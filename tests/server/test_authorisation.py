@@ -22,7 +22,7 @@ READS = {
     "list_forecasts",
     "inspect_clouds", "inspect_cloud", "list_startable", "watch_jobs", "read_job_history", "list_services",
     "explain_service", "wait_for_service", "follow_service_log", "preview_services_down", "read_sweep",
-    "show_overview", "list_schedules", "list_due_times",
+    "show_overview", "list_locations", "list_schedules", "list_due_times",
 }  # fmt: skip
 WRITES = {
     "cancel_runs", "stop_cluster", "start_cluster", "set_autostop", "terminate_clusters", "launch", "exec_task",

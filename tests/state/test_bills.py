@@ -31,7 +31,10 @@ def test_ondemand_cost_takes_the_price_of_the_attempt_within_the_period(open_sto
     for cluster in ("job-1-1", "job-1-2", "dev"):
         store.bills.record(replace(make_node(cluster), cluster=cluster, usd_hour=1.0, created_s=START_S))
         store.write("UPDATE nodes SET job_id = ? WHERE cluster = ? AND cluster <> 'dev'", (job.id, cluster))
+    store.jobs.put_attempt(replace(attempt, number=3))  # it restarted in place
     now_s = START_S + 2 * HOUR_S
+    assert store.bills.ondemand_since_usd(0.0, now_s=now_s, job_id=job.id) == pytest.approx(2 * (3.0 + 1.0))
+    assert store.bills.ondemand_since_usd(0.0, now_s=now_s, job_id=job.id + 1) == 0.0
     assert store.bills.ondemand_since_usd(START_S + HOUR_S, now_s=now_s) == pytest.approx(3.0 + 1.0 + 1.0)
     sums = store.bills.sum_spend(midnight_s=now_s, month_s=START_S + HOUR_S, now_s=now_s)
     assert sums.month_usd == pytest.approx(3.0)

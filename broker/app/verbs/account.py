@@ -12,7 +12,7 @@ from broker.app.container import Context
 from broker.app.forecasts import list_judged, score_own_forecasts
 from broker.app.planning import check_notices, check_plans, plan_launch
 from broker.app.reporting import Report, read_month, read_report
-from broker.app.spending import By, Spending, read_spending
+from broker.app.spending import By, Share, Spending, read_day_shares, read_spending
 from broker.clouds.findings import InspectsTypes, TypeCheckResult
 from broker.errors import UsageError
 from broker.frozen import frozen
@@ -23,10 +23,14 @@ from broker.types import Plan, Task
 
 @frozen
 class CostReport:
-    """Spending by job, cloud, day, user or project, with the names of jobs by ID."""
+    """Spending by job, cloud, day, user or project, with the names of jobs by ID.
+
+    `shares` are only those of a report by day; empty from an older server.
+    """
 
     spending: Spending
     names: Mapping[int, str]
+    shares: tuple[Share, ...] = ()
 
 
 def show_cost(context: Context, *, by: By) -> CostReport:
@@ -34,7 +38,12 @@ def show_cost(context: Context, *, by: By) -> CostReport:
     context.keep_jobs_going()
     store = context.store
     names = {job.id: job.name for job in store.jobs.list_lines(on_damage=context.warn)} if by is By.JOB else {}
-    return CostReport(spending=read_spending(store, by, context.clock.now_s(), on_damage=context.warn), names=names)
+    now_s = context.clock.now_s()
+    return CostReport(
+        spending=read_spending(store, by, now_s, on_damage=context.warn),
+        names=names,
+        shares=tuple(read_day_shares(store, now_s, on_damage=context.warn)) if by is By.DAY else (),
+    )
 
 
 @frozen
