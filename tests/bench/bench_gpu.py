@@ -4,7 +4,7 @@
 - stack: MFU of a stack of Llama 2 7B's layers, as many as fit beside their moments
 - exact: losses of a run with `--deterministic` that is killed and resumed, compared with those of an undisturbed one
 
-Never run on a GPU so far. `--tiny` runs everything with tiny models on any device: it checks the bench, not the trainers.
+Never run on a GPU so far. `--tiny` uses tiny models on any device: it checks the bench, not the trainers.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def main() -> None:
 
 def find_card(is_tiny: bool) -> str:
     """Return the name of the GPU and today's date."""
-    program = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '', torch.__version__)"
+    name = "torch.cuda.get_device_name() if torch.cuda.is_available() else ''"
+    program = f"import torch; print({name}, torch.__version__)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
     if " " not in found and not is_tiny:
         raise SystemExit("no GPU: not measured")
