@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainers.config import Config, FsdpOptions, RunConfig
+from trainers.config import Config, RunConfig
 from trainers.devices import check_dtype, configure_arithmetic
 from trainers.errors import TrainerError
+from trainers.strategies.options import FsdpOptions
 
 GPU = torch.device("cuda", 0)
 

@@ -1,9 +1,11 @@
 """Steps on a GPU that does not exist: torch's fake tensors have a device but no values.
 
 They raise an error where tensors of two devices meet, and where the host asks for a value and would have to wait.
+Autograd accepts only devices that torch was built for, or `meta`, which here stands for the GPU.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,20 +17,27 @@ from torch.overrides import TorchFunctionMode
 
 from trainers.config import Config, parse_config
 from trainers.lm import choose_forward, find_mask, make_batches
-from trainers.lora import add_adapters
 from trainers.loop import Position, StepReport, Work, iterate_steps
+from trainers.lora import add_adapters
 from trainers.models import create_language_model
 from trainers.models.decoder import Decoder, allocate
 from trainers.models.llama import Attention, make_waves
 from trainers.optimizer import Optimizer
-from trainers.ranks import Ranks, choose_precision
+from trainers.ranks import Ranks
 from trainers.scaling import LossScale
 from trainers.strategies import create_strategy
 
-GPU = torch.device("cuda", 0)
+GPU = torch.device("meta")
 CONTEXT = 32
 FLAGS = ["--model.depth", "2", "--model.width", "32", "--model.heads", "4", "--model.context", str(CONTEXT)]
 LLAMA = ["--model.kind", "llama", "--model.key_value_heads", "2"]
+
+
+@pytest.fixture(autouse=True)
+def autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has no autocast for `meta`."""
+    monkeypatch.setattr(torch, "autocast", lambda device, **_: nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
 
 
 class Samples:
@@ -63,7 +72,7 @@ def take_steps(flags: list[str]) -> Iterator[StepReport]:
         model=model,
         strategy=create_strategy("ddp", ranks),
         optimizer=Optimizer(model.named_parameters(), config.train),
-        work=Work(samples=samples, loss=loss, precision=choose_precision(GPU, "float32"), forward=forward),
+        work=Work(samples=samples, loss=loss, precision=nullcontext, forward=forward),
         position=Position("fake"),
         ranks=ranks,
         is_stop_asked=lambda: False,
@@ -122,10 +131,10 @@ def test_shared_heads_are_repeated_where_no_kernel_accepts_them(
     from trainers.models.attention import WholeSequence
 
     def make(count: int) -> Tensor:
-        return torch.empty(1, count, CONTEXT, 8, dtype=dtype, device=GPU)
+        return torch.empty(1, count, CONTEXT, 8, dtype=dtype, device="cuda")
 
     with FakeTensorMode():
-        mask = torch.empty(1, 1, CONTEXT, CONTEXT, dtype=torch.bool, device=GPU) if is_masked else None
+        mask = torch.empty(1, 1, CONTEXT, CONTEXT, dtype=torch.bool, device="cuda") if is_masked else None
         with Attended() as attended:
             assert WholeSequence().attend(make(4), make(2), make(2), mask=mask).shape == (1, 4, CONTEXT, 8)
     assert attended.heads == [heads]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainers.ranks import Ranks, abort_collectives, make_timeout
+from trainers.ranks import Ranks, abort_collectives, join_ranks, make_timeout
 
 
 @pytest.fixture
@@ -50,7 +50,23 @@ def test_collectives_without_nccl_are_not_aborted(ranks: Ranks) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_nccl_groups_are_bound_to_the_device_and_those_of_checkpoints_are_not_connected_by_it(ranks: Ranks) -> None:
+def test_rank_of_a_gpu_joins_nccl_with_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **named: calls.append((backend, named["device_id"]))
+    )
+    monkeypatch.setattr(dist, "new_group", lambda **named: named["backend"])
+    ranks = join_ranks()
+    device = torch.device("cuda", 1)
+    assert calls == [("set", device), ("nccl", device)], "the device is chosen before NCCL connects"
+    assert (ranks.device, ranks.background_group) == (device, "gloo")
+
+
+def test_group_for_checkpoints_can_be_created_beside_nccl(ranks: Ranks) -> None:
     """With `device_id`, torch connects each new group at once if its backend can be split: gloo's must bear that."""
     backend = ranks.background_group._get_backend(torch.device("cpu"))
     if backend.supports_splitting:

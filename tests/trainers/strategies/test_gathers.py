@@ -40,14 +40,14 @@ def ranks() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of the hooks that count
 @pytest.mark.parametrize(("reshard", "expected"), [("always", 1 + 2 * BLOCKS), ("never", 1 + BLOCKS)])
 def test_blocks_are_gathered_for_each_pass_and_the_rest_once(ranks: Ranks, reshard: str, expected: int) -> None:
     """The rest, of which the embeddings are large, is needed from the end of the forward pass on."""
     options = StrategyOptions(strategy="fsdp", fsdp=FsdpOptions(reshard=reshard))
     strategy, model = create_strategy("fsdp", ranks, options), Model()
     wrapped = strategy.wrap(model)
-    with CommDebugMode() as sent:
-        with strategy.micro_step(model, last=True):
-            wrapped(torch.ones(2, 4)).sum().backward()
+    with CommDebugMode() as sent, strategy.micro_step(model, last=True):
+        wrapped(torch.ones(2, 4)).sum().backward()
     gathers = sum(count for name, count in sent.get_comm_counts().items() if "all_gather" in str(name))
     assert gathers == expected, sent.get_comm_counts()
