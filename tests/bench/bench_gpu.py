@@ -72,7 +72,7 @@ def measure_throughput(asked: argparse.Namespace, folder: Path) -> str:
     for turn in range(asked.rounds):
         nano_rates += json.loads(run(nano, folder))["tokens_per_s"][WARM_READINGS:]
         ours = train(folder / str(turn), "gpt2", [*flags, "--compile", "--data.path", str(folder)])
-        ours_rates += [line["tokens_per_s"] for line in ours if "tokens_per_s" in line][WARM_READINGS:]
+        ours_rates += [line["tokens_per_s"] for line in ours if line.get("tokens_per_s")][WARM_READINGS:]
     ratio = statistics.median(ours_rates) / statistics.median(nano_rates)
     return (
         f"GPT-2, bfloat16, compiled, {batch} x {shape['context']} tokens a step: {statistics.median(ours_rates):,.0f} "
@@ -87,8 +87,8 @@ def measure_stack(asked: argparse.Namespace, folder: Path) -> str:
     flags = to_flags({f"model.{name}": value for name, value in {"depth": asked.depth, **shape}.items()})
     flags += ["--train.batch", "4", "--train.steps", str(asked.steps), "--compile", "--recompute", "none"]
     lines = train(folder / "run", "llama2-7b", [*flags, "--data.path", str(folder)])
-    shares = [line["mfu"] for line in lines if "mfu" in line][WARM_READINGS:]
-    memory = max(line["memory_gib"] for line in lines)
+    shares = [line["mfu"] for line in lines if line.get("mfu")][WARM_READINGS:]
+    memory = max(line.get("memory_gib") or 0.0 for line in lines)
     mfu = f"{100 * statistics.median(shares):.1f} %" if shares else "unknown: the peak of this device is not known"
     return f"{asked.depth} layers of Llama 2 7B, bfloat16, compiled: MFU {mfu}, {memory:.1f} GiB"
 

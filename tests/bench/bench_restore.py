@@ -193,9 +193,10 @@ class Weights:
 
 def spread(part: Any) -> Any:
     """Return a tensor of which this rank holds a part."""
+    import torch
     from torch.distributed.tensor import DTensor, Shard
 
-    shape = (len(part) * RANKS,)
+    shape = torch.Size([len(part) * RANKS])
     return DTensor.from_local(part, find_mesh(), [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 

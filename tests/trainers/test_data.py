@@ -89,7 +89,12 @@ def test_reading_ahead_changes_nothing(batch: int, portions: list[int], is_jumpi
 def test_batches_for_a_gpu_are_pinned_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a strided tensor, the copy would wait for the device, pinned or not."""
     pinned: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     corpus = make_corpus()
     ahead = Prefetch(corpus, 2, is_pinned=True)
     for first in (0, 2):

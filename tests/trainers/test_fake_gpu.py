@@ -51,7 +51,7 @@ class Samples:
 def make_model(config: Config) -> Decoder:
     """Allocate a model on the GPU; drawing weights would require its generator."""
     with torch.device("meta"):
-        model = create_language_model(config.model.kind, config.model)
+        model: Decoder = create_language_model(config.model.kind, config.model)
         add_adapters(model, config.lora)
     allocate(model, GPU)
     for module in model.modules():
