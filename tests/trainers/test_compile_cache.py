@@ -208,6 +208,7 @@ def test_preempted_run_restarts_without_compiling_a_kernel(worlds: Worlds, tmp_p
     assert losses["whole"] == losses["broken"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
 def test_compiled_blocks_are_not_cut_at_the_bounds_of_ddp_s_buckets() -> None:
     """A whole model is: its gradients could not be sent before the end of the backward pass otherwise."""
     from torch._dynamo import config
