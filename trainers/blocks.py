@@ -18,6 +18,12 @@ def prepare_blocks(model: nn.Module, *, recompute: str, is_compiled: bool) -> No
     blocks = find_blocks(model)
     if not blocks and is_compiled:
         _compile(model)
+    if blocks and is_compiled:
+        import torch._dynamo
+
+        # Otherwise DistributedDataParallel makes the compiler cut each block at the bounds of its buckets, so that they
+        # can be sent early: blocks are graphs of their own already.
+        torch._dynamo.config.optimize_ddp = False
     for place, block in enumerate(blocks):
         if recompute == "full" or (recompute == "selective" and place % 2 == 0):
             block.forward = _recompute(block.forward)

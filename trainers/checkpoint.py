@@ -9,9 +9,11 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from torch import Tensor
 
 from trainers.errors import CheckpointError, StaleAttemptError
 from trainers.manifest import (
@@ -30,7 +32,7 @@ from trainers.manifest import (
 from trainers.ranks import Ranks
 from trainers.restore import Restorer, Stateful, decide, name_own
 from trainers.restore_progress import LocalCounter, RestoreProgress
-from trainers.snapshot import CudaStreams, Snapshot
+from trainers.snapshot import CudaStreams, Snapshot, find_addresses, hold_still
 from trainers.storage import Storage
 
 __all__ = ["CheckpointManager", "CheckpointName", "Contents", "find_newest", "list_checkpoints"]
@@ -72,10 +74,12 @@ class CheckpointManager:
         shared: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
         about: Mapping[str, Any] | None = None,
+        buffers: Iterable[Tensor] = (),
     ) -> None:
         """Register the attempt. `shared` state is common to all ranks; `own` differs from rank to rank.
 
-        `about` is JSON that is stored with each checkpoint.
+        `about` is JSON that is stored with each checkpoint. `buffers` are the tensors of the state that forward passes
+        change, such as BatchNorm's statistics.
         """
         self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
@@ -86,6 +90,7 @@ class CheckpointManager:
         self._failures = 0  # in a row
         self._step_saved: int | None = None
         self.step_committed: int | None = None
+        self._buffers = find_addresses(buffers)
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
         self.stall_s = 0.0  # time that the last `save`, and the `settle` after it, blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
@@ -145,6 +150,7 @@ class CheckpointManager:
         states = {key: (holder, holder.state_dict()) for key, holder in self._shared.items()}
         live = {key: state for key, (holder, state) in states.items() if getattr(holder, "is_holder", True)}
         live[name_own(self._ranks)] = {key: holder.state_dict() for key, holder in self._own.items()}
+        live = hold_still(live, self._buffers)
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")

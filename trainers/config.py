@@ -12,7 +12,7 @@ from trainers.interval import AUTOMATIC
 from trainers.knobs import knob
 from trainers.launch import parse_elastic
 from trainers.presets import PRESETS
-from trainers.strategies.options import StrategyOptions
+from trainers.strategies.options import SEPARATE, StrategyOptions
 
 # Hidden widths are rounded up to a multiple of this, which suits the matrix units of every GPU.
 WIDTH_MULTIPLE = 64
@@ -353,6 +353,9 @@ def find_run_problem(config: RunConfig) -> str | None:
         "--watchdog.checkpoint_s": config.watchdog.checkpoint_s,
         "--train.z_loss": train.z_loss,
     }
+    drifting = [name for name in config.strategy.split("+") if name in SEPARATE]
+    if config.dtype == "float16" and drifting:
+        return f"`--dtype float16` cannot be combined with `--strategy {drifting[0]}`: all ranks need one loss scale"
     if config.elastic:
         try:
             parse_elastic(config.elastic)

@@ -117,7 +117,9 @@ class Prefetch:
 
     def _read(self, sample_first: int, sample_count: int) -> Batch:
         batch = self._samples.read(sample_first, sample_count)
-        return map_tensors(batch, lambda tensor: tensor.pin_memory()) if self._is_pinned else batch
+        # `pin_memory` preserves strides, and torch copies a strided tensor to a GPU through ordinary memory, for which
+        # the host waits until the device has finished the steps before.
+        return map_tensors(batch, lambda tensor: tensor.contiguous().pin_memory()) if self._is_pinned else batch
 
 
 def split_windows(window_count: int, validation_share: float) -> tuple[range, range]:

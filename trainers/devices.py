@@ -46,12 +46,26 @@ def configure_arithmetic(config: RunConfig) -> None:
     if torch.cuda.is_available():
         # TensorFloat-32 has 10 bits of mantissa and 8 times the rate of float32 on an A100; MFU counts that rate.
         torch.set_float32_matmul_precision(config.matmul_precision)
+        if config.matmul_precision == "highest":
+            torch.backends.cudnn.allow_tf32 = False  # convolutions have a setting of their own
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
         settings: Any = torch.utils.deterministic  # a module with properties, which mypy cannot see
         settings.fill_uninitialized_memory = False  # every tensor is written before it is read
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward pass sums in no fixed order
+        # The backward passes of these two attention kernels sum in no fixed order.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def check_dtype(device: torch.device, config: RunConfig) -> None:
+    """Raise a TrainerError if a GPU has no bfloat16, which torch would emulate at a fraction of float32's speed."""
+    is_gathered = "bfloat16" in (config.fsdp.param_dtype, config.fsdp.reduce_dtype)
+    is_sharded = not {"fsdp", "hsdp"}.isdisjoint(config.strategy.split("+"))
+    needs = config.dtype == "bfloat16" or (is_sharded and is_gathered)
+    if device.type == "cuda" and needs and not torch.cuda.is_bf16_supported(including_emulation=False):
+        flags = "--dtype float16" + (" --fsdp.param_dtype float32 --fsdp.reduce_dtype float32" if is_sharded else "")
+        raise TrainerError(f"{torch.cuda.get_device_name(device)} has no bfloat16\n\nhint: `{flags}`")
 
 
 def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> float | None:

@@ -129,6 +129,15 @@ class ElasticMember:
         )
         return self._peers
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the next world may continue from this rank's live state.
+
+        Then an update must not be queued before the device has received the gradients of all ranks: if a peer is lost,
+        those that did not arrive are undefined.
+        """
+        return self._position is not None
+
     def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
         """Fill the objects with the newest state that this world has in memory; return its step, or None if there is
         none. A collective call."""
@@ -174,19 +183,7 @@ class ElasticMember:
         if self._peers is not None:
             self._kept = self._peers.hold()
         elif self._position is not None and self._part is not None:
-            import torch
-
-            from trainers.state_transfer import keep
-
-            if not self._lock.acquire(timeout=LOCK_S_MAX):
-                print("error: the state cannot be kept because a step does not end", file=sys.stderr, flush=True)
-                os._exit(1)
-            # The lock is never released: this program must not change the state any more.
-            kept = os.memfd_create("elastic", 0)
-            with os.fdopen(os.dup(kept), "wb") as file:
-                state = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
-                torch.save(keep(state), file)
-            self._kept = [kept]
+            self._kept = [self._keep_state()]
             holding = [self._position.steps_done, self._part.index, self._part.count]
             os.environ["BROKER_ELASTIC_HOLDING"] = json.dumps(holding)
         world = self.world
@@ -207,6 +204,26 @@ class ElasticMember:
             os._exit(EXIT_CODE_HANDED_OVER)
         command = os.environ.get(COMMAND_VARIABLE)  # a standby has a command line of its own
         os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)
+
+    def _keep_state(self) -> int:
+        """Save the state in memory that outlives the program; return its descriptor."""
+        import torch
+
+        from trainers.ranks import abort_collectives
+        from trainers.state_transfer import keep
+
+        if not self._lock.acquire(timeout=LOCK_S_MAX):
+            print("error: the state cannot be kept because a step does not end", file=sys.stderr, flush=True)
+            os._exit(1)
+        # The lock is never released: this program must not change the state any more. On a GPU the copies wait for all
+        # that is queued before them. Of a step that waits for a lost peer, this never includes the update
+        # (`keeps_state`), so the state stays that of `position`.
+        abort_collectives()
+        kept = os.memfd_create("elastic", 0)
+        with os.fdopen(os.dup(kept), "wb") as file:
+            state = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
+            torch.save(keep(state), file)
+        return kept
 
     def _join(self) -> World:
         """Wait at the rendezvous for a world; search again if the rendezvous moves."""

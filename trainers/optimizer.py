@@ -114,14 +114,15 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint; its tensors are the live ones."""
         state: dict[str, Any] = {}
-        updates: dict[str, int] = {}
+        counters: dict[str, Any] = {}
         for name, handle in self._handles.items():
             for key, value in self._optimizer.state.get(handle, {}).items():
                 if key == "step":
-                    updates[name] = int(value)
+                    counters[name] = value
                 elif isinstance(value, Tensor):
                     spread = self._spread(value, self._parameters[name])
                     state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
+        updates = read_counters(counters)
         # One number if all parameters were updated equally often: always, unless some got no gradient.
         counts = set(updates.values()) or {0}
         moves = counts.pop() if len(counts) == 1 else json.dumps(updates)
@@ -200,6 +201,18 @@ class Optimizer:
         for values in (self._parameters, self._handles):
             for value in values.values():
                 value.grad = None
+
+
+def read_counters(counters: Mapping[str, Any]) -> dict[str, int]:
+    """Return numbers that are Python's or scalar tensors; the host waits for a GPU once, not for each of them."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in counters.items():
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, {})[name] = value
+    numbers = {name: int(value) for name, value in counters.items() if not isinstance(value, Tensor)}
+    for tensors in by_device.values():
+        numbers |= zip(tensors, map(int, torch.stack(list(tensors.values())).tolist()), strict=True)
+    return {name: numbers[name] for name in counters}
 
 
 def spare_compiler() -> None:

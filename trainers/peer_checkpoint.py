@@ -23,8 +23,8 @@ from torch import Tensor
 from trainers.optimizer import local
 from trainers.peer_memory import Header, PartMemory, Path, Piece, find_end, iterate_values, lay_out, open_memory
 from trainers.peer_transfer import describe, find_newest_version, transfer_parts
-from trainers.ranks import Ranks, make_timeout
-from trainers.snapshot import CudaStreams, HostStreams, Snapshot
+from trainers.ranks import Ranks
+from trainers.snapshot import CudaStreams, HostStreams, Snapshot, find_addresses, hold_still
 
 # Larger messages are split.
 MESSAGE_BYTES_MAX = 2**30
@@ -54,8 +54,9 @@ class PeerCheckpoint:
             for key, holder in shared.items()
             if isinstance(holder, torch.nn.Module)
         }
-        is_alone = ranks.world_size == 1
-        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=make_timeout(timeout_s))
+        modules = [holder for holder in shared.values() if isinstance(holder, torch.nn.Module)]
+        self._buffers = find_addresses(buffer for module in modules for buffer in module.buffers())
+        self._group = None if ranks.world_size == 1 else ranks.open_group(timeout_s)
         self._world = ranks.share(uuid.uuid4().hex[:8])
         self._pieces, self._sent_bytes = lay_out(self._read_state()[0])
         told = ranks.collect((node, self._sent_bytes))
@@ -114,6 +115,7 @@ class PeerCheckpoint:
                 memory.clear()
         tensors, others = self._read_state()
         live = {name_piece(piece): local(tensors[piece.path]) for piece in self._pieces}
+        live = hold_still(live, self._buffers)
         header = Header(
             world=self._world,
             step=step,

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Ranks:
     local_world_size: int = 1  # ranks of this node
     background_group: Any = None
     start_s: float = TIMEOUT_S  # timeout for a peer until `limit_steps` is called
+    own_limits: list[Any] = field(default_factory=list, compare=False)  # groups with a timeout of their own
 
     @property
     def is_first(self) -> bool:
@@ -69,8 +70,17 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.background_group)
         return values
 
+    def open_group(self, timeout_s: float) -> Any:
+        """Create a group of all ranks for large messages between CPUs, to which `limit_steps` does not apply.
+
+        A collective call.
+        """
+        group = dist.new_group(backend="gloo", timeout=make_timeout(timeout_s))
+        self.own_limits.append(group)
+        return group
+
     def limit_steps(self, timeout_s: float) -> None:
-        """Limit each wait for a peer to this time from now on, in all groups except the background group.
+        """Limit each wait for a peer to this time from now on, except in the background group and `open_group`'s.
 
         Call it after the first step: until then ranks may be far apart, because one of them compiles or prepares data.
         """
@@ -78,9 +88,15 @@ class Ranks:
             return
         from torch.distributed import distributed_c10d
 
+        exempt = [self.background_group, *self.own_limits]
         for group in list(distributed_c10d._world.pg_map):  # neither has a public name (torch 2.13)
-            if group is not self.background_group:
+            if not any(group is each for each in exempt):
                 distributed_c10d._set_pg_timeout(make_timeout(timeout_s), group)
+
+    def wait_for_device(self) -> None:
+        """Wait until a GPU has done everything on the training stream; no effect on a CPU, which is never behind."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def make_counter(self) -> Counter:
         """Return counters that all ranks share, usable concurrently with any collective."""
@@ -183,6 +199,15 @@ def is_first_to_say(message: str) -> bool:
     except RuntimeError:
         return True
     return is_first
+
+
+def abort_collectives() -> None:
+    """End NCCL's kernels that wait for a lost peer: until then, nothing behind them on the GPU's stream is executed.
+
+    Their results are undefined. No effect without NCCL, and the groups cannot be used afterwards.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()  # has no public name (torch 2.13)
 
 
 def leave_ranks() -> None:

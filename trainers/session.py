@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainers.config import RunConfig
@@ -56,6 +57,8 @@ def run_session(config: RunConfig, build: Build) -> int:
     configure_arithmetic(config)
     try:
         member = join_world(config)
+        if member is not None:  # read when NCCL's groups are created; they would end the process when a peer is lost
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         try:
             session = Session(
                 config=config, environment=environment, notice=notice, watchdog=watchdog,
@@ -113,6 +116,7 @@ class Session:
             shared=state.shared,
             own=state.own,
             about=state.recipe.about,
+            buffers=state.model.buffers(),
         )
         progress = Progress(
             self.environment.progress_file,
@@ -251,12 +255,16 @@ class Session:
             compiled=compiled,
         )
 
-        def settle() -> None:
-            checkpoints.settle()
-            if peers is not None:
-                peers.settle()
-
+        settle = partial(self._settle, checkpoints, peers)
         return supervisor.drive(self._iterate(state, settle, precision, supervisor.is_read_due, clock))
+
+    def _settle(self, checkpoints: "CheckpointManager", peers: "PeerCheckpoint | None") -> None:
+        """Return when the state may change."""
+        if self.member is not None and self.member.keeps_state:
+            self.ranks.wait_for_device()
+        checkpoints.settle()
+        if peers is not None:
+            peers.settle()
 
     def _iterate(
         self,

@@ -8,7 +8,7 @@ forward and backward passes run concurrently. The host waits for neither:
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +50,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         """Use the current stream of the calling thread as the training stream."""
+        self._device = device
         self._training = torch.cuda.current_stream(device)
         self._copies = torch.cuda.Stream(device)
 
@@ -59,6 +60,8 @@ class CudaStreams:
 
     def begin_copies(self, event: Any) -> None:
         """Make the copy stream wait for the event."""
+        # A new thread's device is 0: leaving a stream's context would create a context there, of some 500 MB per rank.
+        torch.cuda.set_device(self._device)
         self._copies.wait_event(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -171,14 +174,28 @@ class Snapshot:
 
 def allocate(value: Tensor, *, is_pinned: bool) -> Tensor:
     """Return an empty tensor like `value` in CPU memory; for a DTensor, one on the same mesh."""
-    buffer = torch.empty_like(value, device="cpu")
-    if not is_pinned:
-        return buffer
-    if hasattr(buffer, "device_mesh"):  # as torch.distributed.checkpoint's own stager does it
-        spread: Any = buffer
-        spread._local_tensor = spread._local_tensor.pin_memory()
-        return buffer
-    return buffer.pin_memory()
+    if not hasattr(value, "device_mesh"):
+        return torch.empty_like(value, device="cpu", pin_memory=is_pinned)
+    buffer: Any = torch.empty_like(value, device="cpu")
+    if is_pinned:  # as torch.distributed.checkpoint's own stager does it, but without a copy of nothing
+        buffer._local_tensor = torch.empty_like(buffer._local_tensor, pin_memory=True)
+    return buffer  # type: ignore[no-any-return]
+
+
+def hold_still(state: Any, addresses: Set[int]) -> Any:
+    """Return the state with copies of the tensors at these addresses, which forward passes change while it is copied.
+
+    On a GPU the copies are queued on the training stream, before the next pass.
+    """
+    if isinstance(state, dict):
+        return {key: hold_still(part, addresses) for key, part in state.items()}
+    is_moving = isinstance(state, Tensor) and not hasattr(state, "device_mesh") and state.data_ptr() in addresses
+    return state.detach().clone() if is_moving else state
+
+
+def find_addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Return the addresses of plain tensors, for `hold_still`."""
+    return frozenset(tensor.data_ptr() for tensor in tensors if not hasattr(tensor, "device_mesh") and tensor.numel())
 
 
 def copy_state(value: Any) -> Any:

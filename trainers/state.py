@@ -8,7 +8,7 @@ from torch import nn
 
 from trainers.blocks import check_shared, find_shared, prepare_blocks
 from trainers.config import RunConfig
-from trainers.devices import check_memory
+from trainers.devices import check_dtype, check_memory
 from trainers.float8 import convert_linears
 from trainers.loop import Position
 from trainers.optimizer import Optimizer
@@ -52,6 +52,7 @@ class RunState:
 
 def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: int = 1) -> RunState:
     """Build the state of step 0, sharded over the ranks. `generation` is that of the world of an elastic run."""
+    check_dtype(ranks.device, config)
     random_numbers = RandomNumbers(ranks.device)
     random_numbers.seed(config.train.seed)  # equal on all ranks, which draw equal weights
     strategy = create_strategy(config.strategy, ranks, config)

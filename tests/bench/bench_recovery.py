@@ -2,14 +2,12 @@
 
 - start: seconds from exec to the first step of a resumed run, over those of as many bare `import torch` at once
 - standby: seconds from kill -9 of a rank to the next step, with `--warm`
-- restore: seconds to restore a checkpoint through a store of limited rate on two ranks, over the transfer's own time
 - peer: time of a step of `fsdp` with `--checkpoint.peer_every_steps 1` over that of a step without
 """
 
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import statistics
@@ -21,25 +19,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.bench.bench_restore import compare
 from tests.bench.bench_trainers import WARM_STEPS, Halting, launch, start
 
 RANKS = 2
-TENSOR_BYTES = 128 * 2**20
+# The bars: over the bare import of torch, and in seconds.
+START_RATIO_MAX, STANDBY_S_MAX = 1.5, 2.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure recovery of the trainers.")
     parser.add_argument("--rounds", type=int, default=5, help="starts and kills to time")
     parser.add_argument("--steps", type=int, default=80, help="steps of the comparison of copies to a peer")
-    parser.add_argument("--gigabytes", type=float, default=6.0, help="size of the restored checkpoint; twice in memory")
-    parser.add_argument("--megabytes_s", type=float, default=200.0, help="rate of the store")
     parser.add_argument("--width", type=int, default=128, help="width of the model of the comparison of copies")
-    parser.add_argument("--only", choices=("start", "standby", "restore", "peer"), help="measure one thing")
+    parser.add_argument("--only", choices=("start", "standby", "peer"), help="measure one thing")
     options = parser.parse_args()
     measures: dict[str, Callable[[], None]] = {
         "start": lambda: measure_start(options.rounds),
         "standby": lambda: measure_standby(options.rounds),
-        "restore": lambda: measure_restore(options.gigabytes * 1e9, options.megabytes_s * 1e6),
         "peer": lambda: measure_peers(options.steps, options.width),
     }
     for name, measure in measures.items():
@@ -72,7 +69,7 @@ def compare_start(workers: int, rounds: int) -> None:
     ratio = statistics.median(mine / other for mine, other in zip(ours[1:], bare[1:], strict=True))
     print(
         f"restart to first step, {workers} rank(s) of ddp: {statistics.median(ours[1:]):.2f} s, bare import of torch "
-        f"{statistics.median(bare[1:]):.2f} s; {ratio:.2f} by median of {rounds} pairs",
+        f"{statistics.median(bare[1:]):.2f} s; {compare(ratio, most=START_RATIO_MAX)} by median of {rounds} pairs",
         flush=True,
     )
 
@@ -102,97 +99,12 @@ def measure_standby(rounds: int) -> None:
             seconds.append(next(line["time"] for line in after if line["loss"] is not None) - killed_s)
             startups.append(float(resumed["startup_s"]))
     print(
-        f"warm standby: {statistics.median(seconds):.2f} s from kill -9 of one of {RANKS} ranks to the next step "
-        f"({' '.join(f'{each:.2f}' for each in seconds)}), {statistics.median(startups):.2f} s of them from the "
-        "takeover to the restored state",
+        f"warm standby: seconds from kill -9 of one of {RANKS} ranks to the next step "
+        f"{compare(statistics.median(seconds), most=STANDBY_S_MAX)}, in turn "
+        f"{' '.join(f'{each:.2f}' for each in seconds)}; {statistics.median(startups):.2f} s of them from the takeover "
+        "to the restored state",
         flush=True,
     )
-
-
-def measure_restore(size: float, rate: float) -> None:
-    """Generate a checkpoint, then restore it on as many ranks from a folder whose total rate is limited."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks("save", folder, size, rate)
-        seconds = max(run_ranks("restore", folder, size, rate))
-        files = sum(file.stat().st_size for file in Path(folder).rglob("*.distcp"))
-    own_s = files / rate
-    print(
-        f"restore of {files / 1e9:.2f} GB on {RANKS} ranks at {rate / 1e6:.0f} MB/s: {seconds:.1f} s, the transfer "
-        f"alone {own_s:.1f} s; {seconds / own_s:.3f}",
-        flush=True,
-    )
-
-
-def run_ranks(action: str, folder: str, size: float, rate: float) -> list[float]:
-    """Save or restore on all ranks; return the seconds of each."""
-    from trainers.launch import find_free_port
-
-    context = multiprocessing.get_context("spawn")
-    free_s, answers, port = context.Value("d", 0.0), context.Queue(), find_free_port()
-    ranks = [
-        context.Process(target=be_rank, args=(action, rank, port, folder, size, rate, free_s, answers))
-        for rank in range(RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"a rank ended with {process.exitcode}")
-    return [answers.get() for _ in ranks]
-
-
-def be_rank(
-    action: str, rank: int, port: int, folder: str, size: float, rate: float, free_s: Any, answers: Any
-) -> None:
-    """Save or restore this rank's half of sharded tensors, whose values are its number."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from trainers.checkpoint import CheckpointManager
-    from trainers.ranks import join_ranks, leave_ranks
-    from trainers.storage import FolderStorage
-
-    class LimitedFolder(FolderStorage):
-        """A folder whose readers share a rate of bytes."""
-
-        def stream(self, path: str) -> Iterator[bytes]:
-            for part in super().stream(path):
-                with free_s.get_lock():
-                    free_s.value = max(free_s.value, time.monotonic()) + len(part) / rate
-                    until_s = free_s.value
-                time.sleep(max(0.0, until_s - time.monotonic()))
-                yield part
-
-    ranks = join_ranks(start_s=600.0, checkpoint_s=3600.0)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    count, length = round(size / TENSOR_BYTES), TENSOR_BYTES // 4
-    parts = [torch.full((length // RANKS,), float(number if action == "save" else -1)) for number in range(count)]
-
-    class Weights:
-        def state_dict(self) -> dict[str, Any]:
-            return {
-                str(number): DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-                for number, part in enumerate(parts)
-            }
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            for number, part in enumerate(parts):
-                part.copy_(state[str(number)].to_local())
-
-    storage = (FolderStorage if action == "save" else LimitedFolder)(Path(folder))
-    attempt = 1 if action == "save" else 2
-    manager = CheckpointManager(storage, ranks, attempt=attempt, keep=1, shared={"weights": Weights()}, own={})
-    begin = time.perf_counter()
-    if action == "save":
-        manager.save(1)
-        manager.wait()
-    elif manager.restore() != 1 or any(float(part[-1]) != number for number, part in enumerate(parts)):
-        raise SystemExit("the checkpoint was not restored")
-    answers.put(time.perf_counter() - begin)
-    leave_ranks()
 
 
 def measure_peers(steps: int, width: int) -> None:

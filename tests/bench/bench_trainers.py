@@ -1,4 +1,4 @@
-"""Measures the trainers: `python tests/bench/bench_trainers.py`. Ratios within one run, so that they carry over.
+"""Measures the trainers: `python -m tests.bench.bench_trainers`. Ratios within one run, so that they carry over.
 
 - tokens/s of `trainers.lm --strategy ddp` over those of a hand-written loop of the same model and batch
 - how long a checkpoint of 100 million parameters with AdamW's moments holds training up, over a synchronous save
@@ -17,7 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.bench.bench_restore import compare
+
 ROOT = Path(__file__).parents[2]
+# The bars: of the throughput over the bare loop's, and of the stall over a synchronous save.
+RATIO_MIN, STALL_MAX = 1.0, 0.1
 # The first steps warm caches and, under DDP, build buckets.
 WARM_STEPS = 10
 # 100 million weights, and enough samples for a step of a second or so.
@@ -56,9 +60,9 @@ def compare_throughput(workers: int, steps: int) -> None:
     ours, bare = (seconds[name][WARM_STEPS:] for name in ("ours", "bare"))
     ratio = statistics.median(other / mine for mine, other in zip(ours, bare, strict=True))
     print(
-        f"throughput, {workers} process(es): trainers.lm over bare loop {ratio:.3f} by median of {len(ours)} pairs of "
-        f"steps, {sum(bare) / sum(ours):.3f} in all; {1000 * statistics.median(ours):.1f} ms a step against "
-        f"{1000 * statistics.median(bare):.1f} ms",
+        f"throughput, {workers} process(es): trainers.lm over bare loop {compare(ratio, least=RATIO_MIN)} by median of "
+        f"{len(ours)} pairs of steps, {sum(bare) / sum(ours):.3f} in all; "
+        f"{1000 * statistics.median(ours):.1f} ms a step against {1000 * statistics.median(bare):.1f} ms",
         flush=True,
     )
 
@@ -123,7 +127,6 @@ def measure_stall() -> None:
     from torch import nn
     from torch.distributed.checkpoint import FileSystemWriter
 
-    sys.path.insert(0, str(ROOT))
     from trainers.checkpoint import CheckpointManager
     from trainers.config import TrainConfig
     from trainers.optimizer import Optimizer
@@ -181,8 +184,9 @@ def measure_stall() -> None:
     print(
         f"checkpoint of {million:.0f} M parameters with moments: training waits {stall:.3f} s "
         f"for it, torch's synchronous save takes {plain:.3f} s, ours until committed "
-        f"{statistics.median(whole[1:]):.3f} s; stall over synchronous {stall / plain:.3f}; the step in which it is "
-        f"copied takes {slower:.3f} s longer than one of {usual:.3f} s without",
+        f"{statistics.median(whole[1:]):.3f} s; stall over synchronous "
+        f"{compare(stall / plain, most=STALL_MAX)}; the step in which it is copied takes "
+        f"{slower:.3f} s longer than one of {usual:.3f} s without",
         flush=True,
     )
     print(

@@ -160,6 +160,39 @@ def test_save_returns_before_the_state_is_copied_and_settle_does_not(
     assert restore(tmp_path) == 5
 
 
+def test_buffers_that_the_next_pass_changes_are_those_of_the_saved_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next forward pass runs while the state is copied, and updates the statistics of BatchNorm."""
+    is_released = threading.Event()
+    copy = snapshot.copy_state
+
+    def copy_late(value: Any) -> Any:
+        assert is_released.wait(timeout=300)
+        return copy(value)
+
+    monkeypatch.setattr(snapshot, "copy_state", copy_late)
+    model, other = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    model(torch.ones(4, 3))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    manager = open_model(tmp_path, model, attempt=1)
+    manager.save(1)
+    model(torch.full((4, 3), 5.0))
+    is_released.set()
+    manager.settle()
+    manager.wait()
+    assert open_model(tmp_path, other, attempt=2).restore() == 1
+    assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())
+    assert not torch.equal(model.state_dict()["running_mean"], saved["running_mean"])
+
+
+def open_model(path: Path, model: torch.nn.Module, *, attempt: int) -> CheckpointManager:
+    shared = {"model": model}
+    return CheckpointManager(
+        FolderStorage(path), ALONE, attempt=attempt, keep=1, shared=shared, own={}, buffers=model.buffers()
+    )
+
+
 def test_file_is_created_once(tmp_path: Path) -> None:
     storage = open_storage(f"file://{tmp_path}/deep")
     assert storage.create("a/b", b"first") and not storage.create("a/b", b"second")

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from trainers.blocks import prepare_blocks
 from trainers.compile_cache import (
     CompileCache,
     describe_code,
@@ -204,3 +206,16 @@ def test_preempted_run_restarts_without_compiling_a_kernel(worlds: Worlds, tmp_p
         for folder in ("whole", "broken")
     }
     assert losses["whole"] == losses["broken"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
+def test_compiled_blocks_are_not_cut_at_the_bounds_of_ddp_s_buckets() -> None:
+    """A whole model is: its gradients could not be sent before the end of the backward pass otherwise."""
+    from torch._dynamo import config
+
+    whole, blocks = nn.Sequential(nn.Linear(2, 2)), nn.Module()
+    blocks.layers = nn.ModuleList([nn.Linear(2, 2)])
+    with config.patch(optimize_ddp=True):
+        for model, is_cut in ((whole, True), (blocks, False)):
+            prepare_blocks(model, recompute="none", is_compiled=True)
+            assert config.optimize_ddp is is_cut

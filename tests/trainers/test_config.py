@@ -54,6 +54,7 @@ def test_no_flags_are_the_defaults_and_every_knob_explains_itself(capsys: pytest
         ["--compile", "maybe"],
         ["--model.kind", "llama", "--model.dropout", "0.1"],
         ["--model.key_value_heads", "3"],
+        ["--dtype", "float16", "--strategy", "diloco+fsdp"],
     ],
 )
 def test_flags_that_cannot_work_exit_with_code_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

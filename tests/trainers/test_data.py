@@ -86,6 +86,24 @@ def test_reading_ahead_changes_nothing(batch: int, portions: list[int], is_jumpi
     assert len(ahead._ahead) <= 2 * len(portions)
 
 
+def test_batches_for_a_gpu_are_pinned_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a strided tensor, the copy would wait for the device, pinned or not."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    corpus = make_corpus()
+    ahead = Prefetch(corpus, 2, is_pinned=True)
+    for first in (0, 2):
+        batch = ahead.read(first, 2)
+        assert all(torch.equal(*pair) for pair in zip(batch, corpus.read(first, 2), strict=True))
+        assert all(any(tensor is each for each in pinned) for tensor in batch)
+    assert all(tensor.is_contiguous() for tensor in pinned)
+
+
 def test_text_shipped_with_python_is_large_and_stable() -> None:
     tokens = open_tokens(DataConfig())
     assert len(tokens.training[0]) > 500_000 and tokens.vocabulary == 256

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainers.config import TrainConfig
 from trainers.errors import TrainerError
-from trainers.optimizer import MakeOptimizer, Optimizer
+from trainers.optimizer import MakeOptimizer, Optimizer, read_counters
 
 CONFIG = TrainConfig(steps=20, warmup_steps=2, learning_rate=0.05)
 
@@ -98,3 +98,11 @@ def test_parameter_that_was_not_given_is_an_error() -> None:
     model = make_model()
     with pytest.raises(TrainerError, match="not among those"):
         Optimizer(model.named_parameters(), CONFIG, make=lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
+def test_counters_on_a_device_are_read_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__int__", "__float__", "item"):
+        monkeypatch.setattr(Tensor, name, lambda tensor: pytest.fail("read alone"))
+    counters = {"a": torch.tensor(3.0), "b": 2, "c": torch.tensor(5.0), "d": 7.0}
+    assert list(read_counters(counters).items()) == [("a", 3), ("b", 2), ("c", 5), ("d", 7)]
+    assert read_counters({}) == {}

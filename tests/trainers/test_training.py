@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiers import spread
+from trainers import snapshot
 from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
 from trainers.training import parse_config, run_training
@@ -75,10 +77,45 @@ def with_a_module_of_other_weights(arguments: Sequence[str]) -> int:
     return run_training(arguments, RECIPE | {"model": Network()}, defaults={})
 
 
+class Counting(nn.Module):
+    """With a buffer that each pass changes, as BatchNorm's statistics, and on which the loss depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 1)
+        self.passes: Tensor
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, point: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.passes += 1
+        PASSED.set()
+        return {"prediction": self.line(point)[:, 0] + 0.01 * self.passes}
+
+
+PASSED = threading.Event()
+
+
+def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
+    """Copy the state of a checkpoint only when the next pass has run; after the last step, none comes."""
+    copy = snapshot.copy_state
+
+    def copy_late(state: Any) -> Any:
+        PASSED.wait(timeout=1.0)
+        return copy(state)
+
+    def measure_and_clear(outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        PASSED.clear()
+        return measure(outputs, batch)
+
+    snapshot.copy_state = copy_late
+    return run_training(arguments, RECIPE | {"model": Counting, "loss": measure_and_clear}, defaults={})
+
+
 @pytest.mark.parametrize(
     ("recipe", "ranks", "flags"),
     [
         ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
+        ("with_a_buffer_and_late_copies", 1, ["--train.micro_batch", "8"]),
         pytest.param("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"], marks=pytest.mark.long),
         pytest.param("with_adamw", 3, ["--strategy", "parameter_server"], marks=pytest.mark.long),
         pytest.param("with_momentum", 2, ["--strategy", "fsdp"], marks=pytest.mark.long),
@@ -247,13 +284,24 @@ def test_first_example_of_the_docs_is_killed_and_resumes(tmp_path: Path, workers
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("fsdp", 2)])
-def test_hugging_face_example_of_the_docs_learns(tmp_path: Path, strategy: str, workers: int) -> None:
-    script = tmp_path / "windows.py"
-    script.write_text(read_examples()[1])
-    done = run_script(script, "--train.steps", "12", "--train.batch", "8", "--strategy", strategy, workers=workers)
+def test_hugging_face_example_of_the_docs_learns_and_resumes_bit_identically(
+    tmp_path: Path, strategy: str, workers: int
+) -> None:
+    flags = ("--train.steps", "12", "--train.batch", "8", "--checkpoint.every_steps", "3", "--strategy", strategy)
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "windows.py").write_text(read_examples()[1])
+    done = run_script(tmp_path / "whole/windows.py", *flags, workers=workers)
     assert done.returncode == 0, done.stderr
-    losses = read_losses(tmp_path)
-    assert losses[12][0] < losses[1][0] - 0.1
+    expected = {step: losses[0] for step, losses in read_losses(tmp_path / "whole").items()}
+    assert expected[12] < expected[1] - 0.1
+    script = tmp_path / "broken/windows.py"
+    assert run_script(script, *flags, workers=workers, kill_after=8).returncode == -9
+    done = run_script(script, *flags, workers=workers, attempt=2)
+    assert done.returncode == 0, done.stderr
+    assert any(line["event"] == "resumed" for line in read_lines(tmp_path / "broken"))
+    assert sorted(read_losses(tmp_path / "broken")) == sorted(expected) == list(range(1, 13))
+    assert all(loss == expected[step] for step, each in read_losses(tmp_path / "broken").items() for loss in each)
 
 
 @pytest.mark.long

@@ -23,7 +23,10 @@ class WholeSequence:
 
         Keys and values may have fewer heads, each shared by consecutive query heads. A `mask` replaces the causal one.
         """
-        is_grouped = query.shape[1] != key.shape[1]
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and lacks_grouped_kernel(query, mask):
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            groups = 1
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -31,5 +34,13 @@ class WholeSequence:
             attn_mask=mask,
             dropout_p=dropout_rate,
             is_causal=self._is_causal and mask is None,
-            enable_gqa=is_grouped,
+            enable_gqa=groups > 1,
         )
+
+
+def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a GPU's only kernel for shared heads would be the one that holds all scores in memory.
+
+    Flash attention accepts shared heads, but neither masks nor float32; the memory-efficient kernel is the reverse.
+    """
+    return query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32)

@@ -84,12 +84,13 @@ class AllToAll:
         leaving = counts.view(self._count, -1)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving.contiguous(), group=self._group)
-        sent, got = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+        sent, got = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # the host waits once
         exchange: Any = ExchangeRows.apply
         arrived = exchange(rows, sent, got, self._group)
         # Rows arrive ordered by rank, and are computed ordered by expert.
         experts = torch.arange(arriving.shape[1], device=rows.device).repeat(self._count)
-        order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        # With a known length, `repeat_interleave` does not wait for the sum of its counts.
+        order = experts.repeat_interleave(arriving.flatten(), output_size=sum(got)).argsort(stable=True)
         results = compute(arrived.index_select(0, order), arriving.sum(0))
         placed = torch.zeros_like(results).index_copy(0, order, results)
         back: Tensor = exchange(placed, got, sent, self._group)

@@ -30,7 +30,8 @@ class FullyShardedDataParallel(Strategy):
         for unit in reversed(units):  # inner units before those that contain them
             fully_shard(unit, **settings)
         if not isinstance(model, nn.ModuleList):  # stages of a pipeline are called one by one
-            fully_shard(model, **settings)
+            # What is left is needed again as soon as the backward pass begins: freeing it would only gather it twice.
+            fully_shard(model, **{**settings, "reshard_after_forward": False})
         self._roots = list(model) if isinstance(model, nn.ModuleList) else [model]
         ahead = self.options.fsdp.prefetch
         if ahead:

@@ -71,8 +71,9 @@ class StrategyOptions:
     gossip: GossipOptions = field(default_factory=GossipOptions)
 
 
-# Their ranks change parameters outside the optimizer as well, which its copies would not follow.
-NOT_OFFLOADED = ("diloco", "gossip", "parameter_server")
+# Their ranks do not take each step together, so they have no common loss scale, and they change parameters outside the
+# optimizer as well, which its copies would not follow.
+SEPARATE = ("diloco", "gossip", "parameter_server")
 
 
 def find_problem(options: StrategyOptions) -> str | None:
@@ -91,7 +92,7 @@ def find_problem(options: StrategyOptions) -> str | None:
         return f"`--allreduce.bucket_mib` must be above 0, not {options.allreduce.bucket_mib}"
     if not 0.0 <= options.diloco.momentum < 1.0:
         return f"`--diloco.momentum` must be in [0, 1), not {options.diloco.momentum}"
-    not_offloaded = [name for name in options.strategy.split("+") if name in NOT_OFFLOADED]
+    not_offloaded = [name for name in options.strategy.split("+") if name in SEPARATE]
     if options.offload != "none" and not_offloaded:
         return f"`--offload {options.offload}` cannot be combined with `--strategy {not_offloaded[0]}`"
     return None

@@ -45,10 +45,14 @@ class Worlds:
         *,
         ranks: int,
         kill_at: str = "",
+        kill_share: float = 0.0,
         attempt: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> Ended:
-        """Run a function of one argument on every rank; a line of output that begins with `kill_at` means kill -9."""
+        """Run a function of one argument on every rank; a line of output that begins with `kill_at` means kill -9.
+
+        The kill comes at once, or after `kill_share` of a step.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         path.mkdir(exist_ok=True)
         errors = path / "errors"
@@ -58,6 +62,7 @@ class Worlds:
             "call": function,
             "arguments": list(arguments),
             "kill_at": kill_at,
+            "kill_share": kill_share,
             "errors": str(errors),
             "variables": {
                 "BROKER_CHECKPOINT_DIR": str(path / "checkpoints"),
@@ -78,13 +83,19 @@ class Worlds:
         *flags: str,
         ranks: int,
         kill_after: int = 0,
+        kill_share: float = 0.0,
         attempt: int = 1,
         function: str = "trainers.lm:main",
     ) -> dict[int, list[float]]:
-        """Train the tiny model to its end, or to a kill -9 after some step; return all losses of the folder by step."""
+        """Train the tiny model to its end, or to a kill -9 after some step and a share of the next.
+
+        Return all losses of the folder by step.
+        """
         arguments = ["--strategy", strategy, *TINY, *flags]
         kill_at = f"step {kill_after}/" if kill_after else ""
-        ended = self.call(path, function, arguments, ranks=ranks, kill_at=kill_at, attempt=attempt)
+        ended = self.call(
+            path, function, arguments, ranks=ranks, kill_at=kill_at, kill_share=kill_share, attempt=attempt
+        )
         assert ended.codes == [-9 if kill_after else 0] * ranks, ended.errors
         return read_losses(path)
 

@@ -15,6 +15,8 @@ KILLS_OF_A_RUN = 2  # each resumes the one before it, so that a run of 16 steps 
 STEPS = 16
 # Saved every second step, each save waiting for the one before: from here on there is a checkpoint to resume from.
 KILL_FIRST = 5
+# Between two kills of a run, and after the last one: a step may end before the kill that comes within it.
+STEPS_APART = 3
 SETUPS: list[tuple[int, str, list[str]]] = [
     (1, "ddp", []),
     (2, "ddp", []),
@@ -57,9 +59,11 @@ def test_every_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path
         if place not in wholes:
             wholes[place] = worlds.train(tmp_path / f"whole-{place}", strategy, *flags, ranks=ranks)
         folder = tmp_path / f"run-{run}"
-        steps = sorted(draw.sample(range(KILL_FIRST, STEPS - 1), KILLS_OF_A_RUN))
+        first = draw.randrange(KILL_FIRST, STEPS - 2 * STEPS_APART)
+        steps = [first, draw.randrange(first + STEPS_APART, STEPS - STEPS_APART)]
         for attempt, step in enumerate(steps, start=1):
-            worlds.train(folder, strategy, *flags, ranks=ranks, kill_after=step, attempt=attempt)
+            share = draw.random()
+            worlds.train(folder, strategy, *flags, ranks=ranks, kill_after=step, kill_share=share, attempt=attempt)
         broken = worlds.train(folder, strategy, *flags, ranks=ranks, attempt=KILLS_OF_A_RUN + 1)
         starts = [line["step"] for line in read_lines(folder) if line["event"] == "resumed"]
         assert len(starts) == KILLS_OF_A_RUN, (strategy, steps)

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ def serve() -> None:
 
 
 def run_world(order: dict[str, Any]) -> list[int]:
-    """Fork the ranks, kill them all once the first prints the expected line, and wait for all of them."""
+    """Fork the ranks, kill them all once the first prints the expected line, and wait for all of them.
+
+    `kill_share` delays the kill by that share of the time since the line before: of a step.
+    """
     port = importlib.import_module("trainers.launch").find_free_port()
     reading, writing = os.pipe()
     pids = []
@@ -58,9 +62,12 @@ def run_world(order: dict[str, Any]) -> list[int]:
             be_rank(order, rank, port, writing)
         pids.append(pid)
     os.close(writing)
+    line_s = time.monotonic()
     with os.fdopen(reading) as output:
         for line in output:  # to the end: a full pipe would hold the rank up
+            before_s, line_s = line_s, time.monotonic()
             if order["kill_at"] and line.startswith(order["kill_at"]):
+                time.sleep(order["kill_share"] * (line_s - before_s))
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
