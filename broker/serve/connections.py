@@ -8,11 +8,14 @@ import weakref
 from typing import TYPE_CHECKING
 
 import aiohttp
+from yarl import URL
 
 if TYPE_CHECKING:
     from aiohttp.client_proto import ResponseHandler
 
-KEEPALIVE_S = 15.0
+# Below the five seconds after which uvicorn, and so vLLM and SGLang, close an idle connection: a request that is sent
+# at that moment is lost.
+KEEPALIVE_S = 4.0
 CONNECTING_MAX = 32  # to one replica: half of the connections that its entrance keeps before they are authenticated
 
 
@@ -29,10 +32,20 @@ class ReplicaConnector(aiohttp.TCPConnector):
         self._turns: weakref.WeakValueDictionary[tuple[str | None, int | None], asyncio.Semaphore] = (
             weakref.WeakValueDictionary()
         )
+        self._opened: dict[tuple[str | None, int | None], weakref.WeakSet[ResponseHandler]] = {}
 
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: list[aiohttp.tracing.Trace], timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
-        turns = self._turns.setdefault((req.url.host, req.url.port), asyncio.Semaphore(CONNECTING_MAX))
-        async with turns:
-            return await super()._create_connection(req, traces, timeout)
+        address = req.url.host, req.url.port
+        async with self._turns.setdefault(address, asyncio.Semaphore(CONNECTING_MAX)):
+            opened = await super()._create_connection(req, traces, timeout)
+        self._opened.setdefault(address, weakref.WeakSet()).add(opened)
+        return opened
+
+    def cut(self, base_url: str) -> None:
+        """Cut off all connections to a replica that is gone: requests on them end at once, as if it had reset them."""
+        url = URL(base_url)
+        for each in self._opened.pop((url.host, url.port), ()):
+            if each.transport is not None:
+                each.transport.abort()
