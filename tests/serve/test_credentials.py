@@ -15,8 +15,8 @@ from tests.serve.test_tcp_path import Bed, make_tls, play, trust
 
 def replace_file(path: str, source: str) -> None:
     """Replace a file as a renewal does, with a time of change that differs even on a coarse clock."""
-    before = os.stat(path).st_mtime_ns
-    os.replace(source, path)
+    before = Path(path).stat().st_mtime_ns
+    Path(source).replace(path)
     os.utime(path, ns=(before + 1_000_000, before + 1_000_000))
 
 
