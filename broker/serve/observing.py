@@ -173,9 +173,9 @@ class DemandMeter:
         self._pid: int | None = None
 
     def measure(self, load: Load | None) -> Demand:
-        """Return the demand; none while the balancer is not running."""
+        """Return the demand, which is unknown while the balancer is not running."""
         if load is None:
-            return Demand()
+            return Demand(is_known=False)
         if load.pid != self._pid:
             self._points, self._pid = [], load.pid
         self._points.append((load.time_s, load.arrivals))

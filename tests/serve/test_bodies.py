@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from tests.serve.stand_in import StandIn
 from tests.serve.test_balancer import Bed, play
@@ -20,7 +21,7 @@ async def split(body: bytes) -> AsyncIterator[bytes]:
     yield body[len(body) // 2 :]
 
 
-def get_bodies(bed: Bed) -> object:
+def count_kept_bytes(bed: Bed) -> object:
     return bed.balancer.path._proxy.bodies.kept_bytes  # type: ignore[attr-defined]
 
 
@@ -35,7 +36,7 @@ def test_body_of_any_length_passes(tmp_path: Path, mebibytes: int, *, has_length
             async with bed.client.post(bed.url + path, data=data) as response:
                 assert response.status == 200
         assert [len(each) for _, _, each in bed.stands[0].seen] == [len(body)] * 2
-        assert get_bodies(bed) == 0
+        assert count_kept_bytes(bed) == 0
 
     play(tmp_path, scene, count=1, make_stands=lambda count: [LargeStand()])
 
@@ -43,9 +44,7 @@ def test_body_of_any_length_passes(tmp_path: Path, mebibytes: int, *, has_length
 class LargeStand(StandIn):
     """Accepts bodies of any length, and answers without them."""
 
-    async def _answer(self, request):  # type: ignore[no-untyped-def]
-        from aiohttp import web
-
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response()
         size = 0
@@ -74,13 +73,13 @@ def test_beyond_the_total_bodies_are_passed_on(tmp_path: Path, monkeypatch: pyte
         first = asyncio.ensure_future(bed.client.post(f"{bed.url}/slow", data=b"x" * 80))
         while not bed.stands[0].seen:
             await asyncio.sleep(0.005)
-        assert get_bodies(bed) == 80
+        assert count_kept_bytes(bed) == 80
         async with bed.client.post(f"{bed.url}/a", data=b"y" * 80) as response:
             assert await response.read() == b"y" * 80
-        assert get_bodies(bed) == 80
+        assert count_kept_bytes(bed) == 80
         bed.stands[0].gate.set()
         assert (await first).status == 200
-        assert get_bodies(bed) == 0
+        assert count_kept_bytes(bed) == 0
 
     play(tmp_path, scene, count=1)
 
