@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from broker.clock import SystemClock
 from broker.serve.balancer import Balancer
+from broker.serve.bodies import PassedBody
 from broker.serve.files import Backend, Routing, ServiceFolder
+from broker.serve.losses import ClientGoneError
 from broker.serve.probing import probe_request
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ReadinessProbe
@@ -50,8 +53,11 @@ async def send_raw(bed: Bed, text: bytes) -> tuple[asyncio.StreamReader, asyncio
     return reader, writer
 
 
-def keep_only(bed: Bed, stand: StandIn) -> None:
+async def keep_only(bed: Bed, stand: StandIn) -> None:
     """Adopt a routing file without the other replicas, whose machines vanished: they close no connection."""
+    for each in bed.stands:
+        if each is not stand:
+            await each.vanish()
     routing = bed.balancer._routing
     kept = tuple(each for each in routing.backends if each.port == stand.port)
     bed.balancer.adopt(replace(routing, generation=routing.generation + 1, backends=kept))
@@ -67,7 +73,7 @@ def test_stream_on_a_vanished_machine_continues_elsewhere_at_once(tmp_path: Path
         first = await bed.until_asked()
         second = next(each for each in bed.stands if each is not first)
         second.gate.set()
-        keep_only(bed, second)
+        await keep_only(bed, second)
         assert "".join(each["choices"][0]["text"] for each in await streaming) == expect_text("hi", 12)
 
     load = play(tmp_path, scene, stream_timeout_s=36_000.0)
@@ -87,7 +93,7 @@ def test_request_on_a_vanished_machine_is_repeated_if_it_may_be_and_fails_otherw
         on_first = sum(method == "POST" for method, _, _ in first.seen)
         assert on_first > 0
         second.gate.set()
-        keep_only(bed, second)
+        await keep_only(bed, second)
         assert (await get).status == 200
         statuses = [response.status for response in await asyncio.gather(*post)]
         assert statuses.count(502) == on_first and statuses.count(200) == 8 - on_first
@@ -101,7 +107,7 @@ def test_websocket_on_a_vanished_machine_is_closed_with_a_code_that_clients_acce
             await socket.send_str("a")
             assert await socket.receive_str() == "echo a"
             first = next(each for each in bed.stands if each.headers)
-            keep_only(bed, next(each for each in bed.stands if each is not first))
+            await keep_only(bed, next(each for each in bed.stands if each is not first))
             message = await socket.receive()
             assert (message.type, socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1001)
 
@@ -121,20 +127,37 @@ def test_client_that_leaves_frees_the_replica(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"content-length: 9000000\r\n\r\nx", b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\nnot a length\r\n"],
-    ids=["cut off", "damaged"],
-)
-def test_uploads_that_clients_spoil_are_not_the_fault_of_the_replica(tmp_path: Path, body: bytes) -> None:
+def test_uploads_that_clients_cut_off_are_not_the_fault_of_the_replica(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         route = bed.balancer.table.routes[1]
         for turn in range(1, 5):
-            _, writer = await send_raw(bed, b"POST /a HTTP/1.1\r\nhost: a\r\n" + body)
+            _, writer = await send_raw(bed, b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\nx")
             await until(lambda turn=turn: bed.balancer.path.counts.arrivals == turn)  # type: ignore[misc]
             writer.transport.abort()
             await until(lambda: not bed.balancer.path.counts.in_flight)
             assert route.breaks == 0 and route.is_ready
+
+    play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=3600.0))
+
+
+class DamagedContent:
+    """A body that cannot be read."""
+
+    def exception(self) -> Exception:
+        return web.RequestPayloadError("not a chunk")
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        yield b"x"
+        raise self.exception()
+
+
+def test_upload_that_cannot_be_read_is_not_the_fault_of_the_replica(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        proxy, route = bed.balancer.path._proxy, bed.balancer.table.routes[1]  # type: ignore[attr-defined]
+        request = make_mocked_request("POST", "/a", headers={"host": "a"})
+        with pytest.raises(ClientGoneError):
+            await proxy.send(route, request, "/a", PassedBody(DamagedContent()))  # type: ignore[arg-type]
+        assert route.breaks == 0
 
     play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=3600.0))
 
@@ -186,8 +209,8 @@ def test_connection_that_is_never_answered_counts_as_refused(tmp_path: Path, mon
             return await connect(self, req, traces, timeout)
 
         monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", refuse)
-        while bed.balancer.table.routes[1].is_ready:
-            async with bed.client.post(f"{bed.url}/order", data=b"x") as response:
+        while bed.balancer.table.routes[1].is_ready:  # several at once: an idle connection of a probe takes only one
+            for response in await asyncio.gather(*(bed.client.post(f"{bed.url}/order", data=b"x") for _ in range(8))):
                 assert response.status == 200
 
     play(tmp_path, scene, probe=replace(PROBE, interval_s=3600.0))
@@ -197,7 +220,7 @@ def test_connection_that_is_never_answered_counts_as_refused(tmp_path: Path, mon
 def test_target_that_is_no_path_reaches_no_replica(tmp_path: Path, line: bytes) -> None:
     async def scene(bed: Bed) -> None:
         reader, writer = await send_raw(bed, line + b"\r\nhost: a\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        assert (await reader.readline()).split()[1] == b"400"
         writer.close()
         assert not bed.stands[0].seen
 
