@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from broker.clock import Clock
-from broker.serve.connections import CONNECTING_MAX
+from broker.serve.connections import CONNECTING_MAX, watch_peer
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue, find_exposure
 from broker.serve.files import LoadWindow, Routing, ServiceFolder
@@ -162,8 +162,8 @@ class TcpPath:
     async def _join(self, route: BackendRoute, client: _Client, replica: Ends) -> None:
         """Copy in both directions until both have ended; a reset of one end resets the other."""
         reader, writer = replica
-        _keep_alive(client.transport)
-        _keep_alive(writer.transport)
+        watch_peer(client.transport)
+        watch_peer(writer.transport)
         up, down = _Flow(client.reader, writer), _Flow(reader, client.writer)
         is_whole = False
         users, task = self._users.setdefault(route, set()), asyncio.current_task()
@@ -288,13 +288,6 @@ async def _run(up: _Flow, down: _Flow) -> bool:
         for each in copies:
             each.cancel()
         await asyncio.gather(*copies, return_exceptions=True)
-
-
-def _keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel detect a peer that vanished without closing."""
-    connection = transport.get_extra_info("socket")
-    if connection is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _cut(transport: asyncio.WriteTransport) -> None:

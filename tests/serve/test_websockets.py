@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -30,8 +31,8 @@ class Guarded(StandIn):
         return await super()._echo(request)
 
 
-async def converse(bed: Bed, path: str = "/socket", **options: object) -> None:
-    async with bed.client.ws_connect(URL(bed.url + path, encoded=True), **options) as socket:  # type: ignore[arg-type]
+async def converse(bed: Bed, path: str = "/socket", headers: Sequence[tuple[str, str]] = ()) -> None:
+    async with bed.client.ws_connect(URL(bed.url + path, encoded=True), headers=headers) as socket:
         await socket.send_str("a")
         assert await socket.receive_str() == "echo a"
 

@@ -32,7 +32,6 @@ from broker.serve.haproxy_control import find_haproxy
 from tests.serve.live_bed import LOOK_S, LiveBed, draw_free_port, read_cpu_s
 
 SKY_SIDE = Path(__file__).parent / "sky_balancer.py"
-SYNC = "/controller/load_balancer_sync"
 BROKER, SKYSERVE, HAPROXY = "broker", "SkyServe", "HAProxy"
 CONNECTIONS, TURNS, REQUESTS, STREAMS, TOKENS = 16, 6, 800, 64, 20
 REQUESTS_AFTER_DEATH = 20
@@ -74,11 +73,11 @@ class Peer:
 @contextlib.asynccontextmanager
 async def run_controller(engines: Mapping[int, str]) -> AsyncIterator[str]:
     """Answer SkyServe's balancer in its controller's place; yield the address."""
-    urls = list(engines.values())
+    known = {url: {"gpu_type": "unknown"} for url in engines.values()}
 
     async def answer(request: web.BaseRequest) -> web.Response:
         await request.read()
-        return web.json_response({"ready_replica_urls": urls, "replica_info": {url: {"gpu_type": "A"} for url in urls}})
+        return web.json_response({"replica_info": known})
 
     runner = web.ServerRunner(web.Server(answer, access_log=None))
     await runner.setup()
