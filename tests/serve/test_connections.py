@@ -59,9 +59,9 @@ def test_kernel_ends_connections_to_a_machine_without_power(monkeypatch: pytest.
     async def run() -> None:
         stand = StandIn()
         await stand.start()
-        async with aiohttp.ClientSession(connector=ReplicaConnector(None)) as session:
-            async with session.get(f"http://127.0.0.1:{stand.port}/health") as response:
-                assert response.status == 200
+        url = f"http://127.0.0.1:{stand.port}/health"
+        async with aiohttp.ClientSession(connector=ReplicaConnector(None)) as session, session.get(url) as response:
+            assert response.status == 200
         await stand.kill()
 
     asyncio.run(run())

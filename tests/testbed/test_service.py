@@ -101,8 +101,6 @@ async def lose_all(pool: Pool, url: str) -> None:
         lost = find_address(pool, list_replicas(pool)[0])
         pool.lose_power(lost)
         await asyncio.to_thread(pool.run, "status")  # brings a daemon back
-        ended = tally.ended
-        await until(lambda: tally.ended >= ended + 2 * STREAMS)  # those on the lost host have moved
         await until(lambda: lost not in [find_address(pool, each) for each in list_replicas(pool)])
         await until(lambda: count_ready(pool) == 2)
     print(f"longest silence of a stream {max(tally.gaps_s):.0f} s, {tally.ended} streams")
@@ -126,8 +124,8 @@ def test_streams_survive_a_silent_power_loss_and_no_replica_is_double(pool: Pool
     pool.wait_until(lambda: count_ready(pool) == 2, "both replicas are ready")
     (service,) = pool.read_json("serve", "status")
     asyncio.run(lose_all(pool, f"http://{service['endpoint']}"))
+    pool.wait_until(lambda: len(list_replicas(pool)) == 2, "the lost replica is gone for certain")
     replicas = list_replicas(pool)
-    assert len(replicas) == 2
     own = {each.job_id for each in replicas}
     pool.wait_until(lambda: set(pool.list_live_jobs()) == own, "no replica is double")
     places = {find_address(pool, each) for each in replicas}
