@@ -79,10 +79,11 @@ bench: $(INSTALLED) ## planning speed, as ratios within one run
 	$(BIN)/python -m tests.bench.bench_plan
 	$(BIN)/python -m tests.bench.bench_dag --quick
 
-bench-peer: $(INSTALLED) ## compare prices and speed with SkyPilot, in a separate venv
+bench-peer: $(INSTALLED) ## compare prices, speed and balancers with SkyPilot, in a separate venv
 	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.14,<0.15'
 	$(BIN)/python -m tests.bench.peer.bench_peer --peer .venv-peer/bin/python
+	$(BIN)/python -m tests.bench.peer.bench_balancer --peer .venv-peer/bin/python
 
 test-sky: $(INSTALLED) ## tests with a real SkyPilot API server, in a separate venv
 	test -x .venv-sky/bin/python || $(PYTHON) -m venv .venv-sky

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli.descriptors import allow_descriptors
 from broker.clock import SystemClock
 from broker.errors import StateError
 from broker.serve.files import ServiceFolder
@@ -19,6 +20,7 @@ def balancer(folder: Annotated[Path, typer.Argument(help="Folder of the service 
     from broker.serve.balancer import run_balancer
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    allow_descriptors()  # two for each request in flight; on a gateway, no daemon has raised the limit
     try:
         asyncio.run(run_balancer(ServiceFolder(path=folder), clock=SystemClock()))
     except OSError as error:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import resource
 from typing import Annotated
 
 import typer
 
 from broker.cli.context import make_context
+from broker.cli.descriptors import allow_descriptors
 from broker.cli.log_lines import start_log
 from broker.jobs.daemon import run_daemon
-
-DESCRIPTORS = 65536
 
 
 def daemon(
@@ -25,7 +22,7 @@ def daemon(
     """Run the managed jobs of a state folder."""
     context = make_context()
     start_log(context.config)
-    _allow_descriptors()
+    allow_descriptors()  # each node keeps one; with fewer, the remaining nodes are polled
     os.chdir(context.config.home)  # the caller's folder may be deleted
     asyncio.run(
         run_daemon(
@@ -39,12 +36,3 @@ def daemon(
             idle_s=idle,
         )
     )
-
-
-def _allow_descriptors() -> None:
-    """Raise the limit of open files: each node keeps one, and shells default to 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # with fewer, the remaining nodes are polled
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -8,20 +8,37 @@ import aiohttp
 from aiohttp import web
 
 from broker.serve.admission import KeyRefusal
+from broker.serve.metering import ResponseMeter
 from broker.serve.routes import BackendRoute
 
 if TYPE_CHECKING:
     from multidict import CIMultiDict, CIMultiDictProxy
 
+EVENT_STREAM = "text/event-stream"
+METER = web.RequestKey("meter", ResponseMeter)
+# RFC 9110, section 7.6.1, and those of HTTP/1.1 clients that offer HTTP/2 on a connection without TLS.
 HOP_HEADERS = (
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"),
+    *("proxy-connection", "upgrade", "http2-settings"),
 )
+FORWARDED = "x-forwarded-for"
 
 
 def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
     """Return the headers of the response to the client, with the service's version."""
     headers = pass_headers(response.headers)
     headers["x-broker-version"] = str(route.backend.version)
+    return headers
+
+
+def make_request_headers(request: web.BaseRequest, *, has_keys: bool) -> CIMultiDict[str]:
+    """Return the headers of the request to a replica, without those of its body; `has_keys`: without the API key."""
+    headers = pass_headers(request.headers)
+    for name in ("content-length", "expect", *(("authorization",) if has_keys else ())):
+        headers.popall(name, None)
+    addresses = [*headers.popall(FORWARDED, ()), *([request.remote] if request.remote else [])]
+    if addresses:
+        headers[FORWARDED] = ", ".join(addresses)
     return headers
 
 
@@ -34,6 +51,11 @@ def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     for name in HOP_HEADERS:
         kept.popall(name, None)
     return kept
+
+
+def is_forwardable(request: web.BaseRequest) -> bool:
+    """Return whether the request's target is a path. Any other could change the address that is built from it."""
+    return request.method != "CONNECT" and request.path_qs.startswith("/")
 
 
 def refuse_key(refusal: KeyRefusal) -> web.Response:

@@ -11,20 +11,20 @@ import logging
 import os
 import signal
 from asyncio.sslproto import SSLProtocol
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 
 from broker.clock import Clock
 from broker.errors import BrokerError, StateError
 from broker.locks import try_lock
 from broker.serve.admission import Gate
+from broker.serve.credentials import read_stamp
 from broker.serve.data_path import DataPath
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.haproxy_path import HaproxyPath
 from broker.serve.http_path import HttpPath
 from broker.serve.keys import UsageBook, read_keys, read_usage
 from broker.serve.memory import MemoryTrimmer, find_malloc_trim, freeze_heap
-from broker.serve.routes import RouteTable
+from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.tcp_path import TcpPath
 from broker.types import BalancerType, ServiceProtocol
 
@@ -65,26 +65,32 @@ class Balancer:
         self._elsewhere_seen: int | None = None
         self.table = RouteTable(clock=clock)
         self._route(routing)
-        self._probes: dict[int, asyncio.Task[None]] = {}
+        self._probes: dict[int, tuple[BackendRoute, asyncio.Task[None]]] = {}
         self.gate = self._open_gate()
         self.path = self._make_path()
 
     async def run(self) -> None:
-        """Serve until stopped; open requests get ten seconds to end."""
+        """Serve until stopped; open requests get ten seconds to end.
+
+        An unexpected error in a task ends the balancer, which is then started again: without that task, it would keep
+        sending requests to replicas that are gone.
+        """
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, stopped.set)
         async with self.listen() as port:
             log.info("listening on port %s", port)
-            watching = asyncio.ensure_future(self._watch(stopped))
-            writing = asyncio.ensure_future(self._write_forever())
+            work = (stopped.wait(), self._watch(stopped), self._write_forever())
+            tasks = [asyncio.ensure_future(each) for each in work]
             try:
-                await stopped.wait()
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    each.result()
             finally:
                 loop.remove_signal_handler(signal.SIGTERM)
-                for each in (watching, writing):
+                for each in tasks:
                     each.cancel()
-                await asyncio.gather(watching, writing, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _open_gate(self) -> Gate:
         """Read keys and usage; a file that cannot be read closes the service until it can be."""
@@ -138,12 +144,13 @@ class Balancer:
                 self.adopt(self._routing)
                 yield port
             finally:
-                for probe in self._probes.values():
+                probes = [probe for _, probe in self._probes.values()]
+                for probe in probes:
                     probe.cancel()
-                await asyncio.gather(*self._probes.values(), return_exceptions=True)
+                await asyncio.gather(*probes, return_exceptions=True)
 
-    def _route(self, routing: Routing) -> None:
-        self.table.update(
+    def _route(self, routing: Routing) -> Sequence[BackendRoute]:
+        return self.table.update(
             routing.backends, routing.shares, region=routing.region, near_in_flight_max=routing.near_in_flight_max
         )
 
@@ -151,13 +158,16 @@ class Balancer:
         """Take over the replicas of a routing file."""
         self._routing = routing
         self.gate.share(routing.balancers)
-        self._route(routing)
+        gone = self._route(routing)
         self.path.adopt(routing)
-        for number in [each for each in self._probes if each not in self.table.routes]:
-            self._probes.pop(number).cancel()
-        for number in self.table.routes:
-            if number not in self._probes:
-                self._probes[number] = asyncio.ensure_future(self._probe_forever(number))
+        self.path.cut(gone)
+        for number, (route, probe) in list(self._probes.items()):
+            if self.table.routes.get(number) is not route:
+                probe.cancel()
+                del self._probes[number]
+        for number, route in self.table.routes.items():
+            if number not in self._probes:  # also a replica that has another address: it is probed at once
+                self._probes[number] = route, asyncio.ensure_future(self._probe_forever(route))
         self.write_load()
 
     def write_load(self) -> None:
@@ -215,9 +225,9 @@ class Balancer:
             trimmer.observe(self.path.counts.in_flight)
             await self._clock.sleep(WRITE_EVERY_S)
 
-    async def _probe_forever(self, number: int) -> None:
+    async def _probe_forever(self, route: BackendRoute) -> None:
         """Probe one replica, at the end of each interval; changes are written at once."""
-        while (route := self.table.routes.get(number)) is not None:
+        while True:
             was_ready = route.is_ready
             error = await self.path.probe(route)
             if error:
@@ -225,15 +235,7 @@ class Balancer:
             else:
                 self.table.admit(route)
             if route.is_ready != was_ready:
-                log.info("replica %s is %s", number, "ready" if route.is_ready else f"not ready: {error}")
+                log.info("replica %s is %s", route.backend.number, "ready" if route.is_ready else f"not ready: {error}")
                 self.write_load()
                 self.path.wake()
             await self._clock.sleep(self._routing.probe.interval_s)
-
-
-def read_stamp(path: Path) -> int | None:
-    """Return the time of a file's last change in nanoseconds; None without a file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None

@@ -307,8 +307,14 @@ class ServiceController:
         """Write the routing file if anything in it changed."""
         assert spec.probe is not None
         drained = {each.number for each in self._store.services.list_replicas(self._name) if each.drained_s is not None}
+        now_s = self._clock.now_s()
         backends = tuple(
-            replace(each.backend, is_draining=each.replica.number in drained, capacity=find_capacity(spec, each.job))
+            replace(
+                each.backend,
+                is_draining=each.replica.number in drained,
+                is_leaving=each.is_leaving(now_s),
+                capacity=find_capacity(spec, each.job),
+            )
             for each in seen
             if each.backend
         )

@@ -7,6 +7,7 @@ admit those of all gateways that the service may have, so that their number may 
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from broker.runtime.credentials import make_credential
 from broker.serve.files import ServiceFolder
 from broker.state.faults import explain_os_error
 from broker.types import GATEWAYS_MAX, Secret, TlsFiles
+
+log = logging.getLogger(__name__)
 
 VALID = timedelta(days=3650)  # longer than a service: new replicas join with the first one's certificate
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
@@ -79,6 +82,51 @@ def make_listener_context(tls: TlsFiles, protocols: Sequence[str] = ()) -> ssl.S
     if protocols:
         context.set_alpn_protocols(list(protocols))
     return context
+
+
+class ListenerFiles:
+    """The files of a listener's TLS settings, which are replaced when a certificate is renewed."""
+
+    def __init__(self, tls: TlsFiles) -> None:
+        self._tls = tls
+        self._seen = self._read_stamps()
+
+    def are_renewed(self) -> bool:
+        """Return whether the files have changed since the last call, and fit together.
+
+        Key and certificate are replaced one after the other; in between, the old ones stay in use.
+        """
+        stamps = self._read_stamps()
+        if stamps == self._seen:
+            return False
+        self._seen = stamps
+        try:
+            make_listener_context(self._tls)
+        except OSError as error:
+            log.warning("the changed certificate for clients is not used: %s", error)
+            return False
+        return True
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Use the files for new connections. An authority that was removed stays trusted until a restart."""
+        try:
+            context.load_cert_chain(self._tls.certificate_path, self._tls.key_path)
+            if self._tls.client_ca_path is not None:
+                context.load_verify_locations(self._tls.client_ca_path)
+        except OSError as error:
+            log.warning("the changed certificate for clients is not used: %s", error)
+
+    def _read_stamps(self) -> tuple[int | None, ...]:
+        paths = (self._tls.certificate_path, self._tls.key_path, self._tls.client_ca_path)
+        return tuple(None if path is None else read_stamp(Path(path)) for path in paths)
+
+
+def read_stamp(path: Path) -> int | None:
+    """Return the time of a file's last change in nanoseconds; None without a file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def read_certificate(path: Path) -> str:

@@ -10,7 +10,7 @@ The balancer probes replicas, adopts routing files and writes `load.json`; it do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -41,6 +41,12 @@ class DataPath(Protocol):
 
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file, whose replicas the route table already has. Does not wait, and never fails."""
+
+    def cut(self, gone: Sequence[BackendRoute]) -> None:
+        """End what is open to replicas that are gone. Does not wait, and never fails.
+
+        A machine that was taken away may close nothing itself: its clients would wait for a timeout.
+        """
 
     def wake(self) -> None:
         """Act on a replica that became ready, or stopped being so. Does not wait, and never fails."""

@@ -28,6 +28,7 @@ T = TypeVar("T")
 class Backend:
     """A replica whose program runs, at `host` and `port`. A draining one gets no new requests.
 
+    One that is leaving has a preemption notice: it gets new requests only if all others are leaving as well.
     `is_encrypted`: its node answers there with TLS and admits only the balancer's certificate. A replica with twice the
     `capacity` of another is as busy with twice its load.
     """
@@ -37,6 +38,7 @@ class Backend:
     host: str
     port: int
     is_draining: bool = False
+    is_leaving: bool = False
     is_encrypted: bool = False
     capacity: float = 1.0
     region: str = ""  # `CLOUD/REGION`; empty: unknown

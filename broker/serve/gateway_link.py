@@ -49,7 +49,7 @@ class GatewayLink:
         return self.load is not None and self._clock.now_s() - self.load.time_s <= LOAD_AGE_S_MAX
 
     def measure(self) -> Demand:
-        """Return the demand at this gateway; none while it does not report."""
+        """Return the demand at this gateway, which is unknown while it does not report."""
         return self._meter.measure(self.load if self.is_heard() else None)
 
     def push(self, cluster: Cluster, files: Mapping[str, str]) -> asyncio.Task[None] | None:

@@ -122,6 +122,8 @@ class Gateways:
     def measure(self) -> Demand:
         """Return the demand at all gateways."""
         found = [link.measure() for link in self._links.values()]
+        serving = [each.number for each in self._tries if each.may_serve]
+        heard = [number for number, link in self._links.items() if link.is_heard()]
         return Demand(
             qps=sum(each.qps for each in found),
             in_flight=sum(each.in_flight for each in found),
@@ -129,6 +131,7 @@ class Gateways:
             tpot_p95_s=find_largest(each.tpot_p95_s for each in found),
             settled_count=max((each.settled_count for each in found), default=0),
             ready_count=max((each.ready_count for each in found), default=0),
+            is_known=bool(serving) and set(serving) <= set(heard),
         )
 
     async def follow(self, service: Service, task: Task, spec: GatewaySpec) -> None:

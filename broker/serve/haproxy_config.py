@@ -131,6 +131,8 @@ def _render_pool(routing: Routing, name: str, backends: Sequence[Backend], ready
     lines = [f"backend {name}", f"    balance {BALANCING.get(routing.balancing, 'random(2)')}"]
     if is_http(routing):
         lines += _list_version_headers(backends)
+    if any(each.is_leaving for each in backends):
+        lines.append("    option allbackups")
     interval_ms = max(1, round(routing.probe.interval_s * 1000))
     lines.append(
         f"    default-server check inter {interval_ms}ms fall 1 rise 1 observe layer4 error-limit 1 on-error mark-down"
@@ -156,6 +158,7 @@ def _describe_server(routing: Routing, backend: Backend, ready: Collection[int])
     state = choose_state(backend, ready)
     has_capacities = any(each.capacity != 1.0 for each in routing.backends)
     words += [f"weight {_find_weight(routing, backend)}"] if backend.is_draining or has_capacities else []
+    words += ["backup"] if backend.is_leaving else []  # used once no other server is ready
     words += ["disabled"] if state == "maint" else []
     return " ".join(words)
 

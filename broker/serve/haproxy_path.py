@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +22,7 @@ from broker.clock import Clock
 from broker.errors import StateError
 from broker.serve import haproxy_config as config
 from broker.serve.connections import ReplicaConnector
-from broker.serve.credentials import make_client_context, read_certificate
+from broker.serve.credentials import ListenerFiles, make_client_context, read_certificate
 from broker.serve.data_path import Counts, find_exposure
 from broker.serve.files import LoadWindow, Routing, ServiceFolder
 from broker.serve.haproxy_control import CONFIG, HaproxyControl, NoAnswerError
@@ -43,6 +43,7 @@ class HaproxyPath:
         self._table, self._routing, self._folder, self._clock = table, routing, folder, clock
         self._control = HaproxyControl(folder.path)
         self._context = make_client_context(folder)
+        self._renewal = None if routing.tls is None else ListenerFiles(routing.tls)
         self._session: aiohttp.ClientSession | None = None
         self._changed = asyncio.Event()
         self.is_applying = False  # a change is on its way to HAProxy
@@ -76,6 +77,9 @@ class HaproxyPath:
         self._routing = routing
         self._changed.set()
 
+    def cut(self, gone: Sequence[BackendRoute]) -> None:
+        """Do nothing: HAProxy's old worker keeps their connections until they end, or until the longest drain."""
+
     def wake(self) -> None:
         """Enable the servers of ready replicas, and disable the others, in a task of its own."""
         self._changed.set()
@@ -88,7 +92,9 @@ class HaproxyPath:
         return await probe_request(self._session, route, self._routing.probe)
 
     async def refresh(self) -> None:
-        """Read the figures of all workers, old ones included; without an answer, keep the last ones."""
+        """Use renewed certificates, and read the figures of all workers; without an answer, keep the last ones."""
+        if self._renewal is not None and self._renewal.are_renewed():
+            self._use_renewed_files()
         busy: Counter[str] = Counter()
         queued = 0
         try:
@@ -106,6 +112,15 @@ class HaproxyPath:
         self.counts.arrivals = sum(arrivals for arrivals, _ in self._ended.values())
         self.counts.broken = sum(broken for _, broken in self._ended.values())
         self.counts.in_flight, self.counts.waiting = sum(busy.values()) + queued, queued
+
+    def _use_renewed_files(self) -> None:
+        try:
+            self._write_credentials()
+        except StateError as error:
+            log.warning("%s", error.message)
+            return
+        self._served = ""
+        self._changed.set()
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return nothing: HAProxy keeps no times of the last minute."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Mapping
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -12,10 +13,10 @@ from aiohttp import web
 from broker.clock import Clock
 from broker.serve.admission import Gate
 from broker.serve.connections import ReplicaConnector
-from broker.serve.credentials import make_client_context, make_listener_context
+from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.files import LoadWindow, Routing, ServiceFolder
 from broker.serve.probing import probe_request
-from broker.serve.proxying import Proxy
+from broker.serve.proxying import CONNECT_S, Proxy
 from broker.serve.routes import BackendRoute, RouteTable
 
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
@@ -29,23 +30,35 @@ class HttpPath:
         self._routing, self._folder = routing, folder
         self._proxy = Proxy(table, routing, gate, clock=clock, draw=random.Random())
         self.counts = self._proxy.counts
+        self._connector: ReplicaConnector | None = None
+        self._renewal: tuple[ListenerFiles, ssl.SSLContext] | None = None
 
     @contextlib.asynccontextmanager
     async def listen(self) -> AsyncIterator[int]:
         """Listen; yield the port. Open requests get ten seconds to end."""
+        self._connector = ReplicaConnector(make_client_context(self._folder))
         async with aiohttp.ClientSession(
-            connector=ReplicaConnector(make_client_context(self._folder)),
+            connector=self._connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # of WebSockets
             cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
             skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
             auto_decompress=False,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
         ) as session:
             self._proxy.session = session
-            server = web.Server(self._proxy.handle, access_log=None, max_field_size=HEADER_BYTES_MAX)
+            # A request whose client has left must not keep a replica busy.
+            server = web.Server(
+                self._proxy.handle, handler_cancellation=True, access_log=None, max_field_size=HEADER_BYTES_MAX
+            )
             runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
             await runner.setup()
             try:
                 tls = self._routing.tls
-                context = None if tls is None else make_listener_context(tls)
+                context = None
+                if tls is not None:
+                    context = make_listener_context(tls)
+                    self._renewal = ListenerFiles(tls), context
                 await web.TCPSite(runner, self._routing.host, self._routing.port, ssl_context=context).start()
                 yield int(runner.addresses[0][1])
             finally:
@@ -56,6 +69,12 @@ class HttpPath:
         self._routing = routing
         self._proxy.adopt(routing)
 
+    def cut(self, gone: Sequence[BackendRoute]) -> None:
+        """Cut off the connections to them, so that their requests and streams continue elsewhere."""
+        if self._connector is not None:
+            for each in gone:
+                self._connector.cut(each.base_url)
+
     def wake(self) -> None:
         """Make waiting requests look for a replica again."""
         self._proxy.wake()
@@ -65,7 +84,10 @@ class HttpPath:
         return await probe_request(self._proxy.session, route, self._routing.probe)
 
     async def refresh(self) -> None:
-        """Do nothing: the counts are this process's own."""
+        """Use renewed certificates; the counts are this process's own."""
+        if self._renewal is not None and self._renewal[0].are_renewed():
+            files, context = self._renewal
+            files.load_into(context)
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return the responses of the last minute, in all and by replica."""

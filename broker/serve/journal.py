@@ -19,11 +19,16 @@ from typing import Any
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DONE = "[DONE]"
 DEFAULT_TOKENS = 16  # the default of OpenAI's completions without `max_tokens`
+EVENT_BYTES_MAX = 16 << 20
 # Fields whose state is in the engine, or in text that the journal does not have.
 UNSUPPORTED = (
     *("tools", "functions", "response_format", "logprobs", "top_logprobs", "echo", "suffix", "guided_json", "stop"),
     *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs", "min_tokens"),
 )
+
+
+class EventTooLongError(Exception):
+    """The end of an event has not arrived after the largest number of bytes."""
 
 
 class StreamJournal:
@@ -50,11 +55,8 @@ class StreamJournal:
         """Return a journal if the request is a stream that can be continued elsewhere, otherwise None."""
         if method != "POST" or not path.endswith((COMPLETIONS, CHAT)):
             return None
-        try:
-            fields = json.loads(body)
-        except ValueError:
-            return None
-        if not isinstance(fields, dict) or fields.get("stream") is not True:
+        fields = _read_fields(body)
+        if fields.get("stream") is not True or not isinstance(fields.get("stream_options") or {}, dict):
             return None
         if any(fields.get(name) for name in UNSUPPORTED) or (fields.get("n") or 1) != 1:
             return None
@@ -199,14 +201,18 @@ class StreamJournal:
 
 def read_prompt(body: bytes) -> bytes:
     """Return the prompt or messages of a request, empty if it has none: requests that begin alike share them."""
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        return b""
-    if not isinstance(fields, dict):
-        return b""
+    fields = _read_fields(body)
     prompt = fields.get("prompt") or fields.get("messages") or ""
     return prompt.encode(errors="replace") if isinstance(prompt, str) else json.dumps(prompt).encode()
+
+
+def _read_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object; none for anything else, which the engine has to refuse."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 class EventParser:
@@ -216,8 +222,10 @@ class EventParser:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the data of the events that are complete now."""
+        """Return the data of the events that are complete now. Raises EventTooLongError."""
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > EVENT_BYTES_MAX:
+            raise EventTooLongError(f"an event has more than {EVENT_BYTES_MAX >> 20} MiB")
         found = []
         for block in whole:
             lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]

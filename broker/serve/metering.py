@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from broker.clock import Clock
 from broker.frozen import frozen
 from broker.serve.files import LoadWindow
-from broker.serve.journal import DONE, EventParser
+from broker.serve.journal import DONE, EventParser, EventTooLongError
 
 WINDOW_S = 60.0
 SAMPLES_MAX = 4_000
@@ -48,7 +48,7 @@ class ResponseMeter:
         self._is_json = False
         self._parser: EventParser | None = None
         self._body = bytearray()
-        self._has_usage = False
+        self._has_usage = self._is_left = False
         self.replica = 0
         self.status = 0
         self.prompt_tokens = self.completion_tokens = 0
@@ -63,7 +63,12 @@ class ResponseMeter:
     def feed(self, data: bytes) -> None:
         """Take a part of the body."""
         if self._parser is not None:
-            for event in self._parser.feed(data):
+            try:
+                events = self._parser.feed(data)
+            except EventTooLongError:
+                self._parser = None
+                return
+            for event in events:
                 self.take_event(event)
         elif self._is_json and len(self._body) <= BODY_BYTES_MAX:
             self._body += data
@@ -80,6 +85,10 @@ class ResponseMeter:
         self._first_s = self._last_s if self._first_s is None else self._first_s
         self._events += 1
 
+    def leave(self) -> None:
+        """Record that the client has left; its prompt counts all the same."""
+        self._is_left = True
+
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Take the numbers of a journal, which counts tokens across replicas, if it knows the ids."""
         if prompt_tokens:
@@ -90,7 +99,7 @@ class ResponseMeter:
         """Return the sample; `prompt_bytes` is the size of the request."""
         if self._body and len(self._body) <= BODY_BYTES_MAX:
             self._read_usage(bytes(self._body))
-        if not self._has_usage and self._events:
+        if not self._has_usage and (self._events or self._is_left):
             self.completion_tokens = max(self.completion_tokens, self._events)
             self.prompt_tokens = self.prompt_tokens or math.ceil(prompt_bytes / PROMPT_BYTES_PER_TOKEN)
         is_timed = self._first_s is not None and self.completion_tokens > 1

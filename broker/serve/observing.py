@@ -13,9 +13,12 @@ from broker.serve.files import Backend, Load, ServiceFolder, read_file
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.serve.scaling import Demand, find_target_qps
 from broker.state.store import Store
-from broker.types import Job, JobStatus, Node, Offer, Replica, ServiceSpec
+from broker.types import EventKind, Job, JobStatus, Node, Offer, Replica, ServiceSpec
 
 LOAD_AGE_S_MAX = 5.0  # the balancer writes twice a second
+# After a preemption notice, a replica is about to be lost. One that still runs then was spared: AWS announces a loss
+# two minutes before it, others half a minute.
+NOTICED_S_MAX = 300.0
 WINDOW_S = 60.0  # over which requests per second are counted, as SkyServe does
 INSTANCE_AWARE = "instance_aware_least_load"
 LOCAL_HOST = "127.0.0.1"  # replicas on the local cloud listen on ports of their own
@@ -33,6 +36,11 @@ class ObservedReplica:
     not_ready_since_s: float | None = None  # None unless its program runs and is not ready
     in_flight: int | None = None  # None: the balancer does not know the replica
     error: str = ""
+    noticed_s: float | None = None  # when the preemption of one of its present nodes was announced
+
+    def is_leaving(self, now_s: float) -> bool:
+        """Return whether the replica still runs, and will be preempted."""
+        return self.is_running and self.noticed_s is not None and now_s - self.noticed_s < NOTICED_S_MAX
 
     @property
     def is_running(self) -> bool:
@@ -49,7 +57,7 @@ class ObservedReplica:
             slot=self._find_slot(),
             open_hours=max(0.0, now_s - started_s) / 3600 if self.is_running and started_s is not None else 0.0,
             is_ready=self.is_ready,
-            is_lost=self.job is not None and self.job.status is JobStatus.RECOVERING,
+            is_lost=self.is_leaving(now_s) or (self.job is not None and self.job.status is JobStatus.RECOVERING),
             is_draining=replica.drained_s is not None or self.is_over or self.job is None,
             in_flight=self.in_flight or 0,
             start_s=None if replica.ready_s is None else replica.ready_s - replica.created_s,
@@ -98,7 +106,18 @@ def observe(store: Store, replica: Replica, load: Load | None, unfinished: froze
         not_ready_since_s=None if seen is None or seen.is_ready else since_s,
         in_flight=None if seen is None else seen.in_flight,
         error=seen.error if seen else "",
+        noticed_s=find_notice(store, job),
     )
+
+
+def find_notice(store: Store, job: Job | None) -> float | None:
+    """Return when the preemption of a node of a running spot job was last announced; None if none was."""
+    if job is None or job.status is not JobStatus.RUNNING or not job.attempts or not job.attempts[-1].placement.is_spot:
+        return None
+    events = store.events.list_kinds([EventKind.NOTICED], job_id=job.id)
+    cluster = store.clusters.get(job.attempts[-1].cluster) if events else None
+    nodes = {node.id for node in cluster.nodes} if cluster is not None else set()
+    return max((each.time_s for each in events if each.data.get("node") in nodes), default=None)
 
 
 def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | None:
@@ -154,9 +173,9 @@ class DemandMeter:
         self._pid: int | None = None
 
     def measure(self, load: Load | None) -> Demand:
-        """Return the demand; none while the balancer is not running."""
+        """Return the demand, which is unknown while the balancer is not running."""
         if load is None:
-            return Demand()
+            return Demand(is_known=False)
         if load.pid != self._pid:
             self._points, self._pid = [], load.pid
         self._points.append((load.time_s, load.arrivals))

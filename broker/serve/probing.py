@@ -20,7 +20,7 @@ async def probe_request(session: aiohttp.ClientSession, route: BackendRoute, pro
     try:
         async with session.request(method, url, data=probe.post_data, headers=headers, timeout=timeout) as response:
             return "" if response.status < 300 else f"the readiness probe returned {response.status}"
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # the latter: an invalid header
         return f"the readiness probe failed: {str(error) or type(error).__name__}"
 
 

@@ -30,7 +30,10 @@ ON_DEMAND = Slot(is_spot=False)
 
 @frozen
 class ReplicaView:
-    """A replica as observed. `is_lost`: its machines were preempted or failed, and it starts elsewhere."""
+    """A replica as observed. `is_lost`: its machines were preempted or failed, and it starts elsewhere.
+
+    A replica whose preemption was announced is lost as well, and may be ready until then.
+    """
 
     number: int
     version: int

@@ -15,11 +15,12 @@ A connection that is refused takes a replica out at once; a good probe brings it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from broker.clock import Clock
@@ -42,6 +43,15 @@ class BackendRoute:
         self.in_flight = 0
         self.breaks = 0
         self.error = "not probed yet"
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Count a request as in flight until the end of the block."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
     @property
     def load(self) -> float:
@@ -75,20 +85,22 @@ class RouteTable:
         *,
         region: str = "",
         near_in_flight_max: float = 0.0,
-    ) -> None:
-        """Adopt the backends, the shares of versions, and the preference for a region.
+    ) -> Sequence[BackendRoute]:
+        """Adopt the backends, the shares of versions, and the preference for a region; return the routes that are gone.
 
-        A replica with another address has to be probed again.
+        A replica with another address has to be probed again; its old route is gone.
         """
+        before = self.routes
         self.shares, self.region, self.near_in_flight_max = shares, region, near_in_flight_max
-        kept = {each.number: each for each in backends}
-        for number, backend in kept.items():
-            route = self.routes.get(number)
+        self.routes = {}
+        for backend in sorted(backends, key=lambda each: each.number):
+            route = before.get(backend.number)
             if route is None or route.base_url != make_url(backend):
-                self.routes[number] = BackendRoute(backend, now_s=self._clock.now_s())
-            else:
-                route.backend = backend
-        self.routes = {number: self.routes[number] for number in sorted(kept)}
+                route = BackendRoute(backend, now_s=self._clock.now_s())
+            route.backend = backend
+            self.routes[backend.number] = route
+        addresses = {each.base_url for each in self.routes.values()}
+        return [each for each in before.values() if each.base_url not in addresses]
 
     def choose(
         self,
@@ -100,7 +112,8 @@ class RouteTable:
     ) -> BackendRoute | None:
         """Return a ready replica other than `but`; None if there is none. `prefix` is the beginning of the prompt.
 
-        `version` is preferred; without one, the versions of `shares` get their share of the choices.
+        Replicas with a preemption notice are chosen only if all have one. `version` is preferred; without one, the
+        versions of `shares` get their share of the choices.
         """
         ready = [
             route for number, route in self.routes.items()
@@ -108,6 +121,7 @@ class RouteTable:
         ]  # fmt: skip
         if not ready:
             return None
+        ready = [each for each in ready if not each.backend.is_leaving] or ready
         ready = self._choose_version(ready, version)
         if balancing == "round_robin":
             return ready[next(self._turns) % len(ready)]

@@ -28,6 +28,8 @@ class Demand:
 
     `settled_count` of the `ready_count` replicas have served for as long as the percentiles cover, so the latencies
     are theirs. Replicas that start meanwhile do not change it, which keeps the answer steady until they count.
+
+    `is_known`: all balancers that may have requests report. Otherwise the load may be higher, and only adds replicas.
     """
 
     qps: float = 0.0
@@ -36,6 +38,7 @@ class Demand:
     tpot_p95_s: float | None = None
     settled_count: int = 0
     ready_count: int = 0
+    is_known: bool = True
 
 
 @frozen
@@ -63,7 +66,7 @@ def count_replicas(
     """Return the number that the load requires, within the bounds of the policy; `wanted` is the present number."""
     most = policy.replicas_min if policy.replicas_max is None else max(policy.replicas_max, policy.replicas_min)
     qps = find_target_qps(policy, accelerator, accelerator_count)
-    counts = [0]
+    counts = [0 if demand.is_known else wanted]
     if qps:
         counts.append(math.ceil(demand.qps / qps))
     if policy.target_in_flight:

@@ -14,11 +14,11 @@ import socket
 import ssl
 import struct
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from broker.clock import Clock
-from broker.serve.connections import CONNECTING_MAX
-from broker.serve.credentials import make_client_context, make_listener_context
+from broker.serve.connections import CONNECTING_MAX, watch_peer
+from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue, find_exposure
 from broker.serve.files import LoadWindow, Routing, ServiceFolder
 from broker.serve.probing import probe_connection
@@ -49,6 +49,8 @@ class TcpPath:
         self._fault = find_exposure(routing, routing.host)
         self._context = make_client_context(folder)
         self._joined: set[asyncio.Task[None]] = set()
+        self._users: weakref.WeakKeyDictionary[BackendRoute, set[asyncio.Task[None]]] = weakref.WeakKeyDictionary()
+        self._renewal: tuple[ListenerFiles, ssl.SSLContext] | None = None
         # A replica's entrance keeps few connections that are not authenticated yet (see `connections.py`).
         self._turns: weakref.WeakKeyDictionary[BackendRoute, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
@@ -58,7 +60,10 @@ class TcpPath:
         routing = self._routing
         if self._fault:
             log.error("no connection is admitted: %s", self._fault)
-        tls = None if routing.tls is None else make_listener_context(routing.tls, ALPN[routing.protocol])
+        tls = None
+        if routing.tls is not None:
+            tls = make_listener_context(routing.tls, ALPN[routing.protocol])
+            self._renewal = ListenerFiles(routing.tls), tls
         server = await asyncio.get_running_loop().create_server(
             lambda: _Arrival(lambda transport: self._begin(transport, tls)), routing.host, routing.port, backlog=BACKLOG
         )
@@ -76,6 +81,13 @@ class TcpPath:
         """Act on another routing file; open connections stay, also at a replica that drains."""
         self._routing = routing
 
+    def cut(self, gone: Sequence[BackendRoute]) -> None:
+        """Reset the connections to them."""
+        for route in gone:
+            for each in self._users.pop(route, ()):
+                self.counts.broken += 1
+                each.cancel()
+
     def wake(self) -> None:
         """Make waiting connections look for a replica again."""
         self._queue.wake()
@@ -85,7 +97,10 @@ class TcpPath:
         return await probe_connection(route, self._context, self._routing.probe)
 
     async def refresh(self) -> None:
-        """Do nothing: the counts are this process's own."""
+        """Use renewed certificates; the counts are this process's own."""
+        if self._renewal is not None and self._renewal[0].are_renewed():
+            files, context = self._renewal
+            files.load_into(context)
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return nothing: responses are not read."""
@@ -122,14 +137,11 @@ class TcpPath:
                 if await self._queue.wait(deadline_s):
                     continue
                 break
-            route.in_flight += 1
-            try:
+            with route.use():
                 replica = await self._open(route)
                 if replica is not None:
                     await self._join(route, client, replica)
                     return
-            finally:
-                route.in_flight -= 1
         _cut(transport)
 
     async def _open(self, route: BackendRoute) -> Ends | None:
@@ -150,13 +162,17 @@ class TcpPath:
     async def _join(self, route: BackendRoute, client: _Client, replica: Ends) -> None:
         """Copy in both directions until both have ended; a reset of one end resets the other."""
         reader, writer = replica
-        _keep_alive(client.transport)
-        _keep_alive(writer.transport)
+        watch_peer(client.transport)
+        watch_peer(writer.transport)
         up, down = _Flow(client.reader, writer), _Flow(reader, client.writer)
         is_whole = False
+        users, task = self._users.setdefault(route, set()), asyncio.current_task()
+        assert task is not None
+        users.add(task)
         try:
             is_whole = await _run(up, down) and await client.close()
         finally:
+            users.discard(task)
             if is_whole:
                 writer.close()
             else:
@@ -272,13 +288,6 @@ async def _run(up: _Flow, down: _Flow) -> bool:
         for each in copies:
             each.cancel()
         await asyncio.gather(*copies, return_exceptions=True)
-
-
-def _keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel detect a peer that vanished without closing."""
-    connection = transport.get_extra_info("socket")
-    if connection is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _cut(transport: asyncio.WriteTransport) -> None:

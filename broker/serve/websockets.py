@@ -3,51 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import WSMsgType, web
+from yarl import URL
 
-if TYPE_CHECKING:
-    from broker.serve.routes import BackendRoute
+from broker.serve.answers import make_request_headers
+from broker.serve.losses import ClientGoneError, ReplicaLostError
+from broker.serve.routes import BackendRoute, RouteTable
 
 MESSAGE_BYTES_MAX = 16 << 20
 OWN_HEADERS = (
-    "host",
-    "connection",
-    "upgrade",
-    "sec-websocket-key",
-    "sec-websocket-version",
-    "sec-websocket-extensions",
+    *("host", "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions", "sec-websocket-protocol"),
 )
+GOING_AWAY = 1001
+UNSENDABLE = frozenset((1004, 1005, 1006, 1015))  # RFC 6455, section 7.4.1: reserved for what was observed
 
 
-async def forward_websocket(
-    request: web.BaseRequest, route: BackendRoute, session: aiohttp.ClientSession, *, has_keys: bool = False
-) -> web.StreamResponse:
-    """Connect the client to a replica until one of them closes; `has_keys`: the replica must not get the API key."""
-    dropped = (*OWN_HEADERS, "sec-websocket-protocol", *(("authorization",) if has_keys else ()))
+def is_websocket(request: web.BaseRequest) -> bool:
+    """Return whether a request asks for a WebSocket."""
+    return request.headers.get("upgrade", "").lower() == "websocket" and web.WebSocketResponse().can_prepare(request).ok
+
+
+async def connect_websocket(
+    request: web.BaseRequest,
+    table: RouteTable,
+    route: BackendRoute,
+    session: aiohttp.ClientSession,
+    *,
+    has_keys: bool,
+) -> aiohttp.ClientWebSocketResponse | web.Response:
+    """Connect to a replica, or return the response with which it refuses. Raises ReplicaLostError."""
     names = [each.strip() for each in request.headers.get("sec-websocket-protocol", "").split(",") if each.strip()]
-    headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
-    route.in_flight += 1
+    headers = make_request_headers(request, has_keys=has_keys)
+    for name in OWN_HEADERS:
+        headers.popall(name, None)
+    url = URL(route.base_url + request.path_qs, encoded=True)  # as the client wrote it
     try:
-        async with session.ws_connect(
-            route.base_url + request.path_qs, headers=headers, protocols=names, max_msg_size=MESSAGE_BYTES_MAX
-        ) as replica:
-            chosen = [replica.protocol] if replica.protocol else []
-            client = web.WebSocketResponse(protocols=chosen, max_msg_size=MESSAGE_BYTES_MAX)
+        return await session.ws_connect(url, headers=headers, protocols=names, max_msg_size=MESSAGE_BYTES_MAX)
+    except aiohttp.WSServerHandshakeError as error:
+        if error.status < 400:
+            raise ReplicaLostError("the replica did not open a WebSocket") from None
+        kept = {name: value for name, value in (error.headers or {}).items() if name.lower() == "retry-after"}
+        return web.Response(status=error.status, text=error.message, headers=kept)
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        table.exclude(route, f"the connection failed: {error}")
+        raise ReplicaLostError("the replica refused the connection", was_sent=False) from None
+    except (aiohttp.ClientError, OSError) as error:
+        table.record_break(route, f"no response: {str(error) or type(error).__name__}")
+        raise ReplicaLostError("the replica did not respond") from None
+
+
+async def join_websockets(request: web.BaseRequest, replica: aiohttp.ClientWebSocketResponse) -> web.StreamResponse:
+    """Copy messages in both directions until one end closes, then close the other."""
+    async with replica:
+        chosen = [replica.protocol] if replica.protocol else []
+        client = web.WebSocketResponse(protocols=chosen, max_msg_size=MESSAGE_BYTES_MAX)
+        try:
             await client.prepare(request)
-            copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((client, replica), (replica, client))]
+        except (OSError, aiohttp.ClientError) as error:
+            raise ClientGoneError from error
+        copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((client, replica), (replica, client))]
+        try:
             await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             for each in copies:
                 each.cancel()
             await asyncio.gather(*copies, return_exceptions=True)
-            await client.close(code=replica.close_code or 1001)
-            return client
-    except (aiohttp.ClientError, OSError):
-        return web.json_response({"error": {"message": "the replica refused the connection", "code": 502}}, status=502)
-    finally:
-        route.in_flight -= 1
+        code = replica.close_code
+        await client.close(code=GOING_AWAY if code is None or code in UNSENDABLE else code)
+        return client
 
 
 async def _copy(

@@ -49,6 +49,12 @@ class StandIn:
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self.port = int(self._runner.addresses[0][1])
 
+    async def vanish(self) -> None:
+        """Accept no more connections, and leave the open ones without an end, as a machine without power does."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def kill(self) -> None:
         """End as `kill -9` does: connections are reset, the port is closed."""
         if self._runner is not None:

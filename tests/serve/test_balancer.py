@@ -67,7 +67,7 @@ def play(folder: Path, scene: Callable[[Bed], Awaitable[None]], *, count: int = 
         backends = tuple(
             Backend(number=number, version=1, host="127.0.0.1", port=each.port) for number, each in enumerate(stands, 1)
         )
-        routing = Routing(generation=1, host="127.0.0.1", port=0, probe=PROBE, backends=backends, **settings)
+        routing = Routing(generation=1, host="127.0.0.1", port=0, backends=backends, **{"probe": PROBE, **settings})
         balancer = Balancer(ServiceFolder(path=folder), routing, clock=SystemClock())
         async with balancer.listen() as port, aiohttp.ClientSession() as client:
             bed = Bed(balancer, stands, port, client)

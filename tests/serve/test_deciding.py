@@ -33,6 +33,13 @@ def test_count_follows_the_load_within_the_bounds(policy: ReplicaPolicy, demand:
     assert count_replicas(policy, demand) == expected
 
 
+def test_unknown_load_is_not_a_low_one_and_stays_within_the_bounds() -> None:
+    silent = Demand(is_known=False)
+    assert [count_replicas(POLICY, silent, wanted=number) for number in (0, 4, 9)] == [1, 4, 5]
+    assert count_replicas(POLICY, Demand(in_flight=20, is_known=False), wanted=4) == 5
+    assert count_replicas(ReplicaPolicy(replicas_min=2), silent, wanted=4) == 2
+
+
 def test_target_of_the_accelerator_counts_before_the_general_one() -> None:
     policy = ReplicaPolicy(replicas_min=1, replicas_max=9, target_qps={"A100": 1.0, "": 4.0})
     assert count_replicas(policy, Demand(qps=8), accelerator="A100") == 8

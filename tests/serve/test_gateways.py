@@ -144,6 +144,24 @@ def test_loads_are_added_for_scaling(tmp_path: Path) -> None:
     assert len(world.list_ready()) == 4
 
 
+def test_silent_gateway_keeps_the_replicas_that_its_load_required(tmp_path: Path) -> None:
+    task = make_gateway_task(count=1, replicas_max=4, target_in_flight=2.0, downscale_delay_s=10.0)
+    world = GatewayWorld(tmp_path, task)
+    world.settle(10)
+    first, second = world.name_clusters()
+    assert first and second
+    world.in_flight = {first: 7}
+    world.settle(10)
+    assert len(world.list_ready()) == 4
+    world.silent.add(first)
+    world.settle(60)
+    assert len(world.list_ready()) == 4, "the other one alone would need one"
+    world.silent.clear()
+    world.in_flight = {}
+    world.settle(60)
+    assert len(world.list_ready()) == 1
+
+
 def test_lost_gateway_is_replaced_while_the_other_is_instructed(tmp_path: Path) -> None:
     world = GatewayWorld(tmp_path)
     world.settle(10)

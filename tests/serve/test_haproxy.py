@@ -58,6 +58,13 @@ def test_shares_of_several_versions_add_up() -> None:
     assert "use_backend version-3 if { rand(10000) lt 3333 }" in text  # of the three quarters that are left
 
 
+def test_replicas_that_will_be_preempted_are_used_when_no_other_is_ready() -> None:
+    leaving = replace(BACKENDS[0], is_leaving=True)
+    text = render(replace(HTTP, backends=(leaving, BACKENDS[2])), {1, 3})
+    assert "option allbackups" in text
+    assert [line.split()[1] for line in text.splitlines() if line.endswith(" backup")] == ["r1"]
+
+
 def test_workers_before_and_after_a_reload_are_distinguished() -> None:
     text = """\
 #<PID>          <type>          <reloads>       <uptime>        <version>

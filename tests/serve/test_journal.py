@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from broker.serve.journal import DONE, EventParser, StreamJournal
+from broker.serve.journal import COMPLETIONS, DONE, EventParser, EventTooLongError, StreamJournal, read_prompt
 
 PATH = "/v1/completions"
 
@@ -34,6 +34,21 @@ def test_request_without_token_streaming_has_no_journal() -> None:
     assert StreamJournal.open("GET", PATH, b"{}", seed=0) is None
     assert StreamJournal.open("POST", "/other", b'{"stream": true}', seed=0) is None
     assert StreamJournal.open("POST", PATH, b"\xff{", seed=0) is None
+
+
+def test_request_that_is_no_object_or_has_odd_fields_is_left_to_the_engine() -> None:
+    deep = b"[" * 100_000
+    for body in (deep, b"[1]", b'{"stream": true, "stream_options": "usage"}'):
+        assert StreamJournal.open("POST", COMPLETIONS, body, seed=1) is None
+    assert read_prompt(deep) == b""
+
+
+def test_event_without_an_end_is_not_collected_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.serve.journal.EVENT_BYTES_MAX", 10)
+    parser = EventParser()
+    assert parser.feed(b"data: a\n\ndata: ") == ["a"]
+    with pytest.raises(EventTooLongError):
+        parser.feed(b"bcdefghijk")
 
 
 def test_continuation_has_all_ids_and_the_remaining_count() -> None:

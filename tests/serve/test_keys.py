@@ -153,6 +153,7 @@ def test_streams_are_counted_by_key_and_replicas_do_not_see_it(tmp_path: Path) -
     load = play(tmp_path, scene)
     used = next(iter(read_usage(folder).keys.values()))
     assert (used.requests, used.completion_tokens) == (4, 36) and used.prompt_tokens >= 6
+    assert load.arrivals == 4, "a request without a key is no load"
     assert load.window.requests >= 3 and load.window.ttft_p50_s is not None
     assert not any(text in each.read_text() for each in tmp_path.iterdir() if each.is_file())
 

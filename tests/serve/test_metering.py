@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from broker.serve import metering
 from broker.serve.files import LoadWindow
-from broker.serve.metering import LoadMeter, ResponseSample
+from broker.serve.metering import LoadMeter, ResponseMeter, ResponseSample
 
 
 class HeldClock:
@@ -21,6 +21,13 @@ class HeldClock:
 
     async def sleep(self, duration_s: float) -> None:
         raise AssertionError
+
+
+def test_prompt_of_a_client_that_left_counts() -> None:
+    meter = ResponseMeter(clock=HeldClock())
+    assert meter.end(prompt_bytes=400).prompt_tokens == 0
+    meter.leave()
+    assert meter.end(prompt_bytes=400).prompt_tokens == 100
 
 
 times = st.none() | st.sampled_from([0.1, 0.2, 0.3])

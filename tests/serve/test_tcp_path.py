@@ -241,6 +241,21 @@ def test_client_that_breaks_off_resets_the_replica_and_is_not_its_fault(tmp_path
     assert play(tmp_path, scene).broken == 0
 
 
+def test_connection_to_a_vanished_machine_is_reset_and_others_stay(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        clients = [await bed.open() for _ in range(2)]
+        lost, kept = clients if clients[0].replica is bed.echoes[0] else clients[::-1]
+        routing = bed.balancer._routing
+        left = tuple(each for each in routing.backends if each.port == kept.replica.port)
+        bed.balancer.adopt(replace(routing, generation=2, backends=left))
+        with pytest.raises(ConnectionResetError):
+            await lost.reader.read()
+        assert await kept.say(b"x") == b"x"
+        kept.close()
+
+    assert play(tmp_path, scene).broken == 1
+
+
 def test_silent_half_of_a_connection_is_closed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_path, "HALF_OPEN_S_MAX", 0.05)
 

@@ -1,0 +1,166 @@
+"""Follow one stream of tokens over as many replicas as necessary; the client reads one stream."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+
+from broker.serve.answers import EVENT_STREAM, METER, make_headers, refuse
+from broker.serve.engines import REFUSALS
+from broker.serve.journal import EventParser, EventTooLongError, StreamJournal
+from broker.serve.losses import ClientGoneError, ReplicaLostError
+from broker.serve.routes import BackendRoute
+
+if TYPE_CHECKING:
+    from broker.serve.proxying import Proxy
+
+RESUMES_MAX = 20
+# Before the first token, a request may itself be what ends its replicas.
+UNANSWERED_MAX = 4
+
+
+class TokenStream:
+    """One stream. `prompt` is its beginning, for `prefix_affinity`."""
+
+    def __init__(self, proxy: Proxy, request: web.BaseRequest, journal: StreamJournal, prompt: bytes) -> None:
+        self._proxy, self._request, self._journal, self._prompt = proxy, request, journal, prompt
+        self._answer: web.StreamResponse | None = None
+        self._refusal: web.Response | None = None  # of the replica that was asked last
+
+    async def run(self) -> web.StreamResponse:
+        """Follow the stream to its end. Raises ClientGoneError."""
+        meter = self._request[METER]
+        try:
+            return await self._run()
+        finally:
+            meter.settle(*self._journal.counts)
+
+    async def _run(self) -> web.StreamResponse:
+        tried: set[int] = set()
+        unanswered = 0
+        version: int | None = None  # another one may be another model
+        for _ in range(RESUMES_MAX):
+            route = await self._proxy.find(tried, self._prompt, waits=self._refusal is None, version=version)
+            if route is None:
+                break
+            version = route.backend.version if version is None else version
+            if self._answer is not None:
+                self._proxy.counts.resumed += 1
+                tried.clear()
+            tried.add(route.backend.number)
+            try:
+                with route.use():
+                    await self._follow(route)
+                    return self._must_have()
+            except ReplicaLostError as error:
+                unanswered += error.was_sent and self._answer is None
+                if unanswered >= UNANSWERED_MAX:
+                    self._refusal = self._refusal or refuse(502, str(error))
+                    break
+                if not self._journal.is_resumable:
+                    break
+                if events := self._journal.close():  # all tokens are there; only the end is missing
+                    await self._write(events)
+                    await self._must_have().write_eof()
+                    return self._must_have()
+        return self._give_up()
+
+    async def _follow(self, route: BackendRoute) -> None:
+        """Follow the stream on one replica to its end. Raises ReplicaLostError."""
+        if self._proxy.engines.refuses_ids(route, self._request.path):
+            self._journal.stop_asking_ids()
+        response = await self._ask(route)
+        if response.status in REFUSALS and self._answer is None and not self._journal.is_plain:
+            response = await self._ask_plainly(route, response)
+        async with response:
+            if response.status != 200 or not response.content_type.startswith(EVENT_STREAM):
+                await self._take_other(route, response)
+                return
+            self._refusal = None
+            if self._answer is None:
+                await self._prepare(route, response)
+            await self._copy_events(route, response)
+
+    async def _take_other(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
+        """Pass on a response that is not a stream, unless another replica may answer better."""
+        if self._answer is not None:
+            raise ReplicaLostError(f"the replica answered with {response.status}")
+        if response.status == 429 or response.status >= 500:
+            self._refusal = await self._proxy.keep_refusal(self._request, route, response)
+            raise ReplicaLostError(f"the replica answered with {response.status}")
+        self._answer = await self._proxy.copy(self._request, route, response)
+
+    async def _ask(self, route: BackendRoute) -> aiohttp.ClientResponse:
+        context_tokens = None
+        if self._journal.needs_context:
+            context_tokens = await self._proxy.engines.find_context(self._proxy.session, route)
+        path, fields = self._journal.make_request(context_tokens)
+        body = json.dumps(fields).encode()
+        return await self._proxy.send(route, self._request, path or self._request.path_qs, body)
+
+    async def _ask_plainly(self, route: BackendRoute, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        """Ask again without the ids that the client did not request, which some engines refuse to return."""
+        refusal.close()
+        self._journal.stop_asking_ids()
+        response = await self._ask(route)
+        if response.status == 200:
+            self._proxy.engines.note_refusal(route, self._request.path)
+        return response
+
+    async def _prepare(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
+        headers = make_headers(route, response)
+        headers.popall("content-length", None)
+        answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+        try:
+            await answer.prepare(self._request)
+        except (OSError, aiohttp.ClientError) as error:
+            raise ClientGoneError from error
+        self._answer = answer
+
+    async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
+        parser = EventParser()
+        meter = self._request[METER]
+        meter.begin(route.backend.number, response.status, EVENT_STREAM)
+        content = response.content.iter_any()
+        while not self._journal.is_complete:
+            try:
+                data = await anext(content, None)
+                events = None if data is None else parser.feed(data)
+            except (aiohttp.ClientError, TimeoutError, OSError, EventTooLongError) as error:
+                self._proxy.table.record_break(route, f"a stream broke off: {str(error) or type(error).__name__}")
+                raise ReplicaLostError("the stream broke off") from None
+            if events is None:
+                raise ReplicaLostError("the stream ended early")
+            await self._write(self._take(events))
+        await self._must_have().write_eof()
+
+    def _take(self, events: list[str]) -> list[str]:
+        """Record events of the replica; return those for the client."""
+        meter = self._request[METER]
+        taken = [self._journal.take(event) for event in events]
+        for event, kept in zip(events, taken, strict=True):
+            meter.take_event(event if kept is None else kept)
+        return [event for event in taken if event is not None]
+
+    async def _write(self, events: list[str]) -> None:
+        if not events:
+            return
+        try:
+            await self._must_have().write("".join(f"data: {event}\n\n" for event in events).encode())
+        except (OSError, aiohttp.ClientError) as error:
+            raise ClientGoneError from error
+
+    def _must_have(self) -> web.StreamResponse:
+        assert self._answer is not None
+        return self._answer
+
+    def _give_up(self) -> web.StreamResponse:
+        if self._answer is None:
+            return self._refusal or self._proxy.refuse_unready()
+        self._proxy.counts.broken += 1
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self._answer

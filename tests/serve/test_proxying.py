@@ -1,0 +1,300 @@
+"""What becomes of a request whose replica vanishes, refuses or fails, and whose client leaves or misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from broker.clock import SystemClock
+from broker.serve.balancer import Balancer
+from broker.serve.bodies import PassedBody
+from broker.serve.files import Backend, Routing, ServiceFolder
+from broker.serve.losses import ClientGoneError
+from broker.serve.probing import probe_request
+from broker.serve.routes import BackendRoute, RouteTable
+from broker.types import ReadinessProbe
+from tests.serve.stand_in import StandIn, expect_text
+from tests.serve.test_balancer import PROBE, Bed, play
+
+JSON = "application/json"
+
+
+class FailingStand(StandIn):
+    """Answers generations with `status` and `reply`, unless it is 200; counts the messages it gets."""
+
+    def __init__(self, status: int = 200, reply: bytes = b'{"error": "busy"}') -> None:
+        super().__init__()
+        self.status, self.reply = status, reply
+
+    async def _generate(self, request: web.BaseRequest, fields: dict[str, Any]) -> web.StreamResponse:
+        if self.status == 200:
+            return await super()._generate(request, fields)
+        self.asked.append(fields)
+        return web.Response(status=self.status, body=self.reply, content_type=JSON, headers={"retry-after": "7"})
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.005)
+
+
+async def send_raw(bed: Bed, text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(bed.url.rpartition(":")[2]))
+    writer.write(text)
+    return reader, writer
+
+
+async def keep_only(bed: Bed, stand: StandIn) -> None:
+    """Adopt a routing file without the other replicas, whose machines vanished: they close no connection."""
+    for each in bed.stands:
+        if each is not stand:
+            await each.vanish()
+    routing = bed.balancer._routing
+    kept = tuple(each for each in routing.backends if each.port == stand.port)
+    bed.balancer.adopt(replace(routing, generation=routing.generation + 1, backends=kept))
+
+
+def test_stream_on_a_vanished_machine_continues_elsewhere_at_once(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        begun = asyncio.Event()
+        streaming = asyncio.ensure_future(bed.stream(prompt="hi", begun=begun))
+        await begun.wait()
+        first = await bed.until_asked()
+        second = next(each for each in bed.stands if each is not first)
+        second.gate.set()
+        await keep_only(bed, second)
+        assert "".join(each["choices"][0]["text"] for each in await streaming) == expect_text("hi", 12)
+
+    load = play(tmp_path, scene, stream_timeout_s=36_000.0)
+    assert (load.resumed, load.broken) == (1, 0)
+
+
+def test_request_on_a_vanished_machine_is_repeated_if_it_may_be_and_fails_otherwise(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        get = asyncio.ensure_future(bed.client.get(f"{bed.url}/slow"))
+        await until(lambda: any(each.seen for each in bed.stands))
+        first = next(each for each in bed.stands if each.seen)
+        second = next(each for each in bed.stands if each is not first)
+        post = [asyncio.ensure_future(bed.client.post(f"{bed.url}/slow", data=b"x")) for _ in range(8)]
+        await until(lambda: sum(len(each.seen) for each in bed.stands) == 9)
+        on_first = sum(method == "POST" for method, _, _ in first.seen)
+        assert on_first > 0
+        second.gate.set()
+        await keep_only(bed, second)
+        assert (await get).status == 200
+        statuses = [response.status for response in await asyncio.gather(*post)]
+        assert statuses.count(502) == on_first and statuses.count(200) == 8 - on_first
+
+    play(tmp_path, scene, stream_timeout_s=36_000.0)
+
+
+def test_websocket_on_a_vanished_machine_is_closed_with_a_code_that_clients_accept(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        async with bed.client.ws_connect(f"{bed.url}/socket") as socket:
+            await socket.send_str("a")
+            assert await socket.receive_str() == "echo a"
+            first = next(each for each in bed.stands if each.headers)
+            await keep_only(bed, next(each for each in bed.stands if each is not first))
+            message = await socket.receive()
+            assert (message.type, socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1001)
+
+    play(tmp_path, scene)
+
+
+def test_client_that_leaves_frees_the_replica(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        _, writer = await send_raw(bed, b"POST /slow HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\nx")
+        await until(lambda: any(each.seen for each in bed.stands))
+        writer.transport.abort()
+        await until(lambda: not bed.balancer.path.counts.in_flight)
+        assert not any(route.in_flight or route.breaks for route in bed.balancer.table.routes.values())
+
+    play(tmp_path, scene)
+
+
+def test_uploads_that_clients_cut_off_are_not_the_fault_of_the_replica(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        route = bed.balancer.table.routes[1]
+        for turn in range(1, 5):
+            _, writer = await send_raw(bed, b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\nx")
+            await until(lambda turn=turn: bed.balancer.path.counts.arrivals == turn)  # type: ignore[misc]
+            writer.transport.abort()
+            await until(lambda: not bed.balancer.path.counts.in_flight)
+            assert route.breaks == 0 and route.is_ready
+
+    play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=3600.0))
+
+
+class DamagedContent:
+    """A body that cannot be read."""
+
+    def exception(self) -> Exception:
+        return web.RequestPayloadError("not a chunk")
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        yield b"x"
+        raise self.exception()
+
+
+def test_upload_that_cannot_be_read_is_not_the_fault_of_the_replica(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        proxy, route = bed.balancer.path._proxy, bed.balancer.table.routes[1]  # type: ignore[attr-defined]
+        request = make_mocked_request("POST", "/a", headers={"host": "a"})
+        with pytest.raises(ClientGoneError):
+            await proxy.send(route, request, "/a", PassedBody(DamagedContent()))  # type: ignore[arg-type]
+        assert route.breaks == 0
+
+    play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=3600.0))
+
+
+def test_stream_that_a_busy_replica_refuses_goes_to_another_one(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        busy = bed.stands[0]
+        while not busy.asked:
+            events = await bed.stream(prompt="hi")
+            assert "".join(each["choices"][0]["text"] for each in events) == expect_text("hi", 12)
+
+    load = play(tmp_path, scene, make_stands=lambda count: [FailingStand(429), StandIn()])
+    assert load.window.errors == 0
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_stream_that_every_replica_refuses_fails_with_their_answer_after_a_few_tries(
+    tmp_path: Path, status: int
+) -> None:
+    async def scene(bed: Bed) -> None:
+        body = {"prompt": "poison", "stream": True}
+        async with bed.client.post(f"{bed.url}/v1/completions", json=body) as response:
+            assert (response.status, await response.json()) == (status, {"error": "busy"})
+            assert response.headers["retry-after"] == "7"
+        assert 1 <= sum(len(each.asked) for each in bed.stands) <= 4
+
+    play(tmp_path, scene, make_stands=lambda count: [FailingStand(status), FailingStand(status)])
+
+
+def test_long_refusal_is_not_read_to_its_end(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "a"}) as response:
+            assert response.status == 503
+        async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            assert response.status == 503 and len(await response.read()) < 1_000
+
+    play(tmp_path, scene, make_stands=lambda count: [FailingStand(503, b"x" * (1 << 20)) for _ in range(count)])
+
+
+def test_connection_that_is_never_answered_counts_as_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = aiohttp.TCPConnector._create_connection
+
+    async def scene(bed: Bed) -> None:
+        silent = bed.stands[0].port
+
+        async def refuse(self: Any, req: Any, traces: Any, timeout: Any) -> Any:
+            if req.url.port == silent and req.method == "POST":  # not the probe
+                raise TimeoutError
+            return await connect(self, req, traces, timeout)
+
+        monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", refuse)
+        while bed.balancer.table.routes[1].is_ready:  # several at once: an idle connection of a probe takes only one
+            for response in await asyncio.gather(*(bed.client.post(f"{bed.url}/order", data=b"x") for _ in range(8))):
+                assert response.status == 200
+
+    play(tmp_path, scene, probe=replace(PROBE, interval_s=3600.0))
+
+
+@pytest.mark.parametrize("line", [b"OPTIONS * HTTP/1.1", b"CONNECT 127.0.0.1:1 HTTP/1.1", b"GET x:@evil HTTP/1.1"])
+def test_target_that_is_no_path_reaches_no_replica(tmp_path: Path, line: bytes) -> None:
+    async def scene(bed: Bed) -> None:
+        reader, writer = await send_raw(bed, line + b"\r\nhost: a\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+        assert not bed.stands[0].seen
+
+    play(tmp_path, scene, count=1)
+
+
+def test_headers_of_the_connection_stay_on_it_and_addresses_are_kept(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        head = b"GET /a HTTP/1.1\r\nhost: a\r\nupgrade: h2c\r\nhttp2-settings: AA\r\nproxy-connection: x\r\n"
+        more = b"connection: x-own\r\nx-own: 1\r\nx-forwarded-for: 1.1.1.1\r\nx-forwarded-for: 2.2.2.2\r\n\r\n"
+        reader, writer = await send_raw(bed, head + more)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        seen = {name.lower(): value for name, value in bed.stands[0].headers[0].items()}
+        assert not {"upgrade", "http2-settings", "proxy-connection", "x-own"} & seen.keys()
+        assert seen["x-forwarded-for"] == "1.1.1.1, 2.2.2.2, 127.0.0.1"
+
+    play(tmp_path, scene, count=1)
+
+
+def run_balancer_alone(
+    folder: Path, scene: Callable[[Balancer], Awaitable[None]], backends: tuple[Backend, ...]
+) -> None:
+    probe = ReadinessProbe(path="/health", interval_s=3600.0)
+    routing = Routing(generation=1, host="127.0.0.1", port=0, probe=probe, backends=backends)
+    balancer = Balancer(ServiceFolder(path=folder), routing, clock=SystemClock())
+    asyncio.run(scene(balancer))  # type: ignore[arg-type]
+
+
+def test_replica_with_another_address_is_probed_at_once(tmp_path: Path) -> None:
+    async def scene(balancer: Balancer) -> None:
+        stands = [StandIn(), StandIn()]
+        for each in stands:
+            await each.start()
+        async with balancer.listen():
+            for stand in stands:  # the second one is the same replica after its recovery
+                moved = (Backend(number=1, version=1, host="127.0.0.1", port=stand.port),)
+                balancer.adopt(replace(balancer._routing, generation=stand.port, backends=moved))
+                await until(lambda: balancer.table.routes[1].is_ready)
+        for each in stands:
+            await each.kill()
+
+    run_balancer_alone(tmp_path, scene, ())
+
+
+def test_balancer_ends_when_one_of_its_tasks_fails(tmp_path: Path) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def scene(balancer: Balancer) -> None:
+        balancer.path.refresh = fail  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            await balancer.run()
+
+    run_balancer_alone(tmp_path, scene, ())
+
+
+def test_probe_with_an_invalid_header_is_an_error_of_the_replica() -> None:
+    async def run() -> str:
+        route = BackendRoute(Backend(number=1, version=1, host="127.0.0.1", port=1), now_s=time.time())
+        async with aiohttp.ClientSession() as session:
+            return await probe_request(session, route, ReadinessProbe(path="/", headers={"x-a": "b\nc"}))
+
+    assert "failed" in asyncio.run(run())
+
+
+def test_replica_that_will_be_preempted_is_chosen_only_if_all_others_will_be(tmp_path: Path) -> None:
+    def make(number: int, *, is_leaving: bool) -> Backend:
+        return Backend(number=number, version=1, host="h", port=number, is_leaving=is_leaving)
+
+    table = RouteTable(clock=SystemClock())
+    table.update([make(1, is_leaving=True), make(2, is_leaving=False)])
+    for route in table.routes.values():
+        table.admit(route)
+    assert {table.choose().backend.number for _ in range(50)} == {2}  # type: ignore[union-attr]
+    table.update([make(1, is_leaving=True), make(2, is_leaving=True)])
+    assert {table.choose().backend.number for _ in range(50)} == {1, 2}  # type: ignore[union-attr]

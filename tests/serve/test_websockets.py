@@ -1,0 +1,88 @@
+"""WebSockets find a replica as requests do, and clients see the replica's refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from yarl import URL
+
+from tests.serve.stand_in import StandIn
+from tests.serve.test_balancer import Bed, play
+
+
+class Guarded(StandIn):
+    """Refuses WebSockets with `status`, unless it is 101; remembers their targets and headers."""
+
+    def __init__(self, status: int = 101) -> None:
+        super().__init__()
+        self.status = status
+        self.targets: list[str] = []
+        self.cookies: list[list[str]] = []
+
+    async def _echo(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.targets.append(request.path_qs)
+        self.cookies.append(request.headers.getall("x-part", []))
+        if self.status != 101:
+            return web.Response(status=self.status, text="no", headers={"retry-after": "9"})
+        return await super()._echo(request)
+
+
+async def converse(bed: Bed, path: str = "/socket", headers: Sequence[tuple[str, str]] = ()) -> None:
+    async with bed.client.ws_connect(URL(bed.url + path, encoded=True), headers=headers) as socket:
+        await socket.send_str("a")
+        assert await socket.receive_str() == "echo a"
+
+
+def test_socket_that_a_replica_refuses_opens_at_another_one(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        await bed.stands[0].kill()
+        while bed.balancer.table.routes[1].is_ready:
+            await converse(bed)
+
+    assert play(tmp_path, scene).broken == 0
+
+
+def test_busy_replica_is_passed_over_and_the_refusal_of_the_last_one_is_the_answer(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        first, second = bed.stands
+        assert isinstance(first, Guarded) and isinstance(second, Guarded)
+        while not first.targets:
+            await converse(bed)
+        for status in (503, 403):
+            first.status = second.status = status
+            with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
+                await converse(bed)
+            assert failed.value.status == status
+            assert failed.value.headers is not None and failed.value.headers["retry-after"] == "9"
+
+    play(tmp_path, scene, make_stands=lambda count: [Guarded(503), Guarded()])
+
+
+def test_target_and_headers_arrive_as_the_client_wrote_them(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        await converse(bed, "/socket?a=%2Fb+%41", headers=[("x-part", "1"), ("x-part", "2")])
+        stand = bed.stands[0]
+        assert isinstance(stand, Guarded)
+        assert (stand.targets, stand.cookies) == (["/socket?a=%2Fb+%41"], [["1", "2"]])
+
+    play(tmp_path, scene, count=1, make_stands=lambda count: [Guarded()])
+
+
+class Headless(StandIn):
+    """Answers a request for a WebSocket as any other."""
+
+    async def _echo(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response()
+
+
+def test_answer_that_is_no_socket_is_an_error_of_the_replica(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
+            await converse(bed)
+        assert failed.value.status == 502
+
+    play(tmp_path, scene, count=1, make_stands=lambda count: [Headless()])
