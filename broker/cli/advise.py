@@ -23,7 +23,7 @@ from broker.cli.advise_serve import (
     advise_service,
 )  # fmt: skip
 from broker.cli.context import make_context
-from broker.cli.render import print_json, print_line, print_note, print_table
+from broker.cli.render import fits, print_json, print_line, print_note, print_table, print_wrapped
 from broker.formatting import format_hours, to_plain
 
 if TYPE_CHECKING:
@@ -214,7 +214,8 @@ def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
 
 
 def _print_options(found: tuple[Option, ...]) -> None:
-    rows = []
+    """Print a table of options; if the terminal is too narrow for it, their locations follow in lines of their own."""
+    rows, places = [], []
     for number, each in enumerate(found, start=1):
         placement, layout = each.estimate.placement, each.layout
         count = f"{layout.node_count} x " if layout.node_count > 1 else ""
@@ -222,12 +223,20 @@ def _print_options(found: tuple[Option, ...]) -> None:
             str(number), f"{count}{layout.hardware.figures.name}:{layout.hardware.accelerators}",
             layout.strategy + ("*" if layout.recompute == "full" else ""),
             f"~{layout.memory.total / 2**30:.0f}", f"~{layout.mfu:.0%}",
-            f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}",
             "spot" if placement.is_spot else "od", f"~{format_hours(each.hours)}", f"~{each.usd:,.0f}",
         ])  # fmt: skip
-    columns = ["#", "GPUS", "STRATEGY", "GiB", "MFU", "LOCATION", "MODEL", "TIME", "USD"]
-    numbers = ("#", "GiB", "MFU", "TIME", "USD")
-    print_table(columns, rows, right=numbers, firm=("GPUS", "STRATEGY", "MODEL", *numbers))
+        places.append(f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}")
+    columns = ["#", "GPUS", "STRATEGY", "GiB", "MFU", "MODEL", "TIME", "USD"]
+    at, numbers = columns.index("MODEL"), ("#", "GiB", "MFU", "TIME", "USD")
+    wide = [*columns[:at], "LOCATION", *columns[at:]]
+    wide_rows = [[*row[:at], place, *row[at:]] for row, place in zip(rows, places, strict=True)]
+    if fits(wide, wide_rows):
+        print_table(wide, wide_rows, right=numbers)
+        return
+    print_table(columns, rows, right=numbers, firm=("STRATEGY", "MODEL", *numbers))
+    print_wrapped(
+        "LOCATION: " + ", ".join(f"{row[0]} {place}" for row, place in zip(rows, places, strict=True)), indent=2
+    )
 
 
 def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str, object]:

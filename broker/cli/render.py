@@ -132,6 +132,12 @@ def print_table(
         print_line(line)
 
 
+def fits(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Return whether the terminal is wide enough to print this table without cutting cells."""
+    columns, cells, _ = _drop_until_it_fits(columns, [[strip_control(cell) for cell in row] for row in rows])
+    return _measure_table(_measure_columns(columns, cells)) <= measure_width()
+
+
 def drop_shared(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: Sequence[str]
 ) -> tuple[list[str], list[list[str]], dict[str, str]]:

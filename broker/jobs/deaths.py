@@ -43,20 +43,23 @@ def find_signal(returncode: int) -> int | None:
     return number if number in set(signal.Signals) else None
 
 
+def find_fatal_signal(returncode: int | None, last_lines: Sequence[str] = ()) -> int | None:
+    """Return the signal that ended the program, or the rank that a launcher's report names; None if there is none."""
+    number = None if returncode is None else find_signal(returncode)
+    if number is None and returncode is not None and (match := LAUNCHERS.search("\n".join(last_lines))):
+        number = int(match[1] or match[2])
+    return number if number in set(signal.Signals) else None
+
+
 def describe_cause(returncode: int | None, last_lines: Sequence[str] = ()) -> str:
     """Return the likely cause in a few words; empty if unknown."""
     if returncode is None:
         return ""
-    text = "\n".join(last_lines)
-    if OUT_OF_GPU_MEMORY.search(text):
+    if OUT_OF_GPU_MEMORY.search("\n".join(last_lines)):
         return "out of GPU memory"
-    number = find_signal(returncode)
-    if number is None and (match := LAUNCHERS.search(text)):
-        number = int(match[1] or match[2])
+    number = find_fatal_signal(returncode, last_lines)
     if number is None:
         return CODES.get(returncode, "")
-    if number not in set(signal.Signals):
-        return ""
     name = signal.Signals(number).name
     return f"{name}: {CAUSES[signal.Signals(number)]}" if signal.Signals(number) in CAUSES else name
 
@@ -89,11 +92,13 @@ def is_restart_due(
     deaths: int = 1,
     reached: int = 0,
     keeps_checkpoints: bool = False,
+    last_lines: Sequence[str] = (),
 ) -> bool:
     """Return whether to restart the program.
 
     `failures`: earlier restarts after exit codes that are not listed. `deaths`: failures at the step `reached`,
-    including this one. The task's own settings for exit codes and restarts override the default.
+    including this one. `last_lines` may have a launcher's report of a signal. The task's own settings for exit codes
+    and restarts override the default.
     """
     if returncode in recovery.recover_on_exit_codes:  # unlimited, as in SkyPilot
         return True
@@ -101,4 +106,4 @@ def is_restart_due(
         return failures < recovery.max_restarts_on_errors
     if returncode is None or deaths >= DEATHS_MAX:
         return False
-    return reached > 0 or (keeps_checkpoints and find_signal(returncode) is not None)
+    return reached > 0 or (keeps_checkpoints and find_fatal_signal(returncode, last_lines) is not None)

@@ -132,6 +132,7 @@ class OutcomeRecorder:
             deaths=deaths,
             reached=reached,
             keeps_checkpoints=is_saving(job.task) or keeps_its_own(job.task),
+            last_lines=run.last_lines,
         )
         cause = describe_cause(run.returncode, run.last_lines)
         outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=reached or None, exit_code=run.returncode)

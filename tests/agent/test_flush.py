@@ -18,7 +18,7 @@ from local_gang import Rig, make_task, processes_of, wait_for
 from broker.agent import agent
 from broker.runtime.reports import GangReport
 from broker.storage.mounts import MountStep, make_script
-from broker.types import Cluster, RunStatus, Task
+from broker.types import Cluster, NodeEnd, RunStatus, Task
 from tests.tiers import long
 
 files, agent_flush = agent.files, agent.agent_flush
@@ -146,23 +146,35 @@ async def wait_for_flush(rig: Rig, cluster: Cluster) -> GangReport:
     return report
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
-def test_run_ends_when_its_files_have_arrived(rig: Rig, tmp_path: Path, is_cancelled: bool) -> None:
-    run = "rclone put ~/out a one" + ("; sleep 600" if is_cancelled else "")
-    task = make_writing_task(tmp_path, run)
+@pytest.mark.parametrize(
+    ("cause", "status", "reason"),
+    [
+        ("", RunStatus.SUCCEEDED, ""),
+        ("cancel", RunStatus.CANCELLED, ""),
+        ("notice", RunStatus.FAILED, NodeEnd.PREEMPTED),
+    ],
+)
+def test_run_ends_when_its_files_have_arrived(
+    rig: Rig, tmp_path: Path, cause: str, status: RunStatus, reason: str
+) -> None:
+    task = make_writing_task(tmp_path, "rclone put ~/out a one" + ("; sleep 600" if cause else ""))
 
     async def act() -> None:
         cluster = await rig.make_cluster()
         await rig.start(cluster, task)
-        if is_cancelled:
+        if cause:
             await wait_for(lambda: any(rig.root.rglob("vfsMeta/s3/a")))
+        if cause == "cancel":
             await rig.gang.cancel(cluster, 1)
+        elif cause == "notice":
+            await rig.cloud.preempt_nodes([cluster.nodes[0].id], notice_s=600)
         report = await wait_for_flush(rig, cluster)
         assert report.status is RunStatus.RUNNING and "are not in `s3://bucket/out` yet" in report.flush
         assert "kept until they are, or until nothing has arrived for 30 min" in report.flush
         (home_of(rig) / "gate").touch()
         report = await rig.finish(cluster)
-        assert report.status is (RunStatus.CANCELLED if is_cancelled else RunStatus.SUCCEEDED) and not report.flush
+        assert report.status is status and not report.flush
+        assert not reason or report.reason == reason
         assert (home_of(rig) / "fake_bucket/a").read_text() == "one"
         assert "broker: written files have arrived" in await rig.read_log(cluster)
 

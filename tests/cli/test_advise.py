@@ -58,6 +58,7 @@ def test_the_largest_runs_name_what_limits_them_and_how_large_a_spot_gang_is(she
     sure = shell.run("advise", "--params", "405B", *wish, "--no-spot", "--trainer", "megatron")
     assert "spot GPUs" not in sure.stderr and "require a program such as Megatron-LM" in sure.stderr
     assert "trainers.lm" not in sure.stdout
+    assert "…" not in sure.stdout and "LOCATION: 1 " in sure.stdout, "a table of long amounts names whole places"
 
 
 def test_a_mixture_of_experts_computes_with_its_active_parameters(shell: Shell) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.cli.render import _fit_column, format_table, print_table
+from broker.cli.render import _fit_column, fits, format_table, print_table
 
 AZURE = ["Standard_ND96isr_H100_v5", "Standard_ND96isr_H200_v5", "Standard_ND96isr_H100_v5"]
 
@@ -52,6 +52,13 @@ def test_wide_table_states_what_all_rows_share_once_instead_of_cutting_names(
 def test_single_row_keeps_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(["A", "B"], [["x" * 50, "y" * 50]])
     assert capsys.readouterr().out.startswith("A  ")
+
+
+@pytest.mark.parametrize(("note", "is_fitting"), [("y" * 70, True), ("z" * 60, False)])
+def test_table_fits_if_no_cell_is_cut(note: str, is_fitting: bool) -> None:
+    rows = [["p4d.24xlarge", note, "1"], ["p4de.24xlarge", "y" * 70, "2"]]
+    assert fits(["INSTANCE", "NOTE", "USD"], rows) is is_fitting
+    assert any("…" in line for line in format_table(["INSTANCE", "NOTE", "USD"], rows)) is not is_fitting
 
 
 @given(st.lists(st.lists(st.text("ab", max_size=60), min_size=3, max_size=3), max_size=4))

@@ -68,7 +68,7 @@ def test_no_process_outlives_its_node(rig: Rig, how: str) -> None:
         assert not (Path(node.handle) / "home").exists()
         assert (await rig.state_of(other)).state is NodeState.RUNNING
         with pytest.raises(TransientError):
-            await rig.transport.run(node, ["true"], timeout_s=10)
+            await rig.transport.run(node, ["true"], timeout_s=300)
 
     asyncio.run(act())
 

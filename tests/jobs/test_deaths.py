@@ -32,6 +32,7 @@ def test_death_by_a_signal_is_named_for_both_exit_code_forms(code: int, signal: 
         (1, ("  exitcode  : -9 (pid: 71)",), "SIGKILL: killed; running out of memory is the usual cause"),
         (1, ("  traceback : Signal 6 (SIGABRT) received by PID 71",), "SIGABRT: aborted, as by NCCL's "
          "watchdog or a failed CUDA assertion"),
+        (1, ("  exitcode  : -99 (pid: 71)",), ""),
         (1, ("torch.OutOfMemoryError: CUDA out of memory. Tried",), "out of GPU memory"),
     ],
 )  # fmt: skip

@@ -246,15 +246,22 @@ BUCKET = Task(
 COPY = Task(run="python train.py", storage_mounts=(StorageMount(target="/data", source=("s3://b",), mode="COPY"),))
 
 
+KILLED_RANK = ("Root Cause (first observed failure):", "  exitcode  : -9 (pid: 71)")  # of torchrun, which exits with 1
+
+
 @pytest.mark.parametrize(
-    ("task", "code", "is_restarted"),
-    [(OURS, 1, False), (OURS, 2, False), (OURS, 137, True), (OURS, 134, True), (BUCKET, 137, True), (COPY, 137, False)],
+    ("task", "code", "lines", "is_restarted"),
+    [
+        *((OURS, 1, (), False), (OURS, 2, (), False), (OURS, 137, (), True), (OURS, 134, (), True)),
+        *((BUCKET, 137, (), True), (BUCKET, 1, KILLED_RANK, True)),
+        *((COPY, 137, (), False), (COPY, 1, KILLED_RANK, False)),
+    ],
 )
 def test_before_any_step_only_a_signal_of_one_that_saves_is_worth_another_try(
-    tmp_path: Path, task: Task, code: int, is_restarted: bool
+    tmp_path: Path, task: Task, code: int, lines: tuple[str, ...], is_restarted: bool
 ) -> None:
     stage = Stage(tmp_path, task=task)
-    stage.conclude(Verdict.FAILED, code)
+    stage.conclude(Verdict.FAILED, code, lines=lines)
     assert stage.job.status is (JobStatus.RECOVERING if is_restarted else JobStatus.FAILED)
 
 

@@ -37,7 +37,7 @@ class Here(MachineTransport):
 def test_a_command_runs_in_the_node_with_its_input(rig: Rig) -> None:
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
-        done = await Here(clock=SystemClock()).run(node, ["sh", "-c", "cat; pwd"], timeout_s=10.0, stdin=b"in ")
+        done = await Here(clock=SystemClock()).run(node, ["sh", "-c", "cat; pwd"], timeout_s=300.0, stdin=b"in ")
         assert done.returncode == 0 and done.stdout.decode().startswith("in /")
 
     asyncio.run(act())
@@ -48,10 +48,10 @@ def test_a_node_that_never_answered_is_distinguished_from_one_that_is_gone(rig: 
         transport = Here(clock=SystemClock())
         node = (await rig.make_cluster()).nodes[0]
         with pytest.raises(UnreachedError, match="cannot be reached"):
-            await transport.run(replace(node, id="other", handle="/nowhere"), ["true"], timeout_s=10.0)
-        await transport.run(node, ["true"], timeout_s=10.0)
+            await transport.run(replace(node, id="other", handle="/nowhere"), ["true"], timeout_s=300.0)
+        await transport.run(node, ["true"], timeout_s=300.0)
         with pytest.raises(TransientError, match="cannot be reached") as caught:
-            await transport.run(replace(node, handle="/nowhere"), ["true"], timeout_s=10.0)
+            await transport.run(replace(node, handle="/nowhere"), ["true"], timeout_s=300.0)
         assert not isinstance(caught.value, UnreachedError)
 
     asyncio.run(act())
@@ -81,7 +81,7 @@ def test_a_shell_on_a_silent_node_is_abandoned_within_a_minute() -> None:
 def test_a_host_that_is_no_longer_in_the_file_is_named(module: object, handle: str, file: str, tmp_path: Path) -> None:
     transport: MachineTransport = module.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())  # type: ignore[attr-defined]
     with pytest.raises(StateError, match=f"of node `n` is not in `{file}`"):
-        asyncio.run(transport.run(replace(NODE, handle=handle), ["true"], timeout_s=10.0))
+        asyncio.run(transport.run(replace(NODE, handle=handle), ["true"], timeout_s=300.0))
 
 
 def test_the_hosts_of_a_pool_are_logged_in_to_as_its_file_says(tmp_path: Path) -> None:

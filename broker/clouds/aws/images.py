@@ -9,8 +9,9 @@ from broker.errors import InvalidRequestError
 from broker.frozen import frozen
 from broker.types import MachineSpec, Offer
 
-# Public parameters that AWS and Canonical maintain: the DLAMI guide, "Find the latest DLAMI id", and Canonical's "Find
-# Ubuntu images on AWS". Base images have driver, CUDA and EFA, and no frameworks.
+# Public parameters that AWS and Canonical maintain: the DLAMI guide, "Find the latest DLAMI id", the Neuron guide,
+# "Neuron DLAMI", and Canonical's "Find Ubuntu images on AWS" (names compared with public scripts 2026-11-28). Base
+# images have driver, CUDA and EFA, and no frameworks.
 GPU_IMAGE = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
 NEURON_IMAGE = "/aws/service/neuron/dlami/multi-framework/ubuntu-22.04/latest/image_id"
 PLAIN_IMAGE = "/aws/service/canonical/ubuntu/server/22.04/stable/current/{arch}/hvm/ebs-gp2/ami-id"

@@ -12,7 +12,8 @@ from broker.frozen import frozen
 from broker.types import Placement
 
 KNOWN_S = 600.0  # quotas are changed by hand: reread after a while
-# Service Quotas, service `ec2`, counted in vCPUs: family -> (on-demand, spot). Names as in its console.
+# Service Quotas, service `ec2`, counted in vCPUs: family -> (on-demand, spot). Codes and names: EC2 instance types
+# guide, "Amazon EC2 instance type quotas" (read 2026-11-28).
 QUOTAS = {
     "standard": ("L-1216C47A", "L-34B43A08"),  # A, C, D, H, I, M, R, T, Z
     "g": ("L-DB2E81BA", "L-3819A6DF"),  # G and VT

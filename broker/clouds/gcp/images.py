@@ -10,7 +10,7 @@ from broker.errors import InvalidRequestError
 from broker.types import NodeRequest
 
 # Newest first: Google retires families as CUDA advances, so the first that still exists is used.
-# https://cloud.google.com/deep-learning-vm/docs/images
+# https://cloud.google.com/deep-learning-vm/docs/images (names compared with public scripts 2026-11-28)
 GPU_FAMILIES = (
     ("deeplearning-platform-release", "common-cu129-ubuntu-2204-nvidia-580"),
     ("deeplearning-platform-release", "common-cu128-ubuntu-2204-nvidia-570"),
@@ -26,7 +26,7 @@ OLD_GPU_FAMILIES = (
     ("deeplearning-platform-release", "common-cu123-ubuntu-2204-py310"),
     ("deeplearning-platform-release", "common-cu123-ubuntu-2204"),
 )
-# https://cloud.google.com/compute/docs/images/os-details#ubuntu_lts
+# https://cloud.google.com/compute/docs/images/os-details#ubuntu_lts (written 2026-11-21)
 CPU_FAMILIES = (("ubuntu-os-cloud", "ubuntu-2204-lts"), ("ubuntu-os-cloud", "ubuntu-2404-lts-amd64"))
 ARM_FAMILIES = (("ubuntu-os-cloud", "ubuntu-2204-lts-arm64"), ("ubuntu-os-cloud", "ubuntu-2404-lts-arm64"))
 ARM_MACHINES = ("t2a-", "c4a-", "n4a-", "a4x-")

@@ -9,9 +9,9 @@ from broker.errors import QuotaError
 from broker.frozen import frozen
 from broker.types import NodeRequest, Offer
 
-# Names of the quotas in `regions.get`, https://cloud.google.com/compute/resource-usage. Newer accelerators (H100 and
-# later) are counted elsewhere, which `regions.get` does not show: for those, only the create call shows whether there
-# is quota.
+# Names of the quotas in `regions.get`, https://cloud.google.com/compute/resource-usage (written 2026-11-21; spelling
+# as in `Quota.Metric` of google-cloud-compute, which a test compares). Newer accelerators (H100 and later) are
+# counted elsewhere, which `regions.get` does not show: for those, only the create call shows whether there is quota.
 GPU_METRICS = {
     "T4": "NVIDIA_T4_GPUS",
     "P4": "NVIDIA_P4_GPUS",
