@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.agent import (
+        agent_checkpoints,
         agent_container,
         agent_dead_runs,
         agent_delivery,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         agent_turn,
     )
 else:
+    import agent_checkpoints
     import agent_container
     import agent_dead_runs
     import agent_delivery
@@ -118,6 +120,8 @@ class Runner:
         outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
         if fault := self._preflight.fault:
             outcome["fault"] = {"reason": fault.fault, "serials": fault.serials}
+        if outcome["status"] == "FAILED" and outcome["failed_rank"] is not None:  # a program failed by itself
+            outcome["checkpoints"] = agent_checkpoints.find_checkpoints(self._spec["envs"])
         agent_files.write_json(self._folder / "outcome.json", outcome)
         if self._coordinator and agent_head.is_head(self._folder, self._spec):
             self._leave()

@@ -4,6 +4,10 @@ By default, a job is restarted while it makes progress: a step or checkpoint bey
 Failures at steps 40, 90 and 130 cause three restarts; three failures at step 40 end the job. A job that has never
 reached a step fails at once, because retrying does not fix a typo, unless a signal ended a program that keeps
 checkpoints.
+
+Without any reported step, the checkpoints that the agent observed count. A new `checkpoint-200` beyond `checkpoint-100`
+is progress. A new `last.ckpt` shows that the program saves, not that it loads what it saves, so it is progress at most
+ten times.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from broker.state.jobs import StepRange
 from broker.types import Attempt, JobRecovery
 
 DEATHS_MAX = 3  # at the same step: the program is at fault, not the machines
+REWRITES_MAX = 10  # deaths with a new checkpoint each, but no number that shows how far it is
 SHELL_BASE = 128  # a shell reports death by signal n as 128 + n
 CAUSES = {
     signal.SIGKILL: "killed; running out of memory is the usual cause",
@@ -64,10 +70,28 @@ def describe_cause(returncode: int | None, last_lines: Sequence[str] = ()) -> st
     return f"{name}: {CAUSES[signal.Signals(number)]}" if signal.Signals(number) in CAUSES else name
 
 
-def measure_headway(steps: Mapping[int, StepRange], *, until: int) -> int:
-    """Return the highest step that attempts up to this number have reported or saved; 0 without any."""
+class Headway(NamedTuple):
+    """How far a job has come: its highest reported step; without one, its observed checkpoints."""
+
+    step: int = 0
+    checkpoint: int = 0
+    unnumbered_s: float = 0.0
+
+
+def measure_headway(steps: Mapping[int, StepRange], attempts: Sequence[Attempt] = (), *, until: int) -> Headway:
+    """Return the highest step that attempts up to this number have reported or saved, else what they were seen to save.
+
+    Reported steps decide alone: a program that starts from scratch saves new checkpoints without making progress.
+    """
     ranges = [steps_seen for number, steps_seen in steps.items() if number <= until]
-    return max((max(seen.last_step, seen.checkpoint_step or 0) for seen in ranges), default=0)
+    step = max((max(seen.last_step, seen.checkpoint_step or 0) for seen in ranges), default=0)
+    if step:
+        return Headway(step)
+    observed = [old.checkpoints for old in attempts if old.checkpoints and old.number <= until]
+    return Headway(
+        checkpoint=max((each.number for each in observed), default=0),
+        unnumbered_s=max((each.unnumbered_s for each in observed), default=0.0),
+    )
 
 
 def is_counted(recovery: JobRecovery, attempt: Attempt) -> bool:
@@ -76,12 +100,24 @@ def is_counted(recovery: JobRecovery, attempt: Attempt) -> bool:
 
 
 def count_deaths(
-    recovery: JobRecovery, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, present: int
+    recovery: JobRecovery,
+    attempts: Sequence[Attempt],
+    steps: Mapping[int, StepRange],
+    *,
+    present: int,
+    is_numbered: bool = False,
 ) -> int:
-    """Return the number of consecutive failures without progress, including this one."""
-    reached = measure_headway(steps, until=present)
+    """Return the number of consecutive failures without progress, including this one.
+
+    With `is_numbered`, only a higher step or number of a checkpoint is progress.
+    """
+
+    def measure(until: int) -> Headway:
+        headway = measure_headway(steps, attempts, until=until)
+        return headway._replace(unnumbered_s=0.0) if is_numbered else headway
+
     earlier = (old for old in attempts if old.number < present and is_counted(recovery, old))
-    return 1 + sum(1 for old in earlier if measure_headway(steps, until=old.number) == reached)
+    return 1 + sum(1 for old in earlier if measure(old.number) == measure(present))
 
 
 def is_restart_due(
@@ -90,20 +126,21 @@ def is_restart_due(
     *,
     failures: int = 0,
     deaths: int = 1,
-    reached: int = 0,
+    rewrites: int = 1,
+    headway: Headway = Headway(),
     keeps_checkpoints: bool = False,
     last_lines: Sequence[str] = (),
 ) -> bool:
     """Return whether to restart the program.
 
-    `failures`: earlier restarts after exit codes that are not listed. `deaths`: failures at the step `reached`,
-    including this one. `last_lines` may have a launcher's report of a signal. The task's own settings for exit codes
-    and restarts override the default.
+    `failures`: earlier restarts after exit codes that are not listed. `deaths`: failures at this `headway`, including
+    this one. `rewrites`: failures at its step and number. `last_lines` may have a launcher's report of a signal. The
+    task's own settings for exit codes and restarts override the default.
     """
     if returncode in recovery.recover_on_exit_codes:  # unlimited, as in SkyPilot
         return True
     if recovery.max_restarts_on_errors is not None:
         return failures < recovery.max_restarts_on_errors
-    if returncode is None or deaths >= DEATHS_MAX:
+    if returncode is None or deaths >= DEATHS_MAX or rewrites >= REWRITES_MAX:
         return False
-    return reached > 0 or (keeps_checkpoints and find_fatal_signal(returncode, last_lines) is not None)
+    return headway != Headway() or (keeps_checkpoints and find_fatal_signal(returncode, last_lines) is not None)

@@ -12,6 +12,7 @@ from broker.types import (
     GangHead,
     NodeFault,
     NodeSample,
+    ObservedCheckpoints,
     OwnTime,
     Progress,
     RunStatus,
@@ -120,6 +121,11 @@ class GangReport(Protocol):
     @property
     def unflushed(self) -> str:
         """Files that were not uploaded in a run that FAILED although its program succeeded; otherwise empty."""
+        ...
+
+    @property
+    def checkpoints(self) -> ObservedCheckpoints | None:
+        """The checkpoint folder after the program has failed; None if it is not a folder."""
         ...
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from broker.clock import Clock
 from broker.jobs.checkpoints import is_saving, keeps_its_own
 from broker.jobs.deaths import (
+    REWRITES_MAX,
     count_deaths,
     describe_cause,
     is_counted,
@@ -97,6 +98,7 @@ class OutcomeRecorder:
 
     def record_exit(self, job: Job, attempt: Attempt, verdict: Verdict, run: RunEnd) -> float:
         """Record a run that has ended without losing its nodes."""
+        job, attempt = with_checkpoints(job, attempt, run)
         if verdict is Verdict.SUCCEEDED:
             return self.record_success(job, attempt)
         if verdict is Verdict.CANCELLED:
@@ -123,27 +125,30 @@ class OutcomeRecorder:
             outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
             return self.end_job(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
         recovery, steps = job.task.recovery, self._store.jobs.list_steps(job.id)
-        reached = measure_headway(steps, until=attempt.number)
+        headway = measure_headway(steps, job.attempts, until=attempt.number)
+        reached, checkpoint = headway.step or None, headway.checkpoint
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
+        rewrites = count_deaths(recovery, job.attempts, steps, present=attempt.number, is_numbered=True)
         is_due = is_restart_due(
             recovery,
             run.returncode,
             failures=sum(1 for old in job.attempts if is_counted(recovery, old)),
             deaths=deaths,
-            reached=reached,
+            rewrites=rewrites,
+            headway=headway,
             keeps_checkpoints=is_saving(job.task) or keeps_its_own(job.task),
             last_lines=run.last_lines,
         )
         cause = describe_cause(run.returncode, run.last_lines)
-        outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=reached or None, exit_code=run.returncode)
+        outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=reached, exit_code=run.returncode)
         with self._store.transaction():
             self._record_last_lines(attempt, run)
             if is_due:
-                event = make_event(
-                    EventKind.PROGRAM_RESTARTED, exit_code=run.returncode, cause=cause, step=reached or None
-                )
+                at = {"step": reached, **({"checkpoint": checkpoint} if checkpoint else {})}
+                event = make_event(EventKind.PROGRAM_RESTARTED, exit_code=run.returncode, cause=cause, **at)
                 return self._restart_in_place(job, attempt, outcome, event, run)
-            failure = explain_exit(run.returncode, cause=cause, times=deaths, step=reached)
+            times = rewrites if rewrites >= REWRITES_MAX else deaths
+            failure = explain_exit(run.returncode, cause=cause, times=times, step=headway.step, checkpoint=checkpoint)
             return self.end_job(job, attempt, JobStatus.FAILED, outcome, failure)
 
     def record_broken_gang(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
@@ -192,7 +197,9 @@ class OutcomeRecorder:
     def _restart_in_place(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
         """Restart on the same nodes if all are healthy, unless the last attempt did so without progress."""
         steps = self._store.jobs.list_steps(job.id)
-        reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
+        reached, before = (
+            measure_headway(steps, job.attempts, until=number) for number in (attempt.number, attempt.number - 1)
+        )
         is_sick = is_in_place(job, attempt) and reached == before
         is_recorded = attempt.started_s > self._store.meta.restored_s  # otherwise later attempts may run there
         in_place = run.is_whole and not is_sick and is_recorded
@@ -291,6 +298,18 @@ class OutcomeRecorder:
 
     def _add_event(self, event: Event) -> None:
         self._store.events.add(event, job_id=self._job_id)
+
+
+def with_checkpoints(job: Job, attempt: Attempt, run: RunEnd) -> tuple[Job, Attempt]:
+    """Return the job and its attempt with the checkpoints that were observed at the run's end.
+
+    Checkpoints from before the job was submitted are those of a job that it retries, or a copied model.
+    """
+    if run.checkpoints is None or run.checkpoints.time_s < job.submitted_s:
+        return job, attempt
+    attempt = replace(attempt, checkpoints=run.checkpoints)
+    attempts = tuple(attempt if old.number == attempt.number else old for old in job.attempts)
+    return replace(job, attempts=attempts), attempt
 
 
 def is_in_place(job: Job, attempt: Attempt) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 from broker.frozen import frozen
 from broker.jobs.log_files import read_last_lines
 from broker.state.store import Store
-from broker.types import Attempt, Progress
+from broker.types import Attempt, ObservedCheckpoints, Progress
 
 
 @frozen
@@ -17,7 +17,7 @@ class RunEnd:
 
     `failed_rank`: the rank whose program failed first, which printed the last lines. `is_whole`: every node is running
     and responds, so the next attempt may reuse them. `unflushed`: the program succeeded, and this is the reason why
-    files that it wrote were not uploaded.
+    files that it wrote were not uploaded. `checkpoints`: the checkpoint folder, if the head can list one.
     """
 
     returncode: int | None = None
@@ -27,6 +27,7 @@ class RunEnd:
     last_lines: tuple[str, ...] = ()
     is_whole: bool = False
     unflushed: str = ""
+    checkpoints: ObservedCheckpoints | None = None
 
 
 class ReportsEnd(Protocol):
@@ -50,7 +51,14 @@ class ReportsEnd(Protocol):
 
 
 def read_run_end(
-    store: Store, logs: Path, *, attempt: Attempt, report: ReportsEnd, progress: Progress | None, is_whole: bool = False
+    store: Store,
+    logs: Path,
+    *,
+    attempt: Attempt,
+    report: ReportsEnd,
+    progress: Progress | None,
+    is_whole: bool = False,
+    checkpoints: ObservedCheckpoints | None = None,
 ) -> RunEnd:
     """Return the end of a run with the last lines of the log, which the caller must copy first."""
     lines = read_last_lines(store, logs, attempt=attempt, rank=report.failed_rank)
@@ -62,4 +70,5 @@ def read_run_end(
         last_lines=tuple(lines),
         is_whole=is_whole,
         unflushed=report.unflushed,
+        checkpoints=checkpoints,
     )

@@ -20,6 +20,7 @@ from broker.runtime.reports import (
     Exchanged,
     GangReport,
     Uploads,
+    find_checkpoints,
     find_faults,
     find_head,
     find_newest_progress,
@@ -28,6 +29,7 @@ from broker.runtime.reports import (
     find_slow_network,
     find_unfit,
     gather_runs,
+    read_run_status,
 )
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
@@ -213,6 +215,7 @@ class Gang:
             samples=gather_samples(self._channels, live, run_id, by_rank),
             is_ready=bool(speaker.get("is_ready")),
             port=speaker.get("group_port"),
+            checkpoints=find_checkpoints(speaker),
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 
@@ -223,9 +226,9 @@ class Gang:
 
         Nodes answer in any order: without this a report could show a success in which some ranks still run.
         """
-        if _read_run_status(by_rank.get(head)) is not RunStatus.SUCCEEDED:
+        if read_run_status(by_rank.get(head)) is not RunStatus.SUCCEEDED:
             return
-        late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
+        late = [node for node in live if (status := read_run_status(by_rank[node.rank])) and not status.is_terminal]
         replies = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
         by_rank.update({node.rank: answer for node, answer in zip(late, replies, strict=True) if answer is not None})
 
@@ -394,7 +397,3 @@ def sort_nodes(cluster: Cluster) -> list[Node]:
 def list_live(nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes that the cloud has not confirmed gone; an elastic gang continues without the gone ones."""
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
-
-
-def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
-    return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.frozen import frozen
-from broker.types import NodeFault, NodeSample, OwnTime, Progress, Run, RunStatus, SetupResult, SlowNetwork
+from broker.types import (
+    NodeFault,
+    NodeSample,
+    ObservedCheckpoints,
+    OwnTime,
+    Progress,
+    Run,
+    RunStatus,
+    SetupResult,
+    SlowNetwork,
+)
 
 TEXT_MAX = 300  # characters of a reason, a serial or another text from a node
 OWN_S_MAX = 1e6
@@ -38,6 +48,7 @@ class GangReport:
     `setups`: the result of caching `setup` on each node that used an archive or may keep one.
     `followers`: the ranks whose program continues when another node becomes the gang's head.
     `samples`: what nodes reported about themselves since the last poll, with their ranks; a sample may be repeated.
+    `checkpoints`: the head's view of the checkpoint folder after the program has failed; None if it is not a folder.
     `is_ready`: the gang is set up and waits for its job group; `port`: the port chosen for its service in the group.
     """
 
@@ -62,6 +73,7 @@ class GangReport:
     samples: tuple[tuple[int, NodeSample], ...] = ()
     is_ready: bool = False
     port: int | None = None
+    checkpoints: ObservedCheckpoints | None = None
 
 
 @frozen
@@ -214,6 +226,22 @@ def find_setups(runs: Sequence[Mapping[str, Any] | None]) -> tuple[SetupResult, 
                 )
             )
     return tuple(found)
+
+
+def read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
+    """Return the status of the run in a node's answer; None without an answer or a run."""
+    return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None
+
+
+def find_checkpoints(run: Mapping[str, Any]) -> ObservedCheckpoints | None:
+    """Return the head's view of the checkpoint folder; None if there is none (older agents) or it is invalid."""
+    report = run.get("checkpoints")
+    if not isinstance(report, Mapping):
+        return None
+    number, unnumbered_s, time_s = (_read_number(report.get(name)) for name in ("number", "unnumbered_s", "time_s"))
+    if number is None or unnumbered_s is None or time_s is None:
+        return None
+    return ObservedCheckpoints(number=int(number), unnumbered_s=unnumbered_s, time_s=time_s)
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:

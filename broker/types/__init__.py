@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TYPES = {
     "groups": ("GroupRole", "OnLoss"),
-    "jobs": ("Attempt", "GangHead", "Job", "JobStatus", "JobWait", "Progress", "WaitReason"),
+    "jobs": ("Attempt", "GangHead", "Job", "JobStatus", "JobWait", "ObservedCheckpoints", "Progress", "WaitReason"),
     "machines": (
         "Cluster",
         "ClusterStatus",

@@ -67,6 +67,19 @@ class GangHead:
 
 
 @frozen
+class ObservedCheckpoints:
+    """The checkpoints in the folder of a program that failed, as `agent_checkpoints.observe` reports them.
+
+    `number`: the highest number in a name, 0 without one. `unnumbered_s`, `time_s`: modification times (POSIX) of the
+    newest file without a number, 0 without one, and of the newest file.
+    """
+
+    number: int = 0
+    unnumbered_s: float = 0.0
+    time_s: float = 0.0
+
+
+@frozen
 class Attempt:
     """One attempt at a job on one cluster. `number` counts from 1 and only grows."""
 
@@ -88,6 +101,7 @@ class Attempt:
     released_s: float | None = None  # in a job group: when `run` was allowed to start
     head: GangHead = GangHead()
     port: int | None = None  # in a job group: a free port of its first node, for its own service
+    checkpoints: ObservedCheckpoints | None = None  # saved since the job was submitted, when its program failed
 
     @property
     def returncode(self) -> int | None:

@@ -67,8 +67,10 @@ def render_lease_expired(*, allowance: str, step: int | None = None) -> str:
     return f"{describe_outcome(outcome)}; restarting on new nodes"
 
 
-def render_program_restarted(*, exit_code: int | None, cause: str, step: int | None, in_place: bool) -> str:
-    at = f" at step {step}" if step else ""
+def render_program_restarted(
+    *, exit_code: int | None, cause: str, step: int | None, in_place: bool, checkpoint: int = 0
+) -> str:
+    at = f" at step {step}" if step else f" after checkpoint {checkpoint}" if checkpoint else ""
     nodes = _name_nodes(in_place=in_place)
     return f"the program exited with {name_exit_code(exit_code, cause)}{at}; restarting on {nodes}"
 

@@ -65,9 +65,16 @@ def describe_lost_start(error: str) -> str:
     return f"lost while starting: {error}"
 
 
-def explain_exit(exit_code: int | None, *, cause: str = "", times: int = 1, step: int | None = None) -> str:
-    """Return the reason for the failure of a job whose program exited with an error."""
-    return f"`run` exited with {name_exit_code(exit_code, cause)}{_count(times, step)}"
+def explain_exit(
+    exit_code: int | None, *, cause: str = "", times: int = 1, step: int | None = None, checkpoint: int = 0
+) -> str:
+    """Return the reason for the failure of a job whose program exited with an error.
+
+    `step`: the step that it reported; without one, `checkpoint`: the number of its newest checkpoint, if it has one.
+    """
+    at = f" after checkpoint {checkpoint}" if checkpoint else " without a reported step"
+    count = f", {times} times{at}" if times > 1 and not step else _count(times, step)
+    return f"`run` exited with {name_exit_code(exit_code, cause)}{count}"
 
 
 def explain_setup_exit(exit_code: int | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.jobs.deaths import REWRITES_MAX
 from broker.jobs.health import Verdict
 from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.outcome_recorder import (
@@ -25,6 +26,7 @@ from broker.types import (
     JobStatus,
     Node,
     NodeState,
+    ObservedCheckpoints,
     Outcome,
     OutcomeKind,
     Placement,
@@ -82,6 +84,7 @@ class Stage:
         step: int | None = None,
         lines: tuple[str, ...] = (),
         is_whole: bool = False,
+        saved: ObservedCheckpoints | None = None,
     ) -> None:
         run = RunEnd(
             returncode=returncode,
@@ -90,6 +93,7 @@ class Stage:
             failed_rank=1,
             last_lines=lines,
             is_whole=is_whole,
+            checkpoints=saved,
         )
         assert self.recorder.record_exit(self.job, self.attempt, verdict, run) == 0.0
 
@@ -230,6 +234,50 @@ def test_preemptions_between_two_deaths_at_one_step_are_not_headway(stage: Stage
         stage.begin(number + 2)
     stage.conclude(Verdict.FAILED, 1)
     assert stage.job.status is JobStatus.FAILED
+
+
+def see(*, number: int = 0, rewritten_s: float = 0.0, at_s: float = START_S) -> ObservedCheckpoints:
+    return ObservedCheckpoints(number=number, unnumbered_s=rewritten_s, time_s=at_s)
+
+
+def test_a_program_that_saves_but_reports_nothing_is_restarted_while_it_saves_further(stage: Stage) -> None:
+    """As HF Trainer does; the same nodes are kept until a restart on them brings nothing."""
+    kept: list[bool] = []
+    for number, (code, saved) in enumerate([(1, 100), (137, 200), (137, 300), (1, 300), (1, 300)], start=1):
+        assert stage.job.status is not JobStatus.FAILED
+        stage.conclude(Verdict.FAILED, code, saved=see(number=saved), is_whole=True)
+        kept.append(stage.attempt.kept_until_s is not None)
+        told = stage.list_recorded()[-1][1]
+        stage.begin(number + 1, "c1")
+    assert kept == [True, True, True, False, False] and "restarting" not in told
+    assert stage.job.failure == "`run` exited with code 1, 3 times after checkpoint 300"
+    restarts = [text for kind, text in stage.list_recorded() if kind is EventKind.PROGRAM_RESTARTED]
+    assert restarts[0] == "the program exited with code 1 after checkpoint 100; restarting on the same nodes"
+    assert stage.job.attempts[1].checkpoints == see(number=200)
+
+
+def test_a_program_that_overwrites_its_checkpoint_is_restarted_a_limited_number_of_times(stage: Stage) -> None:
+    for number in range(1, REWRITES_MAX + 1):
+        assert stage.job.status is not JobStatus.FAILED
+        stage.conclude(Verdict.FAILED, 1, saved=see(rewritten_s=START_S + number))
+        stage.begin(number + 1)
+    assert stage.job.failure == f"`run` exited with code 1, {REWRITES_MAX} times without a reported step"
+
+
+def test_checkpoints_from_before_the_job_are_not_its_progress(stage: Stage) -> None:
+    """A retried job continues in the folder of the first one; its new code has a typo."""
+    stage.conclude(Verdict.FAILED, 1, saved=see(number=100, at_s=stage.job.submitted_s - 1.0))
+    assert (stage.job.status, stage.attempt.checkpoints) == (JobStatus.FAILED, None)
+
+
+def test_new_checkpoints_of_a_program_that_reports_no_new_steps_are_not_progress(stage: Stage) -> None:
+    """It starts from scratch each time and saves again."""
+    for number in (1, 2, 3):
+        assert stage.job.status is not JobStatus.FAILED
+        make_headway(stage, 7)
+        stage.conclude(Verdict.FAILED, 1, saved=see(number=number, rewritten_s=START_S + number))
+        stage.begin(number + 1)
+    assert stage.job.failure == "`run` exited with code 1, 3 times at step 7"
 
 
 def test_a_number_of_restarts_in_the_task_counts_instead_of_headway(tmp_path: Path) -> None:

@@ -17,9 +17,20 @@ from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime.gang import Gang, list_live, sort_nodes
 from broker.runtime.packing import pack_agent
-from broker.runtime.reports import find_faults, find_own_times, parse_progress
+from broker.runtime.reports import find_checkpoints, find_faults, find_own_times, parse_progress
 from broker.sites.openssh import Completed
-from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, OwnTime, Placement, Progress, RunStatus
+from broker.types import (
+    Autostop,
+    Cluster,
+    ClusterStatus,
+    Node,
+    NodeState,
+    ObservedCheckpoints,
+    OwnTime,
+    Placement,
+    Progress,
+    RunStatus,
+)
 from tests.simulation.world import make_offer
 
 
@@ -183,6 +194,21 @@ def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
     assert parse_progress(full) == Progress(
         step=3, total=9, loss=0.5, tokens_per_s=7.0, checkpoint_step=2, time_s=6.0
     )  # fmt: skip
+
+
+def test_observed_checkpoints_are_absent_in_reports_of_older_agents_and_ignored_if_invalid() -> None:
+    valid = {"number": 100, "unnumbered_s": 5.0, "time_s": 6.5}
+    assert find_checkpoints({"checkpoints": valid}) == ObservedCheckpoints(number=100, unnumbered_s=5.0, time_s=6.5)
+    damaged = [
+        {**valid, "number": -1},
+        {**valid, "time_s": "x"},
+        {**valid, "unnumbered_s": float("nan")},
+        {},
+        [1],
+        None,
+    ]
+    assert [find_checkpoints({"checkpoints": each}) for each in damaged] == [None] * 6
+    assert find_checkpoints({}) is None
 
 
 def test_the_packed_agent_contains_all_its_files_and_their_digest() -> None:

@@ -19,6 +19,7 @@ from broker.types import (
     NodeFault,
     NodeSample,
     NodeState,
+    ObservedCheckpoints,
     OwnTime,
     Progress,
     RunStatus,
@@ -117,6 +118,7 @@ class Report:
     flush: str = ""
     is_ready: bool = False
     port: int | None = None
+    checkpoints: ObservedCheckpoints | None = None
 
 
 class MachineGang:

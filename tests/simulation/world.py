@@ -21,6 +21,7 @@ from broker.types import (
     NodeFault,
     NodeSample,
     NodeState,
+    ObservedCheckpoints,
     Offer,
     OwnTime,
     Placement,
@@ -98,6 +99,7 @@ class Report:
     samples: tuple[tuple[int, NodeSample], ...] = ()
     followers: tuple[int, ...] = ()
     run_id: int = 1
+    checkpoints: ObservedCheckpoints | None = None
 
 
 @dataclass(kw_only=True)
