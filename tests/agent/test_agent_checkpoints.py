@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,10 +82,10 @@ def test_buckets_and_unknown_folders_are_not_observed(place: str) -> None:
 
 def test_folder_that_hangs_does_not_stall_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing ends a process that waits for a hung mount, so it is killed but not awaited."""
-    started: list[agent_checkpoints.subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[bytes]] = []
     killed: list[int] = []
 
-    class Unkillable(agent_checkpoints.subprocess.Popen):  # type: ignore[type-arg]
+    class Unkillable(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, *arguments: object, **options: object) -> None:
             super().__init__(*arguments, **options)  # type: ignore[call-overload]
             started.append(self)
@@ -91,12 +93,16 @@ def test_folder_that_hangs_does_not_stall_the_agent(tmp_path: Path, monkeypatch:
         def kill(self) -> None:
             killed.append(self.pid)
 
-    monkeypatch.setattr(agent_checkpoints.subprocess, "Popen", Unkillable)
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "it would wait as long as the mount hangs"
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
     envs = {"BROKER_CHECKPOINT_DIR": f"file://{tmp_path}"}
     assert agent_checkpoints.find_checkpoints(envs, program=SLEEP, limit_s=0.05) is None
     assert killed == [started[0].pid] and started[0].poll() is None, "the agent went on while it hung"
-    super(Unkillable, started[0]).kill()
-    started[0].communicate()
+    os.kill(started[0].pid, signal.SIGKILL)
+    started[0].communicate(timeout=600.0)
 
 
 def test_head_reports_the_checkpoints_of_a_program_that_failed(rig: Rig, tmp_path: Path) -> None:

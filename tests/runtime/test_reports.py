@@ -199,15 +199,9 @@ def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
 def test_observed_checkpoints_are_absent_in_reports_of_older_agents_and_ignored_if_invalid() -> None:
     valid = {"number": 100, "unnumbered_s": 5.0, "time_s": 6.5}
     assert find_checkpoints({"checkpoints": valid}) == ObservedCheckpoints(number=100, unnumbered_s=5.0, time_s=6.5)
-    damaged = [
-        {**valid, "number": -1},
-        {**valid, "time_s": "x"},
-        {**valid, "unnumbered_s": float("nan")},
-        {},
-        [1],
-        None,
-    ]
-    assert [find_checkpoints({"checkpoints": each}) for each in damaged] == [None] * 6
+    wrong: list[dict[str, object]] = [{"number": -1}, {"time_s": "x"}, {"unnumbered_s": float("nan")}, {"number": True}]
+    damaged = [*({**valid, **fields} for fields in wrong), {}, [1], None]
+    assert [find_checkpoints({"checkpoints": each}) for each in damaged] == [None] * 7
     assert find_checkpoints({}) is None
 
 
