@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.jobs.in_place import has_ended
-from broker.types import Cluster, JobRecovery, JobStatus, RunStatus, Task
+from broker.types import Cluster, JobRecovery, JobStatus, ObservedCheckpoints, RunStatus, Task
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import Report, World, make_plan
 
@@ -40,6 +41,22 @@ def test_a_restart_that_brings_no_headway_is_followed_by_one_on_new_nodes(tmp_pa
     check(world, JobStatus.SUCCEEDED)
     clusters = [attempt.cluster for attempt in world.get_job().attempts]
     assert clusters[0] == clusters[1] != clusters[2] and len(clusters) == 3
+
+
+def test_a_program_that_saves_but_reports_no_steps_keeps_its_nodes(tmp_path: Path) -> None:
+    world = World(tmp_path, exit_codes=(1, 1, 1, 1))
+    poll = world.gang.poll
+
+    async def observe(cluster: Cluster, run_id: int) -> Report:
+        report = await poll(cluster, run_id)
+        saved = ObservedCheckpoints(number=100 * run_id, time_s=world.clock.now_s())
+        return replace(report, progress=None, checkpoints=saved if report.status is RunStatus.FAILED else None)
+
+    world.gang.poll = observe  # type: ignore[method-assign]
+    run_to_end(world, "plain")
+    assert world.get_job().status is JobStatus.SUCCEEDED
+    attempts = world.get_job().attempts
+    assert len(attempts) == 5 and len({attempt.cluster for attempt in attempts}) == 1
 
 
 def test_the_log_holds_all_attempts_on_the_same_nodes(tmp_path: Path) -> None:
