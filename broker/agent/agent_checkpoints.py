@@ -41,10 +41,13 @@ def find_checkpoints(
     folder = place[len("file://") :] if place.startswith("file://") else place
     if not folder.startswith("/"):  # a bucket, or relative to a folder that only the program knows
         return None
-    process = subprocess.Popen(
-        program or [sys.executable, "-I", "-S", str(Path(__file__).resolve()), folder],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            program or [sys.executable, "-I", "-S", str(Path(__file__).resolve()), folder],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except OSError:  # too little memory, perhaps why the program failed: the outcome must still be written
+        return None
     try:
         found = json.loads(process.communicate(timeout=limit_s)[0])
     except subprocess.TimeoutExpired:

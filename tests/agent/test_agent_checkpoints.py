@@ -80,6 +80,11 @@ def test_buckets_and_unknown_folders_are_not_observed(place: str) -> None:
     assert agent_checkpoints.find_checkpoints({"BROKER_CHECKPOINT_DIR": place}) is None
 
 
+@pytest.mark.parametrize("program", ["/missing", "/bin/false", "/bin/pwd"])
+def test_listing_that_fails_is_the_same_as_no_checkpoints(program: str) -> None:
+    assert agent_checkpoints.find_checkpoints({"BROKER_CHECKPOINT_DIR": "/"}, program=[program]) is None
+
+
 def test_folder_that_hangs_does_not_stall_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing ends a process that waits for a hung mount, so it is killed but not awaited."""
     started: list[subprocess.Popen[bytes]] = []
