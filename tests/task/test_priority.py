@@ -17,7 +17,7 @@ from broker.task.loader import load_tasks_text
         ("{priority: low}", -100),
         ("{priority: normal}", 0),
         ("{priority: High}", 100),
-        ("{any_of: [{cpus: 2, priority: 3}, {cpus: 4}]}", 3),
+        ("{priority: 3, any_of: [{cpus: 2}, {cpus: 4}]}", 3),
     ],
 )
 def test_priority_is_read(resources: str, expected: int) -> None:
