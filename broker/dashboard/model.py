@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from broker.app.container import Context
 from broker.app.limits import LimitUse, list_uses
+from broker.errors import DamagedRowError
 from broker.frozen import frozen
 from broker.jobs.node_samples import read_history, read_usages
 from broker.state.jobs import JobLine
@@ -206,8 +207,12 @@ def read_job(context: Context, job: Job) -> JobPage:
             )
         )
     nodes = read_history(context.config.logs, job.id, now_s=now_s)
-    needs = [other for need in job.needs if (other := context.store.jobs.get(need)) is not None]
-    wait = explain_waits(context, [job]).get(job.id)
+    needs, wait = list[Job](), None
+    try:
+        needs += [other for need in job.needs if (other := context.store.jobs.get(need)) is not None]
+        wait = explain_waits(context, [job]).get(job.id)
+    except DamagedRowError as error:  # of a job that it depends on
+        context.warn(error)
     reasons = list_reasons(job, paid_usd=explanation.paid_usd, wait=wait, needs=needs, now_s=now_s)
     return JobPage(
         now_s=now_s, explanation=explanation, attempts=tuple(rows), nodes=nodes, reasons=tuple(reasons),

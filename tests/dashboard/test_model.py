@@ -117,6 +117,17 @@ def test_attempts_on_the_same_nodes_share_their_cost(frozen: Story, capsys: pyte
     assert told["summary"]["ondemand_usd"] == pytest.approx(12.0)  # 3 USD instead of 1
 
 
+def test_a_damaged_job_does_not_hide_the_one_that_needs_it(frozen: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = frozen.add_job("prepare")
+    job = frozen.store.jobs.add("after", TASK, needs=(needed,))
+    assert any("depends on job" in reason for reason in read_job(frozen.context, job).reasons)
+    frozen.store.write("UPDATE jobs SET task = '{' WHERE id = ?", (needed,))
+    notes = list[str]()
+    monkeypatch.setattr(frozen.context, "note", notes.append)
+    assert f"Job {job.id} (after) is waiting" in read_job(frozen.context, job).reasons[0]
+    assert f"row `{needed}` of `jobs`" in notes[0]
+
+
 def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
     frozen.add_event(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
