@@ -141,7 +141,7 @@ def parse_headers(text: str) -> Mapping[str, str]:
     """
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     headers = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
-    if not all(HEADER.fullmatch(name) and value.isprintable() for name, value in headers.items()):
+    if not all(HEADER.fullmatch(name) and value.isascii() and value.isprintable() for name, value in headers.items()):
         raise UsageError("`OTEL_EXPORTER_OTLP_HEADERS` must be NAME=VALUE pairs, separated by commas")
     return headers
 

@@ -31,7 +31,7 @@ def trace(
     """
     from broker.app.tracing import make_trace, parse_headers, send_trace
 
-    headers = parse_headers(read_otlp_headers())
+    headers = {} if otlp is None else parse_headers(read_otlp_headers())  # another program's may be invalid
     history = make_session().call(read_job_history, job=job)
     found = history.job
     made = make_trace(found, history.events, now_s=history.now_s)

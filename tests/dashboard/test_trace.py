@@ -135,6 +135,6 @@ def test_a_refused_login_names_the_variable_and_invalid_headers_are_refused(
         main(("jobs", "trace", "1", "--otlp", f"http://127.0.0.1:{collector.server_address[1]}"))
     assert "OTEL_EXPORTER_OTLP_HEADERS" in capsys.readouterr().err
     assert parse_headers("") == {} and parse_headers(" a = b=c ,") == {"a": "b=c"}
-    for text in ("a b=c", "=c", "a=b%0d%0aInjected: c"):
+    for text in ("a b=c", "=c", "a=b%0d%0aInjected: c", "a=%E2%82%AC"):
         with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_HEADERS"):
             parse_headers(text)
