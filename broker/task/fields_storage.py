@@ -75,7 +75,7 @@ STORAGE = Table(
         ),
         "type": Field(
             shape=Choice(words=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW")),
-            about="Kind of data; one that ends with `_RO` is mounted read-only.",
+            about="Kind of data; one that ends with `_RO` is mounted read-only, unless `read_only: false` is set.",
         ),
         "config": Field(shape=STORAGE_CONFIG, about="Storage mount options."),
         "mount_options": Field(

@@ -106,10 +106,11 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
 
 
 def _is_read_only(section: Section) -> bool:
-    """Return whether the kind of data, or the options of the mount's mode, forbid writes."""
+    """Return whether the options of the mount's mode forbid writes; without the option, the kind of data decides."""
     config: Section | None = section.get("config")
     options: Section | None = config.get(section.get("mode", "MOUNT").lower()) if config else None
-    return section.get("type", "").endswith("_RO") or bool(options and options.get("read_only"))
+    given: bool | None = options.get("read_only") if options else None
+    return section.get("type", "").endswith("_RO") if given is None else given
 
 
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:

@@ -58,6 +58,7 @@ def test_a_bucket_that_should_be_deleted_is_kept_with_a_note() -> None:
         ("source: s3://bucket/data, config: {mount_cached: {read_only: true}}", False),  # of another mode
         ("source: s3://bucket/data, mode: MOUNT_CACHED, config: {mount_cached: {read_only: true}}", True),
         ("source: s3://bucket/data, type: DATASET_RO", True),
+        ("source: s3://bucket/data, type: DATASET_RO, config: {mount: {read_only: false}}", False),  # as in SkyPilot
         ("source: s3://bucket/data, type: MODEL_CHECKPOINT_RW", False),
     ],
 )
