@@ -172,7 +172,7 @@ IMAGE = Rule(
     expected="a machine image of the cloud, or `docker:IMAGE`",
     source="Azure's gallery ids and OCI references: ASCII without spaces",
 )
-# Machine images of the clouds with an own adapter, which accepts no other form. Other clouds have no common form.
+# Machine images of the clouds with their own adapters, which accept no other form. Other clouds have no common form.
 IMAGES: Mapping[str, Rule] = {
     "aws": Rule(
         pattern=r"(?:ami-|ssm:)[!-~]{1,1024}",

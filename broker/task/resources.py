@@ -76,13 +76,13 @@ def _read_priority(value: int | str | None) -> int:
 
 
 def note_differences(reader: Reader, section: Section | None) -> None:
-    """Note fields of a whole task that differ between its alternatives, because the first one applies to all."""
+    """Note fields of a whole task that differ between its alternatives, because `_read_first` applies to all."""
     items: Sequence[Section] = (section.get("any_of") or section.get("ordered") or ()) if section else ()
     for field, read in _OF_TASK.items():
         found = [read(each.get(field, section.get(field) if section else None)) for each in items]
         if odd := next((item for item, value in zip(items, found, strict=True) if value != found[0]), None):
             place = odd.find_key(field) if field in odd.marks else (odd.marked.line, odd.marked.column)
-            message = f"`{field}` differs between the alternatives: that of the first applies to all"
+            message = f"`{field}` differs between the alternatives: the first one that is set applies to all"
             reader.warn(place, field, message, f"write `{field}` once, next to `any_of`", blocks_launch=False)
 
 

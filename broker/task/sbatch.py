@@ -106,7 +106,7 @@ def split_script(text: str) -> tuple[dict[str, str], list[str]]:
     body: list[str] = []
     if text.startswith("#!") and not SHELLS.match(text):
         program = text.partition("\n")[0][2:].strip()[:60]
-        raise ValueError(f"the script is for `{program}`, not for a shell; write a task that runs it: `run: ...`")
+        raise ValueError(f"the script is for `{program}`, not for `bash`; write a task that runs it: `run: ...`")
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("#SBATCH") and not any(each.strip() and not each.startswith("#") for each in body):
             try:

@@ -136,7 +136,7 @@ def test_value_that_slurm_refuses_is_named(line: str, named: str) -> None:
         ("#!/bin/bash\n#SBATCH -N 2\n#SBATCH hetjob\ntrue\n", "line 3: heterogeneous jobs are not supported"),
         (
             "#!/usr/bin/env python3\n#SBATCH -N 2\nprint(1)\n",
-            "the script is for `/usr/bin/env python3`, not for a shell",
+            "the script is for `/usr/bin/env python3`, not for `bash`",
         ),
     ],
 )

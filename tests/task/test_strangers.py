@@ -143,7 +143,7 @@ def test_field_of_the_whole_task_that_differs_between_alternatives_is_noted(
     odd = f"{field}: {second}"
     (notice,) = load(text % ("cpus: 2", f"{field}: {first}", odd)).notices
     assert (notice.origin.line, notice.origin.column, notice.blocks_launch) == (6, 20, False)
-    assert notice.message == f"`{field}` differs between the alternatives: that of the first applies to all"
+    assert notice.message == f"`{field}` differs between the alternatives: the first one that is set applies to all"
     (notice,) = load(text % ("cpus: 2", f"{field}: {first}", "cpus: 4")).notices
     assert notice.origin.line == 6, "the second has none"
     assert not load(text % (odd, "cpus: 2", "cpus: 4")).notices
