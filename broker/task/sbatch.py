@@ -190,11 +190,12 @@ def _read_gpus(options: Mapping[str, str], nodes: int, tasks: int) -> tuple[str,
 
 
 def _read_image(options: Mapping[str, str], notes: list[str]) -> str | None:
-    """Return the container of pyxis, `[REGISTRY#]IMAGE`, as an `image_id`; note a file, which has no counterpart."""
+    """Return the container of pyxis, `[REGISTRY#]IMAGE`, as an `image_id`; note a file and a user's name, which have no
+    counterpart."""
     image = options.get("container-image", "").removeprefix("docker://")
     if not image:
         return None
-    if image.startswith(("/", ".")) or image.endswith(".sqsh") or "@" in image.partition("#")[0]:
+    if image.startswith(("/", ".")) or image.endswith(".sqsh") or re.match("[^#]*@.*#", image):
         notes.append(f"`--container-image={image}`: name an image of a registry, `image_id: docker:IMAGE`")
         return None
     return f"docker:{image.replace('#', '/', 1)}"

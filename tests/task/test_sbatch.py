@@ -58,6 +58,11 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "a container with a digest": (
+        "#!/bin/bash\n#SBATCH --container-image=docker://ubuntu@sha256:0a\ntrain\n",
+        {"image_id": "docker:ubuntu@sha256:0a"},
+        (),
+    ),
     "options that a reader must decide about": (
         "#!/usr/bin/env bash\n#SBATCH --gpus=16 --constraint=a100 --gres=nvme:1 --mail-user=ada@example.org\n"
         "#SBATCH --container-image=/images/train.sqsh\n#PBS -l nodes=2\n",
