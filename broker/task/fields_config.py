@@ -57,7 +57,10 @@ CONFIG = Table(
             at={
                 "kubernetes": Later(
                     message=f"`{_POD_CONFIG}` is not supported",
-                    hint="remove it: `/dev/shm` is large without it, and docs/KUBERNETES.md lists the settings of pods",
+                    hint=(
+                        "move tolerations, selectors and the priority class to `kubernetes.yaml` (docs/KUBERNETES.md), "
+                        "and remove the rest: `/dev/shm` is large without it"
+                    ),
                     applies=lambda value: bool(value.get(_POD_CONFIG)),
                 )
             },
