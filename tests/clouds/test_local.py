@@ -235,10 +235,10 @@ def test_folders_are_private_and_abilities_declared(rig: Rig) -> None:
 
 def test_node_goes_when_its_notice_has_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[str] = []
+    now_s = 500.0
     monkeypatch.setattr(local_machine, "power_off", lambda folder, reason: ends.append(reason))
     monkeypatch.setattr(local_machine, "time", SimpleNamespace(monotonic=lambda: now_s))
     (tmp_path / "node.json").write_text("{}")
-    now_s = 500.0
     assert local_machine.check_power(str(tmp_path), None) is None
     (tmp_path / "preempt.json").write_text('{"notice_s": 120.0, "time_s": 1.0}')
     gone_s = local_machine.check_power(str(tmp_path), None)
