@@ -104,7 +104,7 @@ def prepare(
     context.check_notify(tasks)
     tasks = target.settle(tasks)
     plans = target.place([plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks])
-    check_plans(plans, is_launch=not is_dryrun, note=context.note)
+    check_plans(plans, home=context.market.home, is_launch=not is_dryrun, note=context.note)
     callbacks.show(plans)
     if is_dryrun:
         return Ready(tasks=tasks, plans=plans)

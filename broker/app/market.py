@@ -26,7 +26,7 @@ class Market:
         self, cache: Path, *, home: Path | None = None, find_interval_factor: Callable[[], float] = lambda: 1.0
     ) -> None:
         self._cache = cache
-        self._home = home
+        self.home = home
         self._find_interval_factor = find_interval_factor
 
     @cached_property
@@ -76,7 +76,7 @@ class Market:
                 )
             raise NotImportedError(
                 f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
-                hints=_list_remedies(unpriced, self._home or Path("~/.broker")),
+                hints=_list_remedies(unpriced, self.home or Path("~/.broker")),
             )
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history, is_refused=is_refused)
@@ -112,7 +112,7 @@ class Market:
         return [
             f"the price catalog has no offers of {cloud}: {hint}"
             for cloud in sorted(self._list_unpriced(task))
-            for hint in _list_remedies([cloud], self._home or Path("~/.broker"))
+            for hint in _list_remedies([cloud], self.home or Path("~/.broker"))
         ]
 
     def _list_unpriced(self, task: Task) -> set[str]:
@@ -158,15 +158,15 @@ class Market:
     def _native(self) -> tuple[str, ...]:
         from broker.sites import list_native
 
-        return list_native(self._home) if self._home else ()
+        return list_native(self.home) if self.home else ()
 
     def list_own_offers(self) -> Sequence[Offer]:
         """Return the offers of own machines, read each time because their files may change."""
-        if not self._native or self._home is None:
+        if not self._native or self.home is None:
             return ()
         from broker.sites.offers import list_own_offers
 
-        return list_own_offers(self._home)
+        return list_own_offers(self.home)
 
 
 def _locate(task: Task) -> Sequence[str]:

@@ -7,12 +7,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from broker.app.container import Context
+from broker.app.container import Context, load_entry
 from broker.app.known_starts import plan_with_known_starts
+from broker.config import find_home
 from broker.errors import NoOfferError, UnknownNameError, UsageError
 from broker.types import Notice, Plan, Task
+
+if TYPE_CHECKING:
+    from broker.clouds.base import ExplainMissingImage
 
 SMALL_GIB = 2.0  # below, pip and apt are often killed
 TaskLike = Task | Mapping[str, Any] | str | Path
@@ -101,14 +105,18 @@ def check_place(task: Task, clouds: Collection[str], *, is_launch: bool, note: C
     _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch, note=note)
 
 
-def check_plans(plans: Sequence[Plan], *, is_launch: bool, note: Callable[[str], None]) -> None:
-    """Check the chosen cloud for a plan, and the clouds of all estimates for a launch, which may use any of them."""
+def check_plans(plans: Sequence[Plan], *, home: Path | None, is_launch: bool, note: Callable[[str], None]) -> None:
+    """Check the chosen cloud for a plan, and the clouds of all estimates for a launch, which may use any of them.
+
+    `home` is the state folder with the clouds' settings.
+    """
     for each in plans:
         estimates = each.estimates if is_launch else each.estimates[:1]
         clouds = {one.placement.offer.cloud for one in estimates}
         check_place(each.task, clouds, is_launch=is_launch, note=note)
-        if warning := warn_of_small_memory(each):
-            note(f"note: {warning}")
+        for warning in (warn_of_small_memory(each), warn_of_missing_image(each, find_home(home))):
+            if warning:
+                note(f"note: {warning}")
 
 
 def warn_of_small_memory(plan: Plan) -> str | None:
@@ -124,6 +132,24 @@ def warn_of_small_memory(plan: Plan) -> str | None:
     where = f"{asked.origin}: " if asked.origin else ""
     memory = f"{offer.memory_gib:g} GiB"
     return f"{where}without `memory`, the cheapest machine has {memory}; request more, for example `memory: 8+`"
+
+
+def warn_of_missing_image(plan: Plan, home: Path) -> str | None:
+    """Warn that a launch of the choice would be refused because the cloud has no image for the machine.
+
+    A container does not help: it runs on the cloud's image.
+    """
+    from broker.clouds import MISSING_IMAGES
+
+    placement = plan.choice.placement
+    offer, asked = placement.offer, placement.get_resources(plan.task)
+    is_named = asked.image_id and not asked.container
+    if is_named or offer.cloud not in MISSING_IMAGES:
+        return None
+    explain: ExplainMissingImage = load_entry(MISSING_IMAGES[offer.cloud])
+    why = explain(offer, home)
+    where = f"{asked.origin}: " if asked.origin else ""
+    return f"{where}a launch requires `image_id`: {why}" if why else None
 
 
 def check_programs(context: Context, plans: Sequence[Plan]) -> None:

@@ -44,7 +44,7 @@ class RunLauncher:
         payee = Payee(user=schedule.user, project=schedule.project)
         task = govern(self._context.config.home, task, payee, note=log.info)  # the policy may have changed since
         plan = plan_launch(self._context, task)
-        check_plans([plan], is_launch=True, note=lambda text: None)
+        check_plans([plan], home=self._context.market.home, is_launch=True, note=lambda text: None)
         check_programs(self._context, [plan])
         return plan
 

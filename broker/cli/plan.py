@@ -71,7 +71,7 @@ def plan(
     whole = None
     if not missing and (len(plans) > 1 or minimize != "cost" or deadline_hours is not None):
         plans, whole = _plan_whole(context, plans, minimize, deadline_hours)
-    check_plans(plans, is_launch=False, note=print_note)
+    check_plans(plans, home=context.market.home, is_launch=False, note=print_note)
     if as_json:
         found = _describe(context, plans, what_if or (), top, whole)
         print_json([*found, *missing] if isinstance(found, list) else found)

@@ -62,3 +62,6 @@ CHECKS: dict[str, str] = {
     "vsphere": "broker.clouds.sky.check:SkyInspector",
     "yotta": "broker.clouds.sky.check:SkyInspector",
 }
+# name -> "module:function" (`broker.clouds.base.ExplainMissingImage`), for plans on clouds without a public image for
+# some machine types
+MISSING_IMAGES: dict[str, str] = {"aws": "broker.clouds.aws.image_rules:explain_missing_image"}

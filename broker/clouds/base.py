@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.types import MachineSpec, Node, NodeList, NodeRequest
+from broker.types import MachineSpec, Node, NodeList, NodeRequest, Offer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from broker.clouds.tape import Listener
 
 
@@ -48,6 +50,13 @@ class MakeCloud(Protocol):
 
     def __call__(self, config: Config, *, clock: Clock) -> Cloud | None:
         """Return None if environment and files show no login; the cloud itself is not called."""
+
+
+class ExplainMissingImage(Protocol):
+    """The type of an entry of `MISSING_IMAGES`, in a module that imports no SDK."""
+
+    def __call__(self, offer: Offer, home: Path) -> str:
+        """Explain why a launch requires `image_id`; empty if it does not, or the settings in `home` name an image."""
 
 
 @runtime_checkable

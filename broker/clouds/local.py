@@ -32,8 +32,8 @@ from broker.errors import CapacityError, StateError, TransientError, UnknownOutc
 from broker.locks import hold_lock, is_locked
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
-BOOT_S_MAX = 20.0
-KILL_S_MAX = 20.0
+BOOT_S_MAX = 120.0  # far more than required: a busy or suspended machine may stall for many seconds
+KILL_S_MAX = 120.0
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
 # Variables that a node inherits from our environment; HOME, TMPDIR and credentials are excluded.
 PASSED_ENV = (

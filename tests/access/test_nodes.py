@@ -119,7 +119,10 @@ def test_program_mount_outcome_and_log_reach_the_bucket_through_the_grant(
     kept = [path for path in Path(cluster.nodes[0].handle).rglob("*") if path.is_file()]
     assert kept
     for path in kept:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # the agent replaces files meanwhile
+            continue
         assert SECRET.encode() not in content and KEY.encode() not in content, f"the user's key is in {path}"
         assert b"session-secret" not in content, f"a session is left in {path}"
 

@@ -21,7 +21,7 @@ import pytest
 
 from broker.agent import FILES, FOLDER, agent_files
 
-END_S = 60.0  # generous: only a broken program reaches it
+END_S = 300.0  # generous: only a broken program reaches it
 START = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -204,12 +204,13 @@ def test_it_ends_when_nothing_reads_it(start: Callable[..., Session]) -> None:
 
 def test_it_ends_when_its_broker_is_silent(start: Callable[..., Session]) -> None:
     session = start(SILENCE_S=0.5, BEAT_S=0.1)
-    session.open()
+    with contextlib.suppress(BrokenPipeError):  # on a slow machine it may have ended already
+        session.say({"run_id": 1, "pace_s": 0.0})
     assert session.wait() == 0
 
 
 def test_it_stays_while_its_broker_answers_heartbeats(start: Callable[..., Session]) -> None:
-    session = start(SILENCE_S=10.0, BEAT_S=0.1)
+    session = start(SILENCE_S=END_S, BEAT_S=0.1)
     session.open()
     for _ in range(5):
         assert session.hear(lambda message: True) == {}
@@ -226,14 +227,15 @@ def test_the_first_heartbeat_comes_early(start: Callable[..., Session]) -> None:
 def test_heartbeats_are_requested_even_during_busy_sessions(start: Callable[..., Session]) -> None:
     session = start(BEAT_S=0.5)
     session.open()
-    step = 0
+    step, has_news = 0, False
     while True:
         step += 1
         (session.run / "progress.jsonl").write_text(json.dumps({"step": 10**9 + step}) + "\n" * step)
-        if not session.hear(lambda message: True):
+        if session.hear(lambda message: True):
+            has_news = True
+        elif has_news:  # on a slow machine, the first message may be a heartbeat
             break
         assert step < 100
-    assert step > 1
 
 
 def test_broker_that_keeps_a_session_is_not_away(start: Callable[..., Session], home: Path) -> None:

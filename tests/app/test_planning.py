@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broker.app.planning import warn_of_small_memory
+from broker.app.planning import check_plans, warn_of_missing_image, warn_of_small_memory
 from broker.types import Estimate, Offer, Origin, Placement, Plan, Quantity, Resources, Task
 
 HERE = Origin(file="task.yaml", line=2, column=3)
@@ -40,3 +41,36 @@ def test_cheapest_machine_with_too_little_memory_has_a_note() -> None:
 )
 def test_memory_that_the_task_chose_has_none(asked: Resources, offer: dict[str, Any]) -> None:
     assert warn_of_small_memory(make_plan(asked, **offer)) is None
+
+
+V100 = {"region": "us-east-1", "instance_type": "p3.2xlarge", "accelerator": "V100", "accelerator_count": 1}
+
+
+def test_machine_for_which_the_cloud_has_no_image_has_one_note(tmp_path: Path) -> None:
+    notes: list[str] = []
+    plan = make_plan(Resources(accelerator="V100", accelerator_count=1, origin=HERE), **V100)
+    check_plans([plan], home=tmp_path, is_launch=False, note=notes.append)
+    assert notes == [
+        "note: task.yaml:2:3: a launch requires `image_id`: AWS publishes no image with a driver for p3.2xlarge: Volta "
+        "requires NVIDIA's proprietary driver, R580 or older"
+    ]
+    in_container = make_plan(Resources(image_id="docker:ubuntu:24.04"), **V100)
+    assert warn_of_missing_image(in_container, tmp_path) is not None
+    (tmp_path / "aws.toml").write_text('images = {"eu-west-1" = "ami-1"}')
+    assert warn_of_missing_image(plan, tmp_path) is not None, "an image of another region"
+    (tmp_path / "aws.toml").write_text("damaged")
+    assert warn_of_missing_image(plan, tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "offer"),
+    [
+        (Resources(image_id="ami-0123"), V100),
+        (Resources(), {**V100, "cloud": "gcp", "instance_type": "n1-standard-8+1xV100"}),
+        (Resources(), {**V100, "instance_type": "p4d.24xlarge", "accelerator": "A100"}),
+        (Resources(), {**V100, "region": "eu-west-1"}),
+    ],
+)
+def test_machine_with_an_image_has_none(asked: Resources, offer: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "aws.toml").write_text('images = {"eu-west-1" = "ami-1"}')
+    assert warn_of_missing_image(make_plan(asked, **offer), tmp_path) is None

@@ -147,8 +147,8 @@ def test_a_failed_program_is_not_restarted_and_its_exit_code_is_shown(shell: She
 
 
 def test_a_cancelled_job_ends_with_its_machines(shell: Shell) -> None:
-    slow = COUNT.replace("sleep 0.1", "sleep 1")
-    shell.run("jobs", "launch", shell.write("count.yaml", slow), "--yes", "--detach-run")
+    hold(shell)
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
     wait_for_step(shell, 2)
     shell.run("jobs", "cancel", "count")
     assert wait_for_end(shell)["status"] == "CANCELLED"

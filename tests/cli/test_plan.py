@@ -109,8 +109,16 @@ def test_unknown_cloud_and_a_count_of_nothing_are_refused(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "task_templates/ddp.yaml"]], ids=["help", "plan"])
-def test_fast_command_imports_nothing_heavy(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--help"], ""),
+        (["plan", "task_templates/ddp.yaml"], ""),
+        (["plan", "--gpus", "V100", "--infra", "aws"], "note: a launch requires `image_id`"),
+    ],
+    ids=["help", "plan", "plan without an image"],
+)
+def test_fast_command_imports_nothing_heavy(arguments: list[str], told: str) -> None:
     code = (
         "import sys; from broker.cli.main import main\n"
         f"try: main({arguments!r})\n"
@@ -119,6 +127,7 @@ def test_fast_command_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert shown.stdout.splitlines()[-1] == "HEAVY []", shown.stdout + shown.stderr
+    assert told in shown.stderr and shown.stderr.count("image_id") == bool(told)
 
 
 def test_zones_of_one_price_share_a_line_and_are_shown_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from local_gang import Rig, make_request, processes_of, wait_for
@@ -230,6 +231,23 @@ def test_folders_are_private_and_abilities_declared(rig: Rig) -> None:
         assert stat.S_IMODE((folder / "node.json").stat().st_mode) == 0o600
 
     asyncio.run(act())
+
+
+def test_node_goes_when_its_notice_has_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    now_s = 500.0
+    monkeypatch.setattr(local_machine, "power_off", lambda folder, reason: ends.append(reason))
+    monkeypatch.setattr(local_machine, "time", SimpleNamespace(monotonic=lambda: now_s))
+    (tmp_path / "node.json").write_text("{}")
+    assert local_machine.check_power(str(tmp_path), None) is None
+    (tmp_path / "preempt.json").write_text('{"notice_s": 120.0, "time_s": 1.0}')
+    gone_s = local_machine.check_power(str(tmp_path), None)
+    assert gone_s == 620.0
+    now_s = 619.0
+    assert (local_machine.check_power(str(tmp_path), gone_s), ends) == (620.0, [])
+    now_s = 620.0
+    local_machine.check_power(str(tmp_path), gone_s)
+    assert ends == ["preempted"]
 
 
 def test_an_end_is_recorded_once(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_spending_by_cloud_adds_up_and_the_daemon_is_seen(story: Story) -> None:
     assert samples["broker_controllers", ""] == 0
     story.store.leader.lead()
     samples = read_samples(MetricsPage().render(story.context))
-    assert samples["broker_controllers", ""] == 1 and samples["broker_daemon_heartbeat_age_seconds", ""] < 15
+    assert samples["broker_controllers", ""] == 1 and samples["broker_daemon_heartbeat_age_seconds", ""] < 300
     assert not any(name.startswith("broker_daemon_step") for name, _ in samples)
     story.store.leader.beat(DaemonStats(step_counts=(3, 2, 0, 0, 0, 1, 0, 0), step_s=2.5, failures=4, lag_s=0.25))
     samples = read_samples(MetricsPage().render(story.context))

@@ -59,5 +59,6 @@ def test_reader_sees_the_job_resume_where_it_was(reader: Reader) -> None:
     lines = re.findall(r"attempt (\d+): step (\d+)", shown["jobs logs count"])
     before, after = ([int(step) for attempt, step in lines if attempt == number] for number in "12")
     assert before == list(range(1, len(before) + 1))
-    assert after == list(range(after[0], 31)) and abs(after[0] - before[-1] - 1) <= 1, "it resumed where it was"
+    # The last lines of a lost machine may be lost with it; their steps are not.
+    assert after == list(range(after[0], 31)) and 1 < before[-1] <= after[0], "it resumed where it was"
     assert not reader.read_json("status")["clusters"] and "job-1" not in shown["status"]

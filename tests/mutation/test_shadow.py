@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
 
+from tests.mutation import limited
 from tests.mutation.apart import find_prefix
 from tests.mutation.draw import ROOT
 from tests.mutation.judge import KILLS, Judge, Reached, Survey, choose, draw_kills, take
@@ -34,16 +36,26 @@ def test_the_answer_time_is_learned():
 """
 
 
+# It takes no processor time that counts before the program has begun.
+LEFT = """
+import os, time
+while not os.path.exists("has-begun"):
+    time.sleep(0.02)
+while True:
+    pass
+"""
 LIMITS = """
-import subprocess, sys, time
+import fcntl, subprocess, sys
 
 def test_that_leaves_a_process_at_work():
-    subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+    with open("lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "-c", "while True: pass"]
+        subprocess.Popen(command, start_new_session=True, pass_fds=[lock.fileno()])
 
-def test_that_is_quick():
-    end_s = time.process_time() + 3
-    while time.process_time() < end_s:
-        pass
+def test_that_is_quick():  # unless that process still works
+    with open("lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 def test_that_hangs():
     while True:
@@ -102,23 +114,24 @@ def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
-@pytest.mark.parametrize("end", ["while True: pass", ""])
-def test_a_looping_program_and_all_remaining_processes_are_killed(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize(("end", "cpu_s_max"), [("while True: pass", 0.5), ("", 60.0)])
+def test_a_looping_program_and_all_remaining_processes_are_killed(tmp_path: Path, end: str, cpu_s_max: float) -> None:
     program = f"""
 import subprocess, sys
 from pathlib import Path
-subprocess.Popen([sys.executable, "-c", "while True: pass", {str(tmp_path)!r}], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", {LEFT!r}, {str(tmp_path)!r}], start_new_session=True)
 Path("has-begun").touch()
 {end}
 """
     outer = f"""
 import sys
 from pathlib import Path
-from tests.mutation.limited import adopt_orphans, run_limited
-adopt_orphans()
+from tests.mutation import limited
+limited.WALL_FACTOR = 1000.0
+limited.adopt_orphans()
 command = [sys.executable, "-c", {program!r}]
 folder = Path({str(tmp_path)!r})
-ended = run_limited(command, cwd=folder, environment={{}}, output=folder / "output", cpu_s_max=0.5)
+ended = limited.run_limited(command, cwd=folder, environment={{}}, output=folder / "output", cpu_s_max={cpu_s_max})
 print(ended.returncode)
 """
     done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -164,14 +177,27 @@ def list_pids(word: str) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
-def test_other_child_processes_are_neither_measured_nor_killed(tmp_path: Path) -> None:
+def test_other_child_processes_are_neither_measured_nor_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import time\nwhile time.process_time() < 1.0: pass\nprint(flush=True)\nwhile True: pass"
+    gate, scans = tmp_path / "gate", list[float]()
+    os.mkfifo(gate)
+
+    def measure(others: Set[int]) -> float:
+        """End the program once its processor time has been compared with the limit."""
+        scans.append(measure_live_s(others))
+        if len(scans) == 2:
+            gate.write_text("go\n")
+        return scans[-1]
+
+    measure_live_s = limited._measure_live_s
+    for name, value in (("_measure_live_s", measure), ("MEASURE_S", 0.0), ("WALL_FACTOR", 1000.0)):
+        monkeypatch.setattr(limited, name, value)
     busy = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert busy.stdout and busy.stdout.readline()
-        command = [sys.executable, "-c", "import time; time.sleep(1.5)"]
+        command = ["sh", "-c", 'read line < "$0"', str(gate)]  # takes no processor time, however slow the machine is
         ended = run_limited(command, cwd=tmp_path, environment={}, output=tmp_path / "output", cpu_s_max=0.9)
-        assert ended.returncode == 0 and busy.poll() is None
+        assert ended.returncode == 0 and busy.poll() is None and len(scans) >= 2
     finally:
         busy.kill()
         busy.wait()
@@ -237,7 +263,7 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     shadow: Shadow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests that leave processes running take more time together than their records say."""
-    monkeypatch.setattr("tests.mutation.judge.START_S", 5.0)
+    monkeypatch.setattr("tests.mutation.judge.START_S", 6.0)
     file = "tests/mutation/probes.py"
     names = ("test_that_leaves_a_process_at_work", "test_that_is_quick", "test_that_hangs")
     (shadow.folder / file).write_text(LIMITS)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -133,20 +134,24 @@ def cmdline(pid: int) -> str:
         return ""
 
 
-def test_notice_lets_every_rank_catch_sigterm_before_the_node_goes(rig: Rig) -> None:
+def test_notice_lets_every_rank_catch_sigterm_before_the_node_goes(rig: Rig, tmp_path: Path) -> None:
+    """The ranks end when all have caught it: the end of one leaves the others only some seconds (`GRACE_S`)."""
+    gate = tmp_path / "gate"
+
     async def act() -> None:
         cluster = await rig.make_cluster(2)
-        await rig.start(cluster, make_task(CATCHER, num_nodes=2))
+        run = CATCHER.replace("exit", f"until [ -e {gate} ]; do sleep 0.05; done; exit")
+        await rig.start(cluster, make_task(run, num_nodes=2))
         await rig.wait_log(cluster, "(rank1) ready")
-        await rig.cloud.preempt_nodes([cluster.nodes[1].id], notice_s=8)
+        await rig.cloud.preempt_nodes([cluster.nodes[1].id], notice_s=1000)
         for node in cluster.nodes:
             await wait_for((Path(node.handle) / f"caught-{node.rank}").exists)
+        await rig.wait_log(cluster, "(rank1) noticed")
+        gate.touch()
         report = await rig.finish(cluster)
         assert (report.status, report.returncode, report.reason) == (RunStatus.FAILED, None, "preempted")
-        assert "(rank1) noticed" in await rig.read_log(cluster)
-        ended = await rig.wait_state(cluster.nodes[1], NodeState.TERMINATED)
-        assert ended.reason == "preempted"
-        assert (await rig.state_of(cluster.nodes[0])).state is NodeState.RUNNING
+        for node in cluster.nodes:
+            assert (await rig.state_of(node)).state is NodeState.RUNNING
 
     asyncio.run(act())
 
@@ -234,7 +239,7 @@ def test_node_ends_itself(rig: Rig, rule: str, state: NodeState, reason: str) ->
             await rig.gang.set_autostop(cluster, Autostop(idle_minutes=0, is_down=rule == "down"))
         ended = await rig.wait_state(cluster.nodes[0], state)
         assert ended.reason == reason
-        assert not processes_of(cluster.nodes[0])
+        await wait_for(lambda: not processes_of(cluster.nodes[0]))  # the machine records its end, then exits
 
     asyncio.run(act())
 
@@ -318,9 +323,10 @@ def test_secrets_stay_in_private_files(rig: Rig) -> None:
         await rig.start(cluster, make_task("echo ok", secrets={"KEY": Secret(value="s3cr3t-value")}))
         await rig.finish(cluster)
         for path in Path(cluster.nodes[0].handle).rglob("*"):
-            if path.is_file() and b"s3cr3t-value" in path.read_bytes():
-                assert path.name == "spec.json"
-                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            with contextlib.suppress(FileNotFoundError):  # the agent replaces files meanwhile
+                if path.is_file() and b"s3cr3t-value" in path.read_bytes():
+                    assert path.name == "spec.json"
+                    assert stat.S_IMODE(path.stat().st_mode) == 0o600
         broker = Path(cluster.nodes[0].handle) / "home/.broker/runs"
         assert stat.S_IMODE(broker.stat().st_mode) == 0o700
 

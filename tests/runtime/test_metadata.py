@@ -56,6 +56,7 @@ def notice(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     module = importlib.import_module("agent_notice")
     monkeypatch.setattr(module, "SERVER", f"127.0.0.1:{server.server.server_port}")
     monkeypatch.setattr(module, "POLL_S", 0.0)
+    monkeypatch.setitem(module.ask.__kwdefaults__, "answer_s", 300.0)  # a machine that stalls is not a silent server
     monkeypatch.setattr(module.files, "STATE", tmp_path)
     return module
 

@@ -62,7 +62,7 @@ def test_a_pod_is_reached_through_the_proxy_that_skypilot_names(config: Config, 
     try:
         transport = SkyTransport(config, clock=SystemClock())
         for _ in range(2):
-            done = asyncio.run(transport.run(NODE, ["sh", "-c", "cat; exit 3"], timeout_s=60, stdin=b"hello"))
+            done = asyncio.run(transport.run(NODE, ["sh", "-c", "cat; exit 3"], timeout_s=300, stdin=b"hello"))
             assert (done.returncode, done.stdout) == (3, b"hello")
     finally:
         sshd.stop()
@@ -70,7 +70,7 @@ def test_a_pod_is_reached_through_the_proxy_that_skypilot_names(config: Config, 
 
 def test_the_address_of_a_cluster_that_was_never_fetched_is_not_guessed(config: Config) -> None:
     with pytest.raises(StateError) as caught:
-        asyncio.run(SkyTransport(config, clock=SystemClock()).run(NODE, ["true"], timeout_s=5))
+        asyncio.run(SkyTransport(config, clock=SystemClock()).run(NODE, ["true"], timeout_s=300))
     assert NAME in caught.value.message and caught.value.hints
 
 
@@ -78,7 +78,9 @@ def test_the_address_of_a_cluster_that_was_never_fetched_is_not_guessed(config: 
 def test_handles_of_another_kind_are_refused(config: Config, handle: str) -> None:
     write(config, f"Host {NAME}\n")
     with pytest.raises(StateError):
-        asyncio.run(SkyTransport(config, clock=SystemClock()).run(replace(NODE, handle=handle), ["true"], timeout_s=5))
+        asyncio.run(
+            SkyTransport(config, clock=SystemClock()).run(replace(NODE, handle=handle), ["true"], timeout_s=300)
+        )
 
 
 @pytest.mark.skipif(not SSHD, reason=REASON)
@@ -91,4 +93,4 @@ def test_the_users_own_ssh_configuration_is_ignored(
     monkeypatch.setenv("HOME", str(tmp_path))
     write(config, f"Host {NAME}\n  HostName 127.0.0.1\n  Port 1\n")
     with pytest.raises(TransientError, match="refused"):
-        asyncio.run(SkyTransport(config, clock=SystemClock(), patience_s=0).run(NODE, ["true"], timeout_s=5))
+        asyncio.run(SkyTransport(config, clock=SystemClock(), patience_s=0).run(NODE, ["true"], timeout_s=300))

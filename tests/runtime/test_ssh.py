@@ -53,7 +53,7 @@ def sshd(tmp_path: Path, keys: Keys) -> Iterator[Sshd]:
 
 def test_connection_waits_for_a_booting_host(sshd: Sshd, keys: Keys) -> None:
     clock = Clock(sshd)
-    done = asyncio.run(SshTransport(keys, clock=clock).run(sshd.node, ["echo", "up"], timeout_s=30))
+    done = asyncio.run(SshTransport(keys, clock=clock).run(sshd.node, ["echo", "up"], timeout_s=300))
     assert done.stdout == b"up\n"
     assert clock.waits >= 2
 
@@ -63,15 +63,15 @@ def test_connection_does_not_wait_for_a_host_that_was_up(sshd: Sshd, keys: Keys)
     transport = SshTransport(keys, clock=clock)
     sshd.start()
     sshd.wait()
-    asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+    asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
     waits = clock.waits
     sshd.stop()
     with pytest.raises(TransientError, match="cannot be reached") as caught:
-        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
     assert clock.waits == waits and not isinstance(caught.value, UnreachedError)
     later = SshTransport(keys, clock=clock)  # as in the next process, which a daemon that was killed leaves behind
     with pytest.raises(TransientError, match="cannot be reached"):
-        asyncio.run(later.run(sshd.node, ["true"], timeout_s=30))
+        asyncio.run(later.run(sshd.node, ["true"], timeout_s=300))
     assert clock.waits == waits, "no other process mistakes it for a booting node either"
 
 
@@ -90,7 +90,7 @@ def test_host_behind_a_firewall_is_reached_once_its_rule_is_renewed(sshd: Sshd, 
     if is_known:
         sshd.start()
         sshd.wait()
-        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
         sshd.stop()
         wait_until_closed(transport._find(sshd.node).control)
     asked: list[str] = []
@@ -102,7 +102,7 @@ def test_host_behind_a_firewall_is_reached_once_its_rule_is_renewed(sshd: Sshd, 
         return True
 
     transport.renew_access = renew
-    done = asyncio.run(transport.run(sshd.node, ["echo", "in"], timeout_s=30))
+    done = asyncio.run(transport.run(sshd.node, ["echo", "in"], timeout_s=300))
     assert done.stdout == b"in\n" and asked == [sshd.node.id]
 
 
@@ -117,14 +117,14 @@ def test_host_that_stays_silent_after_a_firewall_update_is_an_error(sshd: Sshd, 
 
     transport.renew_access = renew
     with pytest.raises(UnreachedError, match="cannot be reached"):
-        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
     assert asked == [sshd.node.id]
 
 
 def test_host_that_never_comes_up_is_distinguished_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:
     transport = SshTransport(keys, clock=Clock(), patience_s=5)
     with pytest.raises(UnreachedError, match="cannot be reached") as caught:
-        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
     assert caught.value.node_id == sshd.node.id
 
 
@@ -137,7 +137,7 @@ def test_host_that_boots_is_tried_again_at_growing_pauses_up_to_a_second(sshd: S
             await super().sleep(duration_s)
 
     with pytest.raises(UnreachedError):
-        asyncio.run(SshTransport(keys, clock=Noting(), patience_s=8).run(sshd.node, ["true"], timeout_s=30))
+        asyncio.run(SshTransport(keys, clock=Noting(), patience_s=8).run(sshd.node, ["true"], timeout_s=300))
     tries = [pause for pause in pauses if pause <= 1.0]
     assert tries[:2] == pytest.approx([0.1, 0.15]) and tries == sorted(tries) and tries[-1] == 1.0
 
@@ -150,7 +150,7 @@ def test_host_with_an_unexpected_key_is_sent_nothing(tmp_path: Path, keys: Keys)
     try:
         transport = SshTransport(keys, clock=SystemClock(), patience_s=0)
         with pytest.raises(TransientError, match="its host key is unknown or has changed"):
-            asyncio.run(transport.run(sshd.node, ["cat"], timeout_s=30, stdin=b"secret"))
+            asyncio.run(transport.run(sshd.node, ["cat"], timeout_s=300, stdin=b"secret"))
         with pytest.raises(TransientError, match="its host key is unknown or has changed"):
             asyncio.run(transport.put(sshd.node, Path(__file__), "copy"))
     finally:
@@ -176,7 +176,7 @@ def test_session_is_also_the_connection_that_all_calls_share(sshd: Sshd, keys: K
     sshd.start()
 
     async def act() -> tuple[int, str]:
-        await transport.run(sshd.node, ["true"], timeout_s=30)
+        await transport.run(sshd.node, ["true"], timeout_s=300)
         stream = await transport.open_stream(sshd.node, ["cat"])
         try:
             assert stream.process is not None

@@ -131,7 +131,7 @@ def test_kept_ssh_connection_listens_in_a_private_folder(tmp_path: Path) -> None
     try:
         sshd.wait()
         transport = SshTransport(keys, clock=SystemClock())
-        assert asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30)).returncode == 0
+        assert asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300)).returncode == 0
         kept = [int(each.name) for each in Path("/proc").glob("[0-9]*") if is_master(each, tmp_path)]
         found = list_listeners(kept)
         assert {row and row.name for each in found for row in [find_declared(each)]} == {"kept ssh connection"}

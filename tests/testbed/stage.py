@@ -24,7 +24,7 @@ from tests.testbed.metadata import MetadataServer
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 from tests.testbed.world import CONTROL
 
-STORY_S_MAX = 150.0  # training processes import torch for many seconds on a busy machine
+STORY_S_MAX = 900.0  # training processes import torch for many seconds on a busy machine
 CANARY = "canary-of-the-task-4711"
 PLACES = """\
   ordered:

@@ -7,7 +7,7 @@ from typing import Any
 from tests.torture.history import History
 from tests.torture.killer import Killer
 
-WAIT_S = 30.0
+WAIT_S = 300.0  # generous: only a broken killer reaches it
 
 
 def test_the_next_act_waits_until_an_act_is_undone(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ STEADY = ("--model.dropout", "0", "--train.learning_rate", "1e-4", "--train.lear
 ENDLESS = "1000000"
 PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORTURE_PACE_S": "0.03"}
 
+HELD = str(Path(__file__).parent / "held")
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -43,9 +45,15 @@ class TrainingFolder:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(
-        self, *flags: str, workers: int = 1, attempt: int = 1, strategy: str = "ddp", module: str = "trainers.lm"
+        self,
+        *flags: str,
+        workers: int = 1,
+        attempt: int = 1,
+        strategy: str = "ddp",
+        module: str = "trainers.lm",
+        held_at: int = 0,
     ) -> "subprocess.Popen[str]":
-        """Begin an attempt in a process group of its own."""
+        """Begin an attempt in a process group of its own. It waits after the step `held_at` for a signal."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith(("BROKER_", "SKYPILOT_"))}
         variables |= {
             "BROKER_CHECKPOINT_DIR": str(self.path / "checkpoints"),
@@ -57,6 +65,8 @@ class TrainingFolder:
             "CUDA_VISIBLE_DEVICES": "",
             **self.environment,
         }
+        if held_at:
+            variables |= {"PYTHONPATH": HELD, "HELD_AT": str(held_at), "HELD_UNTIL": str(self.path / "released")}
         command = [sys.executable, "-m", "trainers.launch", "-m", module, "--strategy", strategy, *TINY, *flags]
         pipe = subprocess.PIPE
         return subprocess.Popen(
@@ -66,7 +76,7 @@ class TrainingFolder:
     def run(self, *flags: str, workers: int = 1, attempt: int = 1, strategy: str = "ddp") -> tuple[int, str]:
         """Run an attempt to its end; return its exit code and stderr."""
         process = self.start(*flags, workers=workers, attempt=attempt, strategy=strategy)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         return process.returncode, errors
 
     def fork(

@@ -33,7 +33,7 @@ def test_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, work
     assert ended.codes == [0] * workers, ended.errors
     step = random.Random(f"{SEED}/{workers}/{strategy}").randint(12, 45)
     print(f"seed {SEED}: kill after step {step}")
-    process = broken.start(workers=workers, strategy=strategy)
+    process = broken.start(workers=workers, strategy=strategy, held_at=step)
     await_step(process, step)
     kill_all(process)
     assert process.returncode == -signal.SIGKILL
@@ -83,7 +83,7 @@ def test_sigterm_commits_the_current_step_and_another_world_size_continues(world
     whole, broken = TrainingFolder(path=tmp_path / "whole"), TrainingFolder(path=tmp_path / "broken")
     flags = ("--model.dropout", "0", "--checkpoint.every_steps", "0")
     assert whole.fork(worlds, *flags).codes == [0]
-    process = broken.start(*flags, workers=2)
+    process = broken.start(*flags, workers=2, held_at=7)
     await_step(process, 7)
     process.terminate()
     output, errors = process.communicate(timeout=300)

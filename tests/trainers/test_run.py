@@ -384,16 +384,28 @@ def test_trace_contains_the_requested_steps(tmp_path: Path) -> None:
     assert {"step 3", "step 4"} <= names and not {"step 2", "step 5"} & names
 
 
+# The watched time is ours, so that a slow machine is no hang. The backstop's is real, so that its short limit begins in
+# the call that hangs.
 HANG = """
-import sys, time
-from trainers.watchdog import Watchdog
-watchdog = Watchdog(1.5)
-watchdog.start()
+import threading
+from types import SimpleNamespace
+from trainers import watchdog
+now_s, has_looked = [0.0], threading.Event()
+def read_time():
+    if threading.current_thread().name == "watchdog":
+        has_looked.set()
+    return now_s[0]
+watchdog.time = SimpleNamespace(monotonic=read_time)
+watchdog.PERIOD_S_MAX = 0.02
+watched = watchdog.Watchdog(600.0)
+watched.start()
 def hang_here():
     {how}
-for _ in range(20):
-    watchdog.beat("in step 7")
-    time.sleep(0.1)  # longer than the limit in all
+for _ in range(4):  # longer than the limit in all
+    now_s[0] += 400.0
+    has_looked.clear()
+    has_looked.wait()
+    watched.beat("in step 7")
 print("alive", flush=True)
 hang_here()
 """
@@ -402,9 +414,13 @@ hang_here()
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("time.sleep(60)", 75, ("rank 3 hangs: no progress for", "while in step 7", "in hang_here")),
+        (
+            "now_s[0] += 700.0; threading.Event().wait()",
+            75,
+            ("rank 3 hangs: no progress for 700 s while in step 7", "in hang_here"),
+        ),
         # One call into C that never lets go of the interpreter.
-        ("sum(range(10**12))", 1, ("Timeout", "in hang_here")),
+        ("watched.beat('in step 7', limit_s=0.5); sum(range(10**12))", 1, ("Timeout", "in hang_here")),
     ],
     ids=["waiting", "holding the interpreter"],
 )

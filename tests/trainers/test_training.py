@@ -22,6 +22,7 @@ from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
 from trainers.training import parse_config, run_training
 
+from .conftest import HELD
 from .strategies.conftest import Worlds, read_lines, read_losses
 
 ROOT = Path(__file__).parents[2]
@@ -100,8 +101,12 @@ def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
     copy = snapshot.copy_state
 
     def copy_late(state: Any) -> Any:
+        snapshot.copy_state = copy  # which calls itself for each part of the state
         PASSED.wait(timeout=1.0)
-        return copy(state)
+        try:
+            return copy(state)
+        finally:
+            snapshot.copy_state = copy_late
 
     def measure_and_clear(outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         PASSED.clear()
@@ -242,8 +247,11 @@ def run_script(
         "SKYPILOT_NUM_GPUS_PER_NODE": str(workers),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{HELD}{os.pathsep}{ROOT}",
     }
+    released = path.parent / "released"
+    if kill_after:  # or a fast run would end before its kill
+        variables |= {"HELD_AT": str(kill_after), "HELD_UNTIL": str(released)}
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, path.name, *flags], cwd=path.parent, env=variables, stdout=pipe, stderr=pipe, text=True,
@@ -258,9 +266,10 @@ def run_script(
             if kills_one_rank:
                 ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 os.kill(int(ranks[-1]), signal.SIGKILL)
+                released.touch()
             else:
                 os.killpg(process.pid, signal.SIGKILL)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, "".join(lines), errors)
 
 

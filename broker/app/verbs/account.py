@@ -70,7 +70,7 @@ def plan_tasks(context: Context, *, tasks: tuple[Task, ...], is_dryrun: bool = T
     found = [context.resolve(task) for task in tasks]
     check_notices(found, is_launch=False, note=context.note)
     plans = keep_together([plan_launch(context, task, is_dryrun=is_dryrun) for task in found])
-    check_plans(plans, is_launch=False, note=context.note)
+    check_plans(plans, home=context.market.home, is_launch=False, note=context.note)
     return plans
 
 

@@ -13,7 +13,7 @@ from broker.clock import Clock
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.errors import ApiError, find_kind, translated
-from broker.clouds.aws.images import PLAIN_IMAGE
+from broker.clouds.aws.image_rules import PLAIN_IMAGE
 from broker.clouds.aws.network import Network, RegionNetwork
 from broker.clouds.aws.policy import make_policy
 from broker.clouds.aws.quotas import QUOTAS, Quota

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.aws.images import choose_parameter
+from broker.clouds.aws.image_rules import choose_parameter
 from broker.clouds.aws.quotas import find_code
 from broker.errors import CapacityError, InvalidRequestError, QuotaError, TransientError, UnknownOutcomeError
 from broker.types import MachineSpec, NodeState, Secret, Task

@@ -22,6 +22,8 @@ __all__ = ["shell"]
 pytestmark = pytest.mark.long
 STORY_S_MAX = 900.0  # training processes import torch for many seconds on a busy machine
 STEPS = 40
+HELD = Path(__file__).parents[2] / "trainers/held"
+HELD_AT = 6  # after this step the run waits for the test, or it could end before
 TRAIN = f"""\
 name: train
 num_nodes: NODES
@@ -29,6 +31,7 @@ resources: {{infra: k8s/test, cpus: 1+, memory: 1+}}
 checkpoint: {{to: SHARED}}
 run: |
   while [ ! -e SHARED/go ]; do sleep 0.1; done
+  export PYTHONPATH={HELD}:$PYTHONPATH HELD_AT={HELD_AT} HELD_UNTIL=SHARED/released
   {sys.executable} -m trainers.lm --strategy ddp --train.steps {STEPS} --checkpoint.every_steps 4
 """
 HELLO = """\
@@ -101,9 +104,13 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
     wait_until(lambda: shell.get_status(job_id) is JobStatus.RUNNING, describe)
     gang = list_live(server)
     assert len(gang) == 2
-    (tmp_path / "shared" / "go").touch()  # no command runs from here to the eviction: the training is short
+    (tmp_path / "shared" / "go").touch()
     wait_until(lambda: any((tmp_path / "shared").rglob("manifest.json")), describe)
     server.cluster.evict(gang[1]["metadata"]["name"], grace_s=0)
+    wait_until(
+        lambda: gang[1]["metadata"]["name"] not in {pod["metadata"]["name"] for pod in list_live(server)}, describe
+    )
+    (tmp_path / "shared" / "released").touch()
     wait_until(lambda: shell.get_status(job_id).is_terminal, describe)
     assert shell.get_status(job_id) is JobStatus.SUCCEEDED, describe()
     assert "recovered at step" in shell.run("jobs", "events", str(job_id)).stdout
@@ -123,6 +130,7 @@ def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path
     wait_until(lambda: shell.get_status(job_id) is JobStatus.RUNNING, lambda: shell.run("jobs", "events", "1").stdout)
     names = {pod["metadata"]["name"] for pod in list_live(server)}
     shell.kill_daemon()
+    (tmp_path / "shared" / "released").touch()
     (tmp_path / "shared" / "go").touch()
     shell.wait_for_jobs()
     assert shell.get_status(job_id) is JobStatus.SUCCEEDED

@@ -17,7 +17,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = {
     "munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "srun": "slurm-client",
 }  # fmt: skip
-READY_S_MAX = 120.0
+READY_S_MAX = 300.0
 GRACE_S = 20
 CONF = """\
 ClusterName=test
@@ -96,7 +96,7 @@ class RealSlurm:
         return self
 
     def run(self, *argv: str, is_checked: bool = True) -> str:
-        done = subprocess.run(argv, capture_output=True, text=True, env=self.environment, cwd=self.root, timeout=60)
+        done = subprocess.run(argv, capture_output=True, text=True, env=self.environment, cwd=self.root, timeout=300)
         assert done.returncode == 0 or not is_checked, f"{argv}: {done.stderr}"
         return done.stdout
 
