@@ -47,9 +47,14 @@ class HttpPath:
             max_field_size=HEADER_BYTES_MAX,
         ) as session:
             self._proxy.session = session
-            # A request whose client has left must not keep a replica busy.
+            # A request whose client has left must not keep a replica busy. Bodies are passed on as they are, since
+            # their headers are.
             server = web.Server(
-                self._proxy.handle, handler_cancellation=True, access_log=None, max_field_size=HEADER_BYTES_MAX
+                self._proxy.handle,
+                handler_cancellation=True,
+                access_log=None,
+                max_field_size=HEADER_BYTES_MAX,
+                auto_decompress=False,
             )
             runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
             await runner.setup()
