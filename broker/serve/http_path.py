@@ -39,7 +39,9 @@ class HttpPath:
         self._connector = ReplicaConnector(make_client_context(self._folder))
         async with aiohttp.ClientSession(
             connector=self._connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # of WebSockets
+            timeout=aiohttp.ClientTimeout(  # until a WebSocket is open
+                total=None, sock_connect=CONNECT_S, sock_read=self._routing.stream_timeout_s
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
             skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
             auto_decompress=False,
