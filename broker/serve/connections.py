@@ -24,7 +24,7 @@ KEEPALIVE_S = 4.0
 # these probes, however busy its programs are.
 PEER_IDLE_S, PEER_EVERY_S, PEER_TRIES = 10, 5, 3
 UNANSWERED_MS = 1000 * (PEER_IDLE_S + PEER_EVERY_S * PEER_TRIES)
-SHORT_BYTES_MAX = 32 << 10  # of a body that fits a kernel's buffer for received data, which has 64 KiB at least
+SHORT_BYTES_MAX = 32 << 10  # fits the window of a new connection, 64 KiB on Linux, and headers beside it
 CONNECTING_MAX = 32  # to one replica: half of the connections that its entrance keeps before they are authenticated
 
 
