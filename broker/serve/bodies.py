@@ -15,7 +15,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from broker.serve.losses import ClientGoneError
 
 KEPT_BODY_BYTES_MAX = 4 << 20
-KEPT_TOTAL_BYTES_MAX = 256 << 20  # of all open requests; beyond it, bodies are passed on, and not repeated
+# Of all open requests, also of those that are still being read; beyond it, bodies are passed on, and not repeated.
+KEPT_TOTAL_BYTES_MAX = 256 << 20
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FAULTS = (OSError, aiohttp.ClientError, web.RequestPayloadError, HttpProcessingError)
 
@@ -46,7 +47,7 @@ class BodyReader:
         self.kept_bytes = 0
 
     async def read(self, request: web.BaseRequest, *, is_generation: bool) -> bytes | PassedBody:
-        """Return the body; `release` has to follow. Raises ClientGoneError."""
+        """Return the body; `release` has to follow. Raises ClientGoneError, and then keeps nothing."""
         if not request.can_read_body:
             return b""
         await _ask_for(request)
@@ -56,15 +57,20 @@ class BodyReader:
         if (length or 0) > KEPT_BODY_BYTES_MAX or self.kept_bytes + (length or 0) > KEPT_TOTAL_BYTES_MAX:
             return PassedBody(request.content)
         parts = bytearray()
+        is_whole = False
         try:
             while part := await request.content.readany():
                 parts += part
-                if len(parts) > KEPT_BODY_BYTES_MAX:
+                self.kept_bytes += len(part)
+                if len(parts) > KEPT_BODY_BYTES_MAX or self.kept_bytes > KEPT_TOTAL_BYTES_MAX:
                     return PassedBody(request.content, bytes(parts))
+            is_whole = True
+            return bytes(parts)
         except FAULTS as error:
             raise ClientGoneError from error
-        self.kept_bytes += len(parts)
-        return bytes(parts)
+        finally:
+            if not is_whole:
+                self.kept_bytes -= len(parts)
 
     def release(self, body: bytes | PassedBody) -> None:
         """Note that a body is not needed any more."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -13,13 +15,16 @@ from yarl import URL
 
 if TYPE_CHECKING:
     from aiohttp.client_proto import ResponseHandler
+    from aiohttp.connector import Connection
 
 # Below the five seconds after which uvicorn, and so vLLM and SGLang, close an idle connection: a request that is sent
 # at that moment is lost.
 KEEPALIVE_S = 4.0
-# A machine without power is noticed after 25 s, also without a controller. However busy a program is, the kernel of a
-# machine that runs answers.
+# A machine without power is noticed after 25 s, also without a controller. The kernel of a machine that runs answers
+# these probes, however busy its programs are.
 PEER_IDLE_S, PEER_EVERY_S, PEER_TRIES = 10, 5, 3
+UNANSWERED_MS = 1000 * (PEER_IDLE_S + PEER_EVERY_S * PEER_TRIES)
+SHORT_BYTES_MAX = 32 << 10  # fits the window of a new connection, 64 KiB on Linux, and headers beside it
 CONNECTING_MAX = 32  # to one replica: half of the connections that its entrance keeps before they are authenticated
 
 
@@ -37,6 +42,15 @@ class ReplicaConnector(aiohttp.TCPConnector):
             weakref.WeakValueDictionary()
         )
         self._opened: dict[tuple[str | None, int | None], weakref.WeakSet[ResponseHandler]] = {}
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[aiohttp.tracing.Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        """Return a connection for a request, with the limit that fits its body."""
+        connection = await super().connect(req, traces, timeout)
+        if connection.transport is not None:
+            limit_unanswered(connection.transport, UNANSWERED_MS if is_short(req.headers) else 0)
+        return connection
 
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: list[aiohttp.tracing.Trace], timeout: aiohttp.ClientTimeout
@@ -58,19 +72,43 @@ class ReplicaConnector(aiohttp.TCPConnector):
 
 
 def watch_peer(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel end a connection whose other machine vanished without closing it.
+    """Have the kernel end a silent connection to a replica whose machine vanished without closing it.
 
-    The first three options are for silent connections, the last one is for data that is not acknowledged. Not all
-    systems have all of them.
+    No probes are sent while data is not acknowledged; see `limit_unanswered`.
     """
+    keep_alive(transport)
+    _set(transport, TCP_KEEPIDLE=PEER_IDLE_S, TCP_KEEPINTVL=PEER_EVERY_S, TCP_KEEPCNT=PEER_TRIES)
+
+
+def keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel probe the peer of a silent connection, at the intervals of the system."""
+    connection = transport.get_extra_info("socket")
+    if connection is not None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def limit_unanswered(transport: asyncio.BaseTransport, limit_ms: int) -> None:
+    """Have the kernel end a connection whose peer does not acknowledge data for this time; 0: the system's limit.
+
+    Linux counts the time in which data waits for a program to read as well, so it is for data that fits its buffer.
+    """
+    _set(transport, TCP_USER_TIMEOUT=limit_ms)
+
+
+def is_short(headers: Mapping[str, str]) -> bool:
+    """Return whether a request with these headers is sent at once, even if its replica reads nothing."""
+    if "transfer-encoding" in headers or "upgrade" in headers:
+        return False
+    return int(headers.get("content-length", "0")) <= SHORT_BYTES_MAX
+
+
+def _set(transport: asyncio.BaseTransport, **options: int) -> None:
+    """Set TCP options, of which not all systems have all."""
     connection = transport.get_extra_info("socket")
     if connection is None:
         return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    limit_ms = 1000 * (PEER_IDLE_S + PEER_EVERY_S * PEER_TRIES)
-    for name, value in (
-        ("TCP_KEEPIDLE", PEER_IDLE_S), ("TCP_KEEPINTVL", PEER_EVERY_S), ("TCP_KEEPCNT", PEER_TRIES),
-        ("TCP_USER_TIMEOUT", limit_ms),
-    ):  # fmt: skip
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    with contextlib.suppress(OSError):  # it was closed meanwhile
+        for name, value in options.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

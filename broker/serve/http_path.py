@@ -39,7 +39,9 @@ class HttpPath:
         self._connector = ReplicaConnector(make_client_context(self._folder))
         async with aiohttp.ClientSession(
             connector=self._connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # of WebSockets
+            timeout=aiohttp.ClientTimeout(  # until a WebSocket is open
+                total=None, sock_connect=CONNECT_S, sock_read=self._routing.stream_timeout_s
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
             skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
             auto_decompress=False,
@@ -47,9 +49,14 @@ class HttpPath:
             max_field_size=HEADER_BYTES_MAX,
         ) as session:
             self._proxy.session = session
-            # A request whose client has left must not keep a replica busy.
+            # A request whose client has left must not keep a replica busy. Bodies are passed on as they are, since
+            # their headers are.
             server = web.Server(
-                self._proxy.handle, handler_cancellation=True, access_log=None, max_field_size=HEADER_BYTES_MAX
+                self._proxy.handle,
+                handler_cancellation=True,
+                access_log=None,
+                max_field_size=HEADER_BYTES_MAX,
+                auto_decompress=False,
             )
             runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
             await runner.setup()

@@ -94,11 +94,7 @@ class Proxy:
         try:
             return await self._route(request)
         except ClientGoneError:
-            meter.leave()
             return web.Response(status=499)  # the client has left
-        except asyncio.CancelledError:
-            meter.leave()
-            raise
         finally:
             counts.in_flight -= 1
             sample = meter.end(prompt_bytes=request.content_length or 0)
@@ -113,6 +109,10 @@ class Proxy:
         body = await self.bodies.read(request, is_generation=is_generation)
         try:
             return await self._forward_body(request, body)
+        except (ClientGoneError, asyncio.CancelledError):
+            if is_generation:  # a replica may have computed its prompt; the bytes of other requests are no tokens
+                request[METER].leave()
+            raise
         finally:
             self.bodies.release(body)
 

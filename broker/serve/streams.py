@@ -62,7 +62,8 @@ class TokenStream:
                     break
                 if not self._journal.is_resumable:
                     break
-                if events := self._journal.close():  # all tokens are there; only the end is missing
+                # All tokens are there, and only the end is missing.
+                if self._answer is not None and (events := self._journal.close()):
                     await self._write(events)
                     await self._must_have().write_eof()
                     return self._must_have()

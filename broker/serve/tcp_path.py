@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from broker.clock import Clock
-from broker.serve.connections import CONNECTING_MAX, watch_peer
+from broker.serve.connections import CONNECTING_MAX, keep_alive, watch_peer
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue, find_exposure
 from broker.serve.files import LoadWindow, Routing, ServiceFolder
@@ -162,7 +162,7 @@ class TcpPath:
     async def _join(self, route: BackendRoute, client: _Client, replica: Ends) -> None:
         """Copy in both directions until both have ended; a reset of one end resets the other."""
         reader, writer = replica
-        watch_peer(client.transport)
+        keep_alive(client.transport)  # a client that is away for minutes may come back
         watch_peer(writer.transport)
         up, down = _Flow(client.reader, writer), _Flow(reader, client.writer)
         is_whole = False

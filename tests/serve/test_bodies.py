@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from aiohttp import web
 
 from tests.serve.stand_in import StandIn
 from tests.serve.test_balancer import Bed, play
-from tests.serve.test_proxying import send_raw
+from tests.serve.test_proxying import send_raw, until
 
 
 async def split(body: bytes) -> AsyncIterator[bytes]:
@@ -80,6 +81,29 @@ def test_beyond_the_total_bodies_are_passed_on(tmp_path: Path, monkeypatch: pyte
         bed.stands[0].gate.set()
         assert (await first).status == 200
         assert count_kept_bytes(bed) == 0
+
+    play(tmp_path, scene, count=1)
+
+
+def test_bodies_count_while_they_are_read(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n"
+        _, writer = await send_raw(bed, head + b"x" * 80)
+        await until(lambda: count_kept_bytes(bed) == 80)
+        writer.transport.abort()
+        await until(lambda: not bed.balancer.path.counts.in_flight)
+        assert count_kept_bytes(bed) == 0
+
+    play(tmp_path, scene, count=1)
+
+
+def test_compressed_body_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for path in ("/a", "/generate"):
+            data, headers = gzip.compress(b"x" * 100), {"content-encoding": "gzip"}
+            async with bed.client.post(bed.url + path, data=data, headers=headers) as response:
+                assert response.status == 200
+        assert [body for _, _, body in bed.stands[0].seen] == [b"x" * 100] * 2
 
     play(tmp_path, scene, count=1)
 

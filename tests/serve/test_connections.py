@@ -7,9 +7,10 @@ import socket
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 
 from broker.serve import connections
-from broker.serve.connections import CONNECTING_MAX, ReplicaConnector
+from broker.serve.connections import CONNECTING_MAX, SHORT_BYTES_MAX, ReplicaConnector, is_short
 from tests.serve.stand_in import StandIn
 
 
@@ -44,25 +45,38 @@ def test_burst_opens_no_more_connections_to_one_replica_than_its_entrance_admits
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no TCP_USER_TIMEOUT")
 def test_kernel_ends_connections_to_a_machine_without_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int] = []
+    """A long body may wait for a busy program, and what follows an upgrade as well."""
+    opened: list[socket.socket] = []
     watch = connections.watch_peer
 
-    def watch_and_read(transport: asyncio.BaseTransport) -> None:
+    def watch_and_keep(transport: asyncio.BaseTransport) -> None:
         watch(transport)
-        opened = transport.get_extra_info("socket")
-        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
-        found.extend(opened.getsockopt(socket.IPPROTO_TCP, name) for name in names)
-        found.append(opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        opened.append(transport.get_extra_info("socket"))
 
-    monkeypatch.setattr(connections, "watch_peer", watch_and_read)
+    def read(*names: int) -> list[int]:
+        return [opened[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]
+
+    monkeypatch.setattr(connections, "watch_peer", watch_and_keep)
 
     async def run() -> None:
         stand = StandIn()
         await stand.start()
-        url = f"http://127.0.0.1:{stand.port}/health"
-        async with aiohttp.ClientSession(connector=ReplicaConnector(None)) as session, session.get(url) as response:
-            assert response.status == 200
+        url = f"http://127.0.0.1:{stand.port}/a"
+        async with aiohttp.ClientSession(connector=ReplicaConnector(None)) as session:
+            for size, limit_ms in ((0, 25_000), (SHORT_BYTES_MAX + 1, 0), (SHORT_BYTES_MAX, 25_000)):
+                async with session.post(url, data=b"x" * size) as response:
+                    assert len(await response.read()) == size
+                    assert read(socket.TCP_USER_TIMEOUT) == [limit_ms]
+            assert read(socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT) == [10, 5, 3]
+            assert opened[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         await stand.kill()
 
     asyncio.run(run())
-    assert found == [10, 5, 3, 25_000, 1]
+    assert len(opened) == 1, "each request sets the limit of a connection that is used again"
+    assert not is_short(CIMultiDict({"Transfer-Encoding": "chunked"})) and not is_short(CIMultiDict({"Upgrade": "x"}))
+
+
+def test_connection_that_was_closed_meanwhile_is_not_an_error() -> None:
+    closed = socket.socket()
+    closed.close()
+    connections.watch_peer(asyncio.Transport({"socket": closed}))

@@ -136,6 +136,7 @@ def test_uploads_that_clients_cut_off_are_not_the_fault_of_the_replica(tmp_path:
             writer.transport.abort()
             await until(lambda: not bed.balancer.path.counts.in_flight)
             assert route.breaks == 0 and route.is_ready
+        assert bed.balancer.path.describe()[0].prompt_tokens_s == 0, "an upload is not a prompt"
 
     play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=3600.0))
 
@@ -178,7 +179,7 @@ def test_stream_that_every_replica_refuses_fails_with_their_answer_after_a_few_t
     tmp_path: Path, status: int
 ) -> None:
     async def scene(bed: Bed) -> None:
-        body = {"prompt": "poison", "stream": True}
+        body = {"prompt": "poison", "stream": True, "max_tokens": 0}  # which is not a stream without its end only
         async with bed.client.post(f"{bed.url}/v1/completions", json=body) as response:
             assert (response.status, await response.json()) == (status, {"error": "busy"})
             assert response.headers["retry-after"] == "7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,3 +87,20 @@ def test_answer_that_is_no_socket_is_an_error_of_the_replica(tmp_path: Path) -> 
         assert failed.value.status == 502
 
     play(tmp_path, scene, count=1, make_stands=lambda count: [Headless()])
+
+
+class Stuck(StandIn):
+    """Accepts connections, and never answers a request for a WebSocket."""
+
+    async def _echo(self, request: web.BaseRequest) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_socket_that_a_replica_never_opens_is_given_up(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
+            await converse(bed)
+        assert failed.value.status == 502
+
+    play(tmp_path, scene, count=1, make_stands=lambda count: [Stuck()], stream_timeout_s=0.1)
