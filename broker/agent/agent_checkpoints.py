@@ -91,7 +91,8 @@ def list_files(root: str) -> Iterator[tuple[str, float]]:
                         folders.append((path, depth + 1))
                 elif entry.name.endswith(SUFFIXES) and entry.stat().st_size:
                     yield path, entry.stat().st_mtime
-                    if read_number(part) is not None:  # a sharded checkpoint may have thousands of files
+                    # A sharded checkpoint may have thousands of files; `epoch_1` may hold a checkpoint of each step.
+                    if read_number(part) is not None and read_number(entry.name) is None:
                         break
 
 

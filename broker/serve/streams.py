@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 RESUMES_MAX = 20
 # Before the first token, a request may itself be what ends its replicas.
 UNANSWERED_MAX = 4
+# Before the next replica is asked for the rest of a stream, if the last one sent none of it: doubled each time.
+PAUSE_S, PAUSE_S_MAX = 0.1, 2.0
 
 
 class TokenStream:
@@ -40,7 +43,7 @@ class TokenStream:
 
     async def _run(self) -> web.StreamResponse:
         tried: set[int] = set()
-        unanswered = 0
+        unanswered = stalls = 0
         version: int | None = None  # another one may be another model
         for _ in range(RESUMES_MAX):
             route = await self._proxy.find(tried, self._prompt, waits=self._refusal is None, version=version)
@@ -51,6 +54,7 @@ class TokenStream:
                 self._proxy.counts.resumed += 1
                 tried.clear()
             tried.add(route.backend.number)
+            before = self._journal.counts
             try:
                 with route.use():
                     await self._follow(route)
@@ -67,6 +71,9 @@ class TokenStream:
                     await self._write(events)
                     await self._must_have().write_eof()
                     return self._must_have()
+                stalls = stalls + 1 if self._answer is not None and self._journal.counts == before else 0
+                if stalls:
+                    await asyncio.sleep(min(PAUSE_S * 2 ** (stalls - 1), PAUSE_S_MAX))
         return self._give_up()
 
     async def _follow(self, route: BackendRoute) -> None:

@@ -42,6 +42,7 @@ def save(folder: Path, *paths: str) -> None:
         (("global_step70/mp_rank_00_model_states.pt", "global_step80/mp_rank_00_model_states.pt"), 80, 0.0, OLD_S + 1),
         (("step-9/__0_0.distcp", "step-9/__1_0.distcp"), 9, 0.0, OLD_S),
         (("model_epoch_12.pth",), 12, 0.0, OLD_S),
+        (("epoch_1/step_100.pt", "epoch_1/step_200.pt", "epoch_1/step_300.pt"), 300, 0.0, OLD_S + 2),
         (("checkpoint-20261128/model.pt", "run-7/model.pt"), 0, OLD_S + 1, OLD_S + 1),  # a date is not a step
         ],
         every=3,

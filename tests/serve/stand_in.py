@@ -36,6 +36,7 @@ class StandIn:
         self.pause_s = 0.0  # before each token
         self.port = 0
         self.is_healthy = True
+        self.refusals = 0  # of the next generations
         self.is_torn = False  # echoes break off after half of the body
         self.seen: list[tuple[str, str, bytes]] = []
         self.asked: list[dict[str, Any]] = []
@@ -84,6 +85,9 @@ class StandIn:
         body = await request.read()
         self.seen.append((request.method, request.path_qs, body))
         if request.path.endswith("completions"):
+            if self.refusals:
+                self.refusals -= 1
+                return web.Response(status=429)
             return await self._generate(request, json.loads(body))
         if request.path == "/slow":
             await self.gate.wait()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import pytest
 from yarl import URL
 
 from broker.clock import SystemClock
+from broker.serve import streams
 from broker.serve.balancer import Balancer
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
 from broker.serve.journal import read_prompt
@@ -189,6 +191,34 @@ def test_stream_survives_its_replicas_and_reads_as_one(tmp_path: Path, is_chat: 
 
     load = play(tmp_path, scene)
     assert load.resumed == 1 and load.broken == 0
+
+
+def test_busy_replica_is_asked_for_the_rest_of_a_stream_after_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, sleep = list[float](), asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        begun = asyncio.Event()
+        streaming = asyncio.ensure_future(bed.stream(prompt="hi", begun=begun))
+        await begun.wait()
+        first = await bed.until_asked()
+        second = next(each for each in bed.stands if each is not first)
+        second.gate.set()
+        second.refusals = 7
+        monkeypatch.setattr(streams, "asyncio", SimpleNamespace(sleep=pause))
+        await first.kill()
+        text = "".join(each["choices"][0]["text"] for each in await streaming if each["choices"])
+        assert text == expect_text("hi", 12)
+
+    assert play(tmp_path, scene).broken == 0
+    assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 def test_stream_without_token_ids_breaks_off_visibly(tmp_path: Path) -> None:
