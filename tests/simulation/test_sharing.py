@@ -51,7 +51,7 @@ def test_more_histories_of_several_controllers(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "letters", "first"), spread(MUTANTS, every=0, more=2), ids=[plant.__name__ for plant, *_ in MUTANTS]
+    ("plant", "letters", "first"), spread(MUTANTS, every=0, more=4), ids=[plant.__name__ for plant, *_ in MUTANTS]
 )
 def test_a_planted_bug_of_claims_or_slots_is_caught(plant: Callable[[], Patches], letters: str, first: int) -> None:
     with ExitStack() as stack:
