@@ -215,7 +215,7 @@ class ElasticMember:
         if not self._lock.acquire(timeout=LOCK_S_MAX):
             print("error: the state cannot be kept because a step does not end", file=sys.stderr, flush=True)
             os._exit(1)
-        # The lock is never released: this program must not change the state any more. On a GPU the copies wait for all
+        # The lock is never released: this program must no longer change the state. On a GPU the copies wait for all
         # that is queued before them. Of a step that waits for a lost peer, this never includes the update
         # (`keeps_state`), so the state stays that of `position`.
         abort_collectives()

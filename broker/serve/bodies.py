@@ -73,7 +73,7 @@ class BodyReader:
                 self.kept_bytes -= len(parts)
 
     def release(self, body: bytes | PassedBody) -> None:
-        """Note that a body is not needed any more."""
+        """Release a body that is no longer needed."""
         if isinstance(body, bytes):
             self.kept_bytes -= len(body)
 

@@ -189,7 +189,7 @@ class Proxy:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if isinstance(body, PassedBody) and body.is_broken:  # not the replica's fault
                 raise ClientGoneError from error
-            self.table.record_break(route, f"no response: {str(error) or type(error).__name__}")
+            self.table.record_break(route, "no response", error)
             raise ReplicaLostError("the replica did not respond") from None
 
     async def copy(
@@ -218,7 +218,7 @@ class Proxy:
         try:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.table.record_break(route, f"a response broke off: {str(error) or type(error).__name__}")
+            self.table.record_break(route, "a response broke off", error)
             raise ReplicaLostError("the replica broke its response off") from None
         meter = request[METER]
         meter.begin(route.backend.number, response.status, response.content_type)
@@ -258,7 +258,7 @@ class Proxy:
 
     def _break_off(self, request: web.BaseRequest, route: BackendRoute, error: BaseException) -> None:
         self.counts.broken += 1
-        self.table.record_break(route, f"a response broke off: {str(error) or type(error).__name__}")
+        self.table.record_break(route, "a response broke off", error)
         if request.transport is not None:
             request.transport.abort()  # so that the client does not take a partial response for a complete one
 

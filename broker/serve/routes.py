@@ -165,11 +165,11 @@ class RouteTable:
             route.is_ready, route.since_s = False, self._clock.now_s()
         route.error = error
 
-    def record_break(self, route: BackendRoute, error: str) -> None:
-        """Record a response that was interrupted."""
+    def record_break(self, route: BackendRoute, what: str, error: BaseException | None = None) -> None:
+        """Record a response that was interrupted: `what` happened, because of `error` if that is known."""
         route.breaks += 1
         if route.breaks >= BREAKS_MAX:
-            self.exclude(route, error)
+            self.exclude(route, what if error is None else f"{what}: {str(error) or type(error).__name__}")
 
     def describe(self, windows: Mapping[int, LoadWindow] = MappingProxyType({})) -> dict[int, ReplicaLoad]:
         """Return the state of each replica for the controller, with its responses of the last minute."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
 
 from broker.serve.answers import EVENT_STREAM, METER, make_headers, refuse
-from broker.serve.engines import REFUSALS
+from broker.serve.data_path import Counts
+from broker.serve.engines import REFUSALS, EngineFacts
 from broker.serve.journal import EventParser, EventTooLongError, StreamJournal
 from broker.serve.losses import ClientGoneError, ReplicaLostError
-from broker.serve.routes import BackendRoute
-
-if TYPE_CHECKING:
-    from broker.serve.proxying import Proxy
+from broker.serve.routes import BackendRoute, RouteTable
 
 RESUMES_MAX = 20
 # Before the first token, a request may itself be what ends its replicas.
@@ -25,11 +23,48 @@ UNANSWERED_MAX = 4
 PAUSE_S, PAUSE_S_MAX = 0.1, 2.0
 
 
+class Replicas(Protocol):
+    """The replicas of a service, as a stream uses them."""
+
+    counts: Counts
+    engines: EngineFacts
+    session: aiohttp.ClientSession
+    table: RouteTable
+
+    async def find(
+        self, tried: set[int], prompt: bytes = ..., *, waits: bool = ..., version: int | None = ...
+    ) -> BackendRoute | None:
+        """Return a ready replica that was not tried; None if none is ready in time."""
+        ...
+
+    async def send(
+        self, route: BackendRoute, request: web.BaseRequest, path: str, body: bytes
+    ) -> aiohttp.ClientResponse:
+        """Send a request. Raises ReplicaLostError."""
+        ...
+
+    async def copy(
+        self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        """Pass a response on. Raises ReplicaLostError and ClientGoneError."""
+        ...
+
+    async def keep_refusal(
+        self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
+    ) -> web.Response:
+        """Return the response of a busy or failed replica, for a client that gets no better one."""
+        ...
+
+    def refuse_unready(self) -> web.Response:
+        """Make the response for a request that no replica is ready to take."""
+        ...
+
+
 class TokenStream:
     """One stream. `prompt` is its beginning, for `prefix_affinity`."""
 
-    def __init__(self, proxy: Proxy, request: web.BaseRequest, journal: StreamJournal, prompt: bytes) -> None:
-        self._proxy, self._request, self._journal, self._prompt = proxy, request, journal, prompt
+    def __init__(self, replicas: Replicas, request: web.BaseRequest, journal: StreamJournal, prompt: bytes) -> None:
+        self._replicas, self._request, self._journal, self._prompt = replicas, request, journal, prompt
         self._answer: web.StreamResponse | None = None
         self._refusal: web.Response | None = None  # of the replica that was asked last
 
@@ -46,12 +81,12 @@ class TokenStream:
         unanswered = stalls = 0
         version: int | None = None  # another one may be another model
         for _ in range(RESUMES_MAX):
-            route = await self._proxy.find(tried, self._prompt, waits=self._refusal is None, version=version)
+            route = await self._replicas.find(tried, self._prompt, waits=self._refusal is None, version=version)
             if route is None:
                 break
             version = route.backend.version if version is None else version
             if self._answer is not None:
-                self._proxy.counts.resumed += 1
+                self._replicas.counts.resumed += 1
                 tried.clear()
             tried.add(route.backend.number)
             before = self._journal.counts
@@ -78,7 +113,7 @@ class TokenStream:
 
     async def _follow(self, route: BackendRoute) -> None:
         """Follow the stream on one replica to its end. Raises ReplicaLostError."""
-        if self._proxy.engines.refuses_ids(route, self._request.path):
+        if self._replicas.engines.refuses_ids(route, self._request.path):
             self._journal.stop_asking_ids()
         response = await self._ask(route)
         if response.status in REFUSALS and self._answer is None and not self._journal.is_plain:
@@ -97,17 +132,17 @@ class TokenStream:
         if self._answer is not None:
             raise ReplicaLostError(f"the replica answered with {response.status}")
         if response.status == 429 or response.status >= 500:
-            self._refusal = await self._proxy.keep_refusal(self._request, route, response)
+            self._refusal = await self._replicas.keep_refusal(self._request, route, response)
             raise ReplicaLostError(f"the replica answered with {response.status}")
-        self._answer = await self._proxy.copy(self._request, route, response)
+        self._answer = await self._replicas.copy(self._request, route, response)
 
     async def _ask(self, route: BackendRoute) -> aiohttp.ClientResponse:
         context_tokens = None
         if self._journal.needs_context:
-            context_tokens = await self._proxy.engines.find_context(self._proxy.session, route)
+            context_tokens = await self._replicas.engines.find_context(self._replicas.session, route)
         path, fields = self._journal.make_request(context_tokens)
         body = json.dumps(fields).encode()
-        return await self._proxy.send(route, self._request, path or self._request.path_qs, body)
+        return await self._replicas.send(route, self._request, path or self._request.path_qs, body)
 
     async def _ask_plainly(self, route: BackendRoute, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
         """Ask again without the ids that the client did not request, which some engines refuse to return."""
@@ -115,7 +150,7 @@ class TokenStream:
         self._journal.stop_asking_ids()
         response = await self._ask(route)
         if response.status == 200:
-            self._proxy.engines.note_refusal(route, self._request.path)
+            self._replicas.engines.note_refusal(route, self._request.path)
         return response
 
     async def _prepare(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
@@ -138,7 +173,7 @@ class TokenStream:
                 data = await anext(content, None)
                 events = None if data is None else parser.feed(data)
             except (aiohttp.ClientError, TimeoutError, OSError, EventTooLongError) as error:
-                self._proxy.table.record_break(route, f"a stream broke off: {str(error) or type(error).__name__}")
+                self._replicas.table.record_break(route, "a stream broke off", error)
                 raise ReplicaLostError("the stream broke off") from None
             if events is None:
                 raise ReplicaLostError("the stream ended early")
@@ -167,8 +202,8 @@ class TokenStream:
 
     def _give_up(self) -> web.StreamResponse:
         if self._answer is None:
-            return self._refusal or self._proxy.refuse_unready()
-        self._proxy.counts.broken += 1
+            return self._refusal or self._replicas.refuse_unready()
+        self._replicas.counts.broken += 1
         if self._request.transport is not None:
             self._request.transport.abort()
         return self._answer

@@ -50,7 +50,7 @@ async def connect_websocket(
         table.exclude(route, f"the connection failed: {error}")
         raise ReplicaLostError("the replica refused the connection", was_sent=False) from None
     except (aiohttp.ClientError, OSError) as error:
-        table.record_break(route, f"no response: {str(error) or type(error).__name__}")
+        table.record_break(route, "no response", error)
         raise ReplicaLostError("the replica did not respond") from None
 
 

@@ -111,7 +111,7 @@ async def measure_request_cpu_ms(bed: LiveBed) -> tuple[float, float]:
                 for url, pid in pids.items():
                     before_s = read_cpu_s(pid)
                     await asyncio.gather(
-                        *(_ask(client, url, REQUESTS_PER_TURN // CONNECTIONS) for _ in range(CONNECTIONS))
+                        *(ask_repeatedly(client, url, REQUESTS_PER_TURN // CONNECTIONS) for _ in range(CONNECTIONS))
                     )
                     if turn:  # the first one opens connections
                         took_ms[url].append((read_cpu_s(pid) - before_s) / REQUESTS_PER_TURN * 1000)
@@ -122,7 +122,8 @@ async def measure_request_cpu_ms(bed: LiveBed) -> tuple[float, float]:
     return balancer_ms, bare_ms
 
 
-async def _ask(client: aiohttp.ClientSession, url: str, count: int) -> None:
+async def ask_repeatedly(client: aiohttp.ClientSession, url: str, count: int) -> None:
+    """Send requests one after the other."""
     for _ in range(count):
         async with client.post(f"{url}/echo", data=b"x" * 200) as response:
             assert response.status == 200
@@ -132,7 +133,7 @@ async def _ask(client: aiohttp.ClientSession, url: str, count: int) -> None:
 async def _until_answered(client: aiohttp.ClientSession, url: str) -> None:
     while True:
         try:
-            return await _ask(client, url, 1)
+            return await ask_repeatedly(client, url, 1)
         except aiohttp.ClientConnectorError:
             await asyncio.sleep(LOOK_S)
 

@@ -42,6 +42,18 @@ class Bed:
             await asyncio.sleep(0.005)
         return busy[0]
 
+    async def begin(self) -> tuple[asyncio.Future[list[Any]], StandIn, StandIn]:
+        """Begin a stream that its replica holds; return it with its replica, and another one that holds nothing."""
+        for each in self.stands:
+            each.gate.clear()
+        begun = asyncio.Event()
+        streaming = asyncio.ensure_future(self.stream(prompt="hi", begun=begun))
+        await begun.wait()
+        first = await self.until_asked()
+        second = next(each for each in self.stands if each is not first)
+        second.gate.set()
+        return streaming, first, second
+
     async def stream(self, path: str = "/v1/completions", **fields: Any) -> list[Any]:
         """Read a stream to its end; `begun` is set when its first event has arrived, or the first ones."""
         begun: asyncio.Event = fields.pop("begun", asyncio.Event())
@@ -203,14 +215,7 @@ def test_busy_replica_is_asked_for_the_rest_of_a_stream_after_pauses(
         await sleep(0)
 
     async def scene(bed: Bed) -> None:
-        for each in bed.stands:
-            each.gate.clear()
-        begun = asyncio.Event()
-        streaming = asyncio.ensure_future(bed.stream(prompt="hi", begun=begun))
-        await begun.wait()
-        first = await bed.until_asked()
-        second = next(each for each in bed.stands if each is not first)
-        second.gate.set()
+        streaming, first, second = await bed.begin()
         second.refusals = 7
         monkeypatch.setattr(streams, "asyncio", SimpleNamespace(sleep=pause))
         await first.kill()
@@ -223,13 +228,8 @@ def test_busy_replica_is_asked_for_the_rest_of_a_stream_after_pauses(
 
 def test_stream_without_token_ids_breaks_off_visibly(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
-        for each in bed.stands:
-            each.gate.clear()
-
-        begun = asyncio.Event()
-        streaming = asyncio.ensure_future(bed.stream(prompt="hi", begun=begun))
-        await begun.wait()
-        await (await bed.until_asked()).kill()
+        streaming, first, _ = await bed.begin()
+        await first.kill()
         with pytest.raises(aiohttp.ClientError):
             await streaming
 

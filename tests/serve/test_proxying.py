@@ -65,14 +65,7 @@ async def keep_only(bed: Bed, stand: StandIn) -> None:
 
 def test_stream_on_a_vanished_machine_continues_elsewhere_at_once(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
-        for each in bed.stands:
-            each.gate.clear()
-        begun = asyncio.Event()
-        streaming = asyncio.ensure_future(bed.stream(prompt="hi", begun=begun))
-        await begun.wait()
-        first = await bed.until_asked()
-        second = next(each for each in bed.stands if each is not first)
-        second.gate.set()
+        streaming, _, second = await bed.begin()
         await keep_only(bed, second)
         assert "".join(each["choices"][0]["text"] for each in await streaming) == expect_text("hi", 12)
 

@@ -133,9 +133,8 @@ def test_unwritable_checkpoint_is_an_error_at_the_next_wait(tmp_path: Path) -> N
     assert manager.step_committed is None
 
 
-def test_save_returns_before_the_state_is_copied_and_settle_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold back the copy of the state until the returned event is set."""
     is_released = threading.Event()
     copy = snapshot.copy_state
 
@@ -144,6 +143,13 @@ def test_save_returns_before_the_state_is_copied_and_settle_does_not(
         return copy(value)
 
     monkeypatch.setattr(snapshot, "copy_state", copy_late)
+    return is_released
+
+
+def test_save_returns_before_the_state_is_copied_and_settle_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_released = hold_copies(monkeypatch)
     counter = Counter()
     counter.set(5)
     manager = open_manager(tmp_path, counter)
@@ -164,14 +170,7 @@ def test_buffers_that_the_next_pass_changes_are_those_of_the_saved_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next forward pass runs while the state is copied, and updates the statistics of BatchNorm."""
-    is_released = threading.Event()
-    copy = snapshot.copy_state
-
-    def copy_late(value: Any) -> Any:
-        assert is_released.wait(timeout=300)
-        return copy(value)
-
-    monkeypatch.setattr(snapshot, "copy_state", copy_late)
+    is_released = hold_copies(monkeypatch)
     model, other = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
     model(torch.ones(4, 3))
     saved = {name: value.clone() for name, value in model.state_dict().items()}

@@ -29,6 +29,7 @@ import aiohttp
 from aiohttp import web
 
 from broker.serve.haproxy_control import find_haproxy
+from tests.bench.serve_balancer import ask_repeatedly
 from tests.serve.live_bed import LOOK_S, LiveBed, draw_free_port, read_cpu_s
 
 SKY_SIDE = Path(__file__).parent / "sky_balancer.py"
@@ -140,19 +141,14 @@ async def measure_cpu(peers: list[Peer]) -> None:
         for turn in range(TURNS + 1):
             for peer in peers:
                 before_s = read_cpu_s(peer.pid)
-                await asyncio.gather(*(ask(client, peer, REQUESTS // CONNECTIONS) for _ in range(CONNECTIONS)))
+                await asyncio.gather(
+                    *(ask_repeatedly(client, peer.url, REQUESTS // CONNECTIONS) for _ in range(CONNECTIONS))
+                )
                 between_s = read_cpu_s(peer.pid)
                 await asyncio.gather(*(read_stream(client, peer) for _ in range(STREAMS)))
                 if turn:  # the first one opens connections
                     peer.request_ms.append((between_s - before_s) / REQUESTS * 1000)
                     peer.stream_ms.append((read_cpu_s(peer.pid) - between_s) / STREAMS * 1000)
-
-
-async def ask(client: aiohttp.ClientSession, peer: Peer, count: int) -> None:
-    for _ in range(count):
-        async with client.post(f"{peer.url}/echo", data=b"x" * 200) as response:
-            assert response.status == 200
-            await response.read()
 
 
 async def read_stream(client: aiohttp.ClientSession, peer: Peer) -> None:
