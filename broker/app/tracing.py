@@ -155,6 +155,8 @@ def send_trace(trace: Json, url: str, *, headers: Mapping[str, str]) -> None:
     import urllib.error
     import urllib.request
 
+    from broker.notify.sending import NoRedirect
+
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"`--otlp` must be an http or https URL, not `{url}`", hints=["such as http://localhost:4318"])
@@ -162,7 +164,7 @@ def send_trace(trace: Json, url: str, *, headers: Mapping[str, str]) -> None:
     own = {"Content-Type": "application/json", "User-Agent": "intercloud-broker"}
     request = urllib.request.Request(target, data=json.dumps(trace).encode(), headers={**headers, **own})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=TIMEOUT_S) as answer:
             answer.read(65536)
     except urllib.error.HTTPError as error:
         raise BrokerError(

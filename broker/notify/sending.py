@@ -88,13 +88,14 @@ def write_mail(sender: str, recipient: str, notification: Notification) -> Email
     return message
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects: they would send the message to a server that the user has not named."""
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuse redirects: they would send the request, and its login, to a server that the user has not named."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage,
         newurl: str,
     ) -> None:  # fmt: skip
+        """Return None: the redirect is then raised as an HTTPError."""
         return None
 
 
@@ -104,7 +105,7 @@ def _post(url: str, body: Mapping[str, object], id: str) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "intercloud-broker", "Broker-Event-Id": id}
     try:
         request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=TIMEOUT_S):
             return
     except urllib.error.HTTPError as error:
         with error:

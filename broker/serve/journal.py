@@ -139,7 +139,7 @@ class StreamJournal:
             return DONE
         try:
             chunk = json.loads(event)
-        except ValueError:
+        except (ValueError, RecursionError):
             return event
         if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
             return event

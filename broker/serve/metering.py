@@ -116,7 +116,7 @@ class ResponseMeter:
     def _read_usage(self, text: str | bytes) -> None:
         try:
             fields = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         usage = fields.get("usage") if isinstance(fields, dict) else None
         if not isinstance(usage, dict):

@@ -23,12 +23,15 @@ class Collector(BaseHTTPRequestHandler):
     """Stands for an OTLP/HTTP receiver on the loopback; it refuses what the test says."""
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.received.append((self.path, self.headers["Content-Type"], json.loads(body)))  # type: ignore[attr-defined]
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.server.received.append((self.path, self.headers["Content-Type"], json.loads(body or b"{}")))  # type: ignore[attr-defined]
         self.server.logins.append(self.headers["Authorization"])  # type: ignore[attr-defined]
         self.send_response(self.server.status)  # type: ignore[attr-defined]
+        self.send_header("Location", "/elsewhere")  # of no effect unless the status is a redirect
         self.end_headers()
         self.wfile.write(b"{}")
+
+    do_GET = do_POST  # as a redirected POST arrives
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
@@ -124,6 +127,16 @@ def test_a_refusal_and_an_invalid_url_are_errors(
         with pytest.raises(SystemExit) as ended:
             main(("jobs", "trace", "1", "--otlp", given))
         assert ended.value.code not in (0, None) and reason in capsys.readouterr().err
+    assert [path for path, _, _ in collector.received] == ["/v1/traces"]
+
+
+def test_a_redirect_is_an_error_and_takes_the_login_nowhere(
+    story: Story, collector: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector.status = 302
+    with pytest.raises(SystemExit):
+        main(("jobs", "trace", "1", "--otlp", f"http://127.0.0.1:{collector.server_address[1]}"))
+    assert "HTTP 302" in capsys.readouterr().err
     assert [path for path, _, _ in collector.received] == ["/v1/traces"]
 
 

@@ -70,7 +70,6 @@ ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("B310", "broker/storage/s3.py"): (1, _HTTPS),
     ("B310", "trainers/buckets.py"): (1, _HTTPS),
     ("B310", "trainers/node_uv.py"): (1, "an index that the node's user names; what it gives counts by its checksum"),
-    ("B310", "broker/app/tracing.py"): (1, "http or https only; the user names the receiver of traces"),
     ("B105", "broker/access/azure.py"): (1, "a hint that names a field"),
     ("B105", "broker/clouds/aws/tags.py"): (1, _NAMES),
     ("B105", "broker/clouds/tape.py"): (1, "the form of a placeholder"),

@@ -89,6 +89,8 @@ def test_missing_end_is_written_without_a_replica() -> None:
 def test_stream_without_ids_cannot_be_continued_after_its_first_event() -> None:
     journal = open_journal()
     assert journal is not None and journal.is_resumable
+    deep = "[" * 100_000
+    assert journal.take(deep) == deep, "what is no chunk is passed on"
     journal.take(json.dumps({"id": "x", "choices": [{"text": "a"}]}))
     assert not journal.is_resumable
 

@@ -30,6 +30,13 @@ def test_prompt_of_a_client_that_left_counts() -> None:
     assert meter.end(prompt_bytes=400).prompt_tokens == 100
 
 
+def test_body_that_is_nested_without_an_end_has_no_usage() -> None:
+    meter = ResponseMeter(clock=HeldClock())
+    meter.begin(1, 200, "application/json")
+    meter.feed(b"[" * 50_000)
+    assert meter.end(prompt_bytes=400).prompt_tokens == 0
+
+
 times = st.none() | st.sampled_from([0.1, 0.2, 0.3])
 samples = st.tuples(
     st.sampled_from([0.0, 1.0, 30.0, 61.0]),
