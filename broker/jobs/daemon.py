@@ -43,9 +43,9 @@ LOOK_FOR_JOBS_S = 0.3
 COLLECT_EVERY_S = 60.0
 NOTIFY_RETRY_S = 5.0
 START_LOOK_S = 0.05
-START_LOOKS_MAX = 400  # twenty seconds
+START_LOOKS_MAX = 2400  # two minutes: a busy machine or a network home starts Python slowly
 COMPACT_EVERY_S = 86400.0
-LOCK_TRIES = 10  # a command that tests the lock holds it briefly
+LOCK_TRIES = 100  # a command that tests the lock holds it briefly; a busy machine may suspend it there
 
 
 MakeController = Callable[[Any], Controller]  # receives a Key; a caller without services accepts IDs only
@@ -159,7 +159,7 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
         reason = f"killed by signal {-returncode}" if returncode < 0 else last or f"it exited with code {returncode}"
         hints = ["`broker status` starts it again; recorded jobs then continue", f"see its log in {path}"]
         raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
-    raise StateError("the jobs daemon did not acquire its lock", hints=[f"see its log in {path}"])
+    raise StateError("the jobs daemon did not acquire its lock within two minutes", hints=[f"see its log in {path}"])
 
 
 def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:

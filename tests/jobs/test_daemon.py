@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -269,12 +271,12 @@ def test_a_cancel_wakes_its_own_job_only(stage: Stage) -> None:
     assert first.woken_s and not second.woken_s
 
 
-def test_a_second_daemon_leaves_at_once_while_the_first_shows_that_it_lives(stage: Stage) -> None:
+def test_a_second_daemon_leaves_while_the_first_shows_that_it_lives(stage: Stage) -> None:
     stage.store.leader.lead()
     stage.store.leader.beat()
     with hold_lock(stage.config) as is_held:
         assert is_held
-        assert stage.run() < 2.0 and not stage.provisioner.collected_s
+        assert stage.run() < STALE_S and not stage.provisioner.collected_s
 
 
 def test_daemon_that_holds_the_lock_without_signs_of_life_is_replaced(stage: Stage) -> None:
@@ -348,6 +350,30 @@ def test_a_daemon_is_started_unless_one_holds_the_lock_and_lives(tmp_path: Path)
     assert not start(tmp_path, "", is_held=True, age_s=STALE_S)
     assert start(tmp_path, "", is_held=True, age_s=STALE_S + 1.0)
     assert start(tmp_path, "", is_held=False, age_s=0.0)
+
+
+@pytest.mark.parametrize(("start_s", "is_awaited"), [(0.0, True), (100.0, True), (math.inf, False)])
+def test_a_daemon_that_starts_slowly_is_awaited_for_two_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_s: float, is_awaited: bool
+) -> None:
+    with contextlib.ExitStack() as locks:
+
+        class SlowProcess:
+            def __init__(self, *_: object, **__: object) -> None:
+                self.waited_s = 0.0
+
+            def wait(self, timeout: float) -> int:
+                if self.waited_s <= start_s < self.waited_s + timeout:
+                    assert locks.enter_context(hold_lock(Config(home=tmp_path, owner=OWNER)))
+                self.waited_s += timeout
+                raise subprocess.TimeoutExpired("daemon", timeout)
+
+        monkeypatch.setattr(subprocess, "Popen", SlowProcess)
+        if is_awaited:
+            start(tmp_path, "", is_held=False, age_s=0.0)
+        else:
+            with pytest.raises(StateError, match="did not acquire its lock"):
+                start(tmp_path, "", is_held=False, age_s=0.0)
 
 
 def test_a_failed_daemon_is_reported_by_its_last_line(tmp_path: Path) -> None:
