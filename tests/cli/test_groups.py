@@ -81,6 +81,7 @@ def test_a_learner_outlives_its_workers_and_they_find_it_after_its_own_preemptio
     assert first.generation == second.generation == 1
 
 
+@pytest.mark.long
 def test_no_program_starts_before_all_tasks_are_set_up_and_the_others_end_after_the_primary_one(shell: Shell) -> None:
     launch_pair(shell)
     ready_s = float((shell.folder / "ready").read_text())

@@ -72,6 +72,7 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
     assert not found, "no file keeps the secret"
 
 
+@pytest.mark.long
 def test_task_without_run_makes_a_development_cluster_with_its_workdir(shell: Shell) -> None:
     (shell.folder / "code").mkdir()
     (shell.folder / "code" / "notes").write_text("sent")

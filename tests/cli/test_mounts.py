@@ -18,6 +18,7 @@ run: cat ~/data/deep/words
 """
 
 
+@pytest.mark.long
 def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell) -> None:
     with serve_s3() as server:
         shell.environment |= server.variables

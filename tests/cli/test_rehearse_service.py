@@ -22,6 +22,7 @@ run: exec {sys.executable} -m tests.serve.stand_in --port $BROKER_REPLICA_PORT
 BROKEN = TASK.replace("run: exec", "run: echo no model at /models && exit 3; exec")
 
 
+@pytest.mark.long
 def test_a_service_whose_replicas_are_preempted_together_is_ready_again_and_leaves_nothing(shell: Shell) -> None:
     """Without `availability`, both replicas are in the cheapest zone, which takes both."""
     target = shell.folder / "report.html"

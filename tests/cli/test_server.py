@@ -214,6 +214,7 @@ def test_history_of_a_job_is_watched_exported_and_reported(usual_terminal: Shell
     assert usual_terminal.run("check", "nope", code=2).stderr.startswith("error: unknown cloud `nope`\n")
 
 
+@pytest.mark.long
 def test_sweep_and_map_run_their_jobs(usual_terminal: Shell) -> None:
     fit = usual_terminal.write("fit.yaml", FIT)
     swept = usual_terminal.read_json("sweep", fit, "--param", "width=1,2", "--yes")

@@ -82,6 +82,7 @@ def bed(shell: Shell) -> Bed:
     return Bed(shell)
 
 
+@pytest.mark.long
 def test_start_after_a_preemption_restores_what_setup_wrote(bed: Bed) -> None:
     job_id = bed.launch()
     bed.wait_for(job_id, EventKind.SETUP_KEPT)

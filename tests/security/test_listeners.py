@@ -85,6 +85,7 @@ def test_elastic_run_listens_as_documented_and_rejects_strangers(shell: Shell) -
     assert finish(shell) == "SUCCEEDED"
 
 
+@pytest.mark.long
 def test_service_listens_as_documented_and_only_its_balancer_reaches_a_replica(shell: Shell) -> None:
     service = LiveService(shell, replicas=1)
     url = asyncio.run(service.start())

@@ -137,6 +137,7 @@ def test_an_invalid_size_and_an_unknown_collective_are_refused(capsys: pytest.Ca
         assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_weights_are_exported_as_safetensors_whatever_strategy_saved_them(
     worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
