@@ -148,7 +148,7 @@ def test_every_result_is_written_once_whatever_is_killed_or_frozen(seed: int) ->
 
 
 @pytest.mark.parametrize(
-    ("shards", "workers", "kills"), [(2_500, 4, 50), pytest.param(10_000, 16, 200, marks=pytest.mark.long)]
+    ("shards", "workers", "kills"), [(2_500, 4, 50), pytest.param(10_000, 16, 200, marks=pytest.mark.exhaustive)]
 )
 def test_kills_of_a_fiftieth_of_the_shards_cost_five_percent_more_at_most(
     shards: int, workers: int, kills: int

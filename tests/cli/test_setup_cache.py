@@ -148,7 +148,7 @@ def test_other_setup_envs_or_workdir_run_setup_again(bed: Bed) -> None:
     assert bed.count_setups() == 5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_setup_that_fails_or_cannot_be_kept_whole_is_not_cached(bed: Bed) -> None:
     failing = bed.launch(TASK.replace("  mkdir -p", "  touch ~/half; exit 3\n  mkdir -p"))
     bed.shell.wait_for_jobs()

@@ -126,7 +126,7 @@ def train(folder: Path, strategy: str, workers: int) -> list[float]:
     return [line["loss"] for line in lines if line.get("loss") is not None]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_strategy_on_two_ranks_trains_as_one_process_does(tmp_path: Path) -> None:
     alone = train(tmp_path / "one", "ddp", 1)

@@ -119,7 +119,7 @@ main()
             ("lifecycle.Hosting", "bring_up", True),
         ],
         every=0,
-        more=6,
+        more=12,
     ),
 )
 def test_move_that_was_killed_at_a_step_is_completed_by_the_next(

@@ -427,7 +427,7 @@ def test_unsaved_work_of_more_than_a_start_is_not_left() -> None:
     assert loses_little(replace(view, unsaved_hours=0.3, saves_on_notice=True), target)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @long
 def test_a_crash_at_any_step_of_a_move_is_harmless(tmp_path: Path, every: int) -> None:
     """The pretend gang fails the test if two attempts work at once."""

@@ -86,7 +86,7 @@ def find_processes(home: Path) -> list[str]:
 
 # A calm run passes about forty effects, which the groups share; tests/simulation kills at the same effects on virtual
 # time.
-@pytest.mark.parametrize("group", spread(range(GROUPS), every=0, more=8))
+@pytest.mark.parametrize("group", spread(range(GROUPS), every=0, more=16))
 def test_after_a_kill_at_any_effect_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0
     while True:

@@ -57,7 +57,7 @@ def test_a_folder_of_recordings_is_a_family_and_gives_groups_of_its_places(tmp_p
     }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_copies_of_a_recording_begin_at_other_hours_and_stay_the_same_market(tmp_path: Path) -> None:
     (tmp_path / "beta").mkdir()
     recorded = make_trace("zone", 7, hours=100.0)

@@ -66,7 +66,7 @@ def run_job(
     return found.id
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_jobs_of_three_years_become_totals_to_the_cent(sqlite_store: Store, clock: Hands, count: int) -> None:
     store = sqlite_store
     draw = random.Random(13)

@@ -49,7 +49,7 @@ def test_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, work
     assert expected[TOTAL] < expected[1]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
     """Two ranks under FSDP; the machine is gone and all that is left is what lies in S3."""

@@ -87,7 +87,9 @@ def split_rows(rows: int, columns: int, count: int) -> list[Box | None]:
     ]
 
 
-@pytest.mark.parametrize("former", spread(["0,2", "0,-,2", "2,0,-,-"], every=3), ids=lambda text: f"ranks {text}")
+@pytest.mark.parametrize(
+    "former", spread(["0,2", "0,-,2", "2,0,-,-"], every=3, more=2), ids=lambda text: f"ranks {text}"
+)
 @pytest.mark.parametrize("strategy", spread(["zero1", "fsdp", "zero2"], every=3))
 def test_state_is_restored_without_a_lost_rank(worlds: Worlds, tmp_path: Path, strategy: str, former: str) -> None:
     """Rank 1 of three is lost; the others continue alone, with a new one in its place, or with two new ones."""

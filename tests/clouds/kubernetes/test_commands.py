@@ -124,6 +124,7 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
     wait_until(lambda: not list_live(server), describe)
 
 
+@pytest.mark.exhaustive
 def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path) -> None:
     prepare(server, shell)
     job_id = submit(shell, tmp_path / "shared")
