@@ -82,7 +82,7 @@ def test_the_example_of_the_readme_runs_unchanged(shell: Shell) -> None:
     example = read_example("README.md")
     assert "broker.launch" in example and "broker.jobs.launch" in example
     done = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT, env=shell.environment, timeout=120
+        [sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT, env=shell.environment, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "hello from node 0 of 2" in done.stdout and "hello from node 1 of 2" in done.stdout

@@ -123,7 +123,7 @@ class Dashboard:
         return answer.read()
 
     def open(self, path: str, **headers: str) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(self.host, timeout=120)
+        connection = http.client.HTTPConnection(self.host, timeout=600)
         connection.request("GET", path, headers={"Cookie": self.cookie, **headers})
         return connection.getresponse()
 

@@ -88,7 +88,7 @@ class Halting:
     def finish(self) -> None:
         """Let it run to its end."""
         os.killpg(self._process.pid, signal.SIGCONT)
-        _, errors = self._process.communicate(timeout=120)
+        _, errors = self._process.communicate(timeout=600)
         if self._process.returncode:
             raise SystemExit(errors)
 

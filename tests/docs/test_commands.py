@@ -80,7 +80,7 @@ def run_broker(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     nowhere = dict.fromkeys(logins, str(folder / "no-login"))
     environment = {**kept, **nowhere, "BROKER_HOME": str(folder / "home"), "TMPDIR": str(folder)}
     return subprocess.run(
-        [sys.executable, "-m", "broker", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "broker", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
 
 

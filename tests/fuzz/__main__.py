@@ -96,7 +96,7 @@ def run_atheris(name: str, minutes: float, seed: int) -> int:
             report_crash(name, data)
             raise
 
-    limits = [f"-max_total_time={max(1, int(minutes * 60))}", f"-rss_limit_mb={RSS_MIB_MAX}", "-timeout=120"]
+    limits = [f"-max_total_time={max(1, int(minutes * 60))}", f"-rss_limit_mb={RSS_MIB_MAX}", "-timeout=600"]
     quiet = ["-print_final_stats=1", "-verbosity=0", f"-artifact_prefix={FOLDER.resolve()}/"]
     FOLDER.mkdir(exist_ok=True)
     atheris.Setup(

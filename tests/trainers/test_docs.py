@@ -22,7 +22,7 @@ def run_script(folder: Path, attempt: int) -> int:
     folder.mkdir(exist_ok=True)
     script = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
     )
     assert not done.stderr, done.stderr
     return done.returncode
