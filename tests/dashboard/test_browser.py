@@ -153,7 +153,7 @@ def test_tabs_in_the_background_leave_their_connections_to_others(chromium: Any,
     """Chromium opens six connections to one server; each open stream of changes takes one."""
     tab = Tab(chromium, served)
     tab.open("/jobs/1")
-    others = []
+    others: list[Any] = []
     for path in ("/", "/jobs", "/clusters", "/places", "/cost", "/services", "/plan"):
         (others[-1] if others else tab.page).evaluate(HIDE, True)
         others.append(tab.open_another(path))

@@ -167,7 +167,7 @@ def test_age_of_the_checkpoint_and_lost_work_follow_the_attempts(story: Story, m
 
     monkeypatch.setattr(HistoryRows, "list_work", note)
 
-    def scrape() -> tuple[float | None, float | None]:
+    def scrape() -> tuple[object, object]:
         samples = read_samples(page.render(story.context))
         age_s = samples.get(("broker_job_checkpoint_age_seconds", 'job="1"'))
         return age_s, samples.get(("broker_job_lost_work_seconds_total", 'job="1"'))
