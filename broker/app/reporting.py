@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from broker.app.forecasts import PaidForecast, list_paid
 from broker.errors import DamagedRowError, UsageError
 from broker.frozen import frozen
-from broker.jobs.summary import count_lost_steps
+from broker.jobs.summary import count_lost_steps, measure_step_s
 from broker.types import JobStatus, OutcomeKind
 
 if TYPE_CHECKING:
@@ -246,21 +246,11 @@ def _price_losses(
         if _is_preempted(old, period):
             if reached is not None:
                 lost = count_lost_steps(reached, steps.get(new.number))
-                yield lost * _measure_step_s(old, reached, saved) / 3600 * old.placement.usd_hour
+                yield lost * measure_step_s(old, reached, saved) / 3600 * old.placement.usd_hour
             if (first_s := new.resumed_s or new.running_s) is not None:
                 paid_s = first_s - max(new.started_s, billed_s.get(new.cluster, math.inf))
                 yield max(0.0, paid_s) / 3600 * new.placement.usd_hour
         saved = saved if reached is None else reached.checkpoint_step or saved
-
-
-def _measure_step_s(attempt: Attempt, reached: StepRange, saved: int) -> float:
-    """Return the mean duration of an attempt's steps after its first report, or after its start if it has only one."""
-    end_s = attempt.lost_s or attempt.ended_s
-    has_two = attempt.resumed_s is not None and reached.last_step > reached.first_step
-    begin_s, step = (attempt.resumed_s, reached.first_step) if has_two else (attempt.running_s, saved)
-    if begin_s is None or end_s is None:
-        return 0.0
-    return max(0.0, end_s - begin_s) / max(1, reached.last_step - step)
 
 
 def _succeeded_in(job: Job, period: Period) -> bool:

@@ -30,6 +30,11 @@ class JsonLines(logging.Formatter):
 
 def start_log(config: Config, *, level: int = logging.INFO) -> None:
     """Write `level` and above to standard error. Raises UsageError for an unknown `log_format`."""
+    write_log(is_json=has_json_logs(config), level=level)
+
+
+def write_log(*, is_json: bool, level: int = logging.INFO) -> None:
+    """Write `level` and above to standard error, in this format."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if has_json_logs(config) else logging.Formatter(TEXT))
+    handler.setFormatter(JsonLines() if is_json else logging.Formatter(TEXT))
     logging.basicConfig(level=level, handlers=[handler])

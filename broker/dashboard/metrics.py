@@ -14,6 +14,7 @@ from broker.dashboard.job_metrics import JobChances, list_job_families
 from broker.dashboard.model import JobRow, Overview, PlaceRow, find_starts, list_places, read_overview
 from broker.dashboard.node_metrics import list_node_families, list_nodes
 from broker.dashboard.service_metrics import list_service_families
+from broker.dashboard.work_metrics import JobWork
 from broker.state.daemon_stats import STEP_BOUNDS_S, DaemonStats
 from broker.state.leader import STALE_S
 from broker.state.store import Store
@@ -28,11 +29,12 @@ class MetricsPage:
 
     def __init__(self) -> None:
         self._places: Sequence[PlaceRow] = ()
-        self._saved_usd = 0.0
+        self._saved_usd = self._ondemand_usd = 0.0
         self._cloud_usd: Mapping[str, float] = {}
         self._read_s = -math.inf
         self._tally = EventTally()
         self._chances = JobChances()
+        self._work = JobWork()
 
     def render(self, context: Context) -> str:
         """Read the store and render all families."""
@@ -43,19 +45,23 @@ class MetricsPage:
         if not 0.0 <= overview.now_s - self._read_s < PLACES_S:
             self._places, self._read_s = list_places(store), overview.now_s
             month_s = find_starts(overview.now_s)[1]
+            self._ondemand_usd = store.bills.ondemand_total_usd(now_s=overview.now_s)
             ondemand_usd = store.bills.ondemand_since_usd(month_s, now_s=overview.now_s)
             self._saved_usd = ondemand_usd - overview.month_usd
             self._cloud_usd = store.bills.list_cloud_spend_usd(now_s=overview.now_s)
         overview = replace(overview, month_ondemand_usd=overview.month_usd + self._saved_usd)
         self._tally.update(store.events)
         chances = self._chances.update(context, live)
+        steps = store.history.list_steps([row.line.id for row in list_recent(overview)])
+        self._work.update(store.history, steps)
         return render_families(
             [
                 *list_families(overview, self._places),
                 *list_daemon_families(store),
-                *list_cloud_families(self._cloud_usd),
+                *list_cloud_families(self._cloud_usd, ondemand_usd=self._ondemand_usd),
                 *self._tally.list_families(),
-                *list_job_families(store.history.list_steps([row.line.id for row in overview.jobs]), chances, live),
+                *list_job_families(steps, chances, live),
+                *self._work.list_families(live, now_s=overview.now_s),
                 *list_service_families(describe_services(context)),
                 *list_node_families(nodes),
             ]
@@ -96,18 +102,24 @@ def _list_stats_families(stats: Mapping[str, DaemonStats]) -> Iterator[Family]:
     yield Family("broker_daemon_lag_seconds", "gauge", "Delay of the newest turn of the main loop.", lags)
 
 
-def list_cloud_families(spent_usd: Mapping[str, float]) -> Iterator[Family]:
-    """List the family about spending by cloud."""
+def list_cloud_families(spent_usd: Mapping[str, float], *, ondemand_usd: float) -> Iterator[Family]:
+    """List the families about spending by cloud, and about the price of the same machines on-demand."""
+    text = "Price of the machines so far, had they been on-demand."
+    yield Family("broker_spend_on_demand_usd_total", "counter", text, [({}, ondemand_usd)])
     spent = [({"cloud": cloud}, usd) for cloud, usd in spent_usd.items()]
     yield Family("broker_cloud_spend_usd_total", "counter", "Money spent on nodes of a cloud.", spent)
 
 
+def list_recent(overview: Overview) -> Sequence[JobRow]:
+    """List the jobs that have series of their own."""
+    now_s = overview.now_s
+    rows = [row for row in overview.jobs if row.line.ended_s is None or now_s - row.line.ended_s < ENDED_S]
+    return rows[:SERIES_MAX]
+
+
 def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Family]:
     """List the families about spending, jobs, clusters and places."""
-    now_s = overview.now_s
-    jobs = [
-        row for row in overview.jobs if row.line.ended_s is None or now_s - row.line.ended_s < ENDED_S
-    ][:SERIES_MAX]  # fmt: skip
+    jobs = list_recent(overview)
     yield Family("broker_spend_usd_total", "counter", "Money spent on nodes.", [({}, overview.spent_usd)])
     yield Family("broker_month_spend_usd", "gauge", "Money spent since the month began.", [({}, overview.month_usd)])
     if overview.month_ondemand_usd is not None:

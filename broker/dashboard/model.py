@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
@@ -188,13 +188,11 @@ def read_job(context: Context, job: Job) -> JobPage:
     from broker.app.job_sentences import list_reasons
     from broker.app.jobs import explain
     from broker.app.verbs.jobs import explain_waits
-    from broker.jobs.summary import count_lost_steps
 
-    steps = context.store.jobs.list_steps(job.id)
     now_s, explanation = context.clock.now_s(), explain(context, job)
-    attempts = explanation.job.attempts
+    steps = {each.number: each for each in explanation.summary.attempts}
     rows = []
-    for attempt, after in zip_longest(attempts, attempts[1:]):
+    for attempt in explanation.job.attempts:
         reached = steps.get(attempt.number)
         rows.append(
             AttemptRow(
@@ -203,7 +201,7 @@ def read_job(context: Context, job: Job) -> JobPage:
                 first_step=None if reached is None else reached.first_step,
                 last_step=None if reached is None else reached.last_step,
                 checkpoint_step=None if reached is None else reached.checkpoint_step,
-                lost_steps=0 if after is None else count_lost_steps(reached, steps.get(after.number)),
+                lost_steps=0 if reached is None else reached.steps_lost,
             )
         )
     nodes = read_history(context.config.logs, job.id, now_s=now_s)

@@ -1,4 +1,4 @@
-"""Collect the metrics of services: their replicas, cost, and the load of the last minute from their balancers."""
+"""Collect the metrics of services: their replicas, cost, and the load that their balancers report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from broker.app.services import ServiceLine
-from broker.dashboard.families import Family
+from broker.dashboard.families import Family, Histogram
+from broker.serve.files import FIRST_TOKEN_BOUNDS_S, REQUEST_BOUNDS_S
 
 SERVICES_MAX = 100
 
@@ -35,18 +36,29 @@ def list_service_families(lines: Sequence[ServiceLine]) -> Iterator[Family]:
         (labels, load.window.errors / load.window.requests) for labels, load in loads if load.window.requests
     ]  # fmt: skip
     yield Family("broker_service_error_ratio", "gauge", "Share of 5xx responses in the last minute.", errors)
+    totals = [(labels, load.totals) for labels, load in loads]
+    answered = [
+        ({**labels, "code": code}, float(count)) for labels, each in totals for code, count in each.responses.items()
+    ]
+    yield Family("broker_service_responses_total", "counter", "Responses by HTTP status code.", answered)
     tokens = [
-        ({**labels, "kind": kind}, rate)
-        for labels, load in loads
-        for kind, rate in (("prompt", load.window.prompt_tokens_s), ("completion", load.window.completion_tokens_s))
+        ({**labels, "kind": kind}, float(count))
+        for labels, each in totals
+        for kind, count in (("prompt", each.prompt_tokens), ("completion", each.completion_tokens))
+        if each.responses
     ]
-    yield Family("broker_service_tokens_per_second", "gauge", "Token rate of the last minute.", tokens)
+    yield Family("broker_service_tokens_total", "counter", "Tokens that a service read and generated.", tokens)
     first = [
-        ({**labels, "percentile": name}, value)
-        for labels, load in loads
-        for name, value in (("50", load.window.ttft_p50_s), ("95", load.window.ttft_p95_s))
-        if value is not None
+        (labels, Histogram.of(FIRST_TOKEN_BOUNDS_S, each.first_token.counts, each.first_token.sum_s))
+        for labels, each in totals
+        if len(each.first_token.counts) == len(FIRST_TOKEN_BOUNDS_S) + 1
     ]
-    yield Family(
-        "broker_service_time_to_first_token_seconds", "gauge", "Time to the first token in the last minute.", first
-    )
+    name, text = "broker_service_time_to_first_token_seconds", "Time from a request to the first token of its stream."
+    yield Family(name, "histogram", text, histograms=first)
+    took = [
+        (labels, Histogram.of(REQUEST_BOUNDS_S, each.request.counts, each.request.sum_s))
+        for labels, each in totals
+        if len(each.request.counts) == len(REQUEST_BOUNDS_S) + 1
+    ]
+    text = "Time from a request to the end of its response."
+    yield Family("broker_service_request_seconds", "histogram", text, histograms=took)

@@ -14,6 +14,9 @@ def record_progress(store: Store, clock: Clock, job: Job, attempt: Attempt, prog
     """Record progress; the first new step of an attempt ends its recovery."""
     now_s = clock.now_s()
     with store.transaction(is_durable=False):  # after a power cut, progress is observed again
+        if _is_new_checkpoint(store, job, progress):
+            attempt = replace(attempt, saved_s=now_s)
+            store.jobs.put_attempt(attempt)
         store.jobs.set_progress(job.id, progress)
         if attempt.resumed_s is not None or not _is_new_step(store, attempt, progress):
             return attempt
@@ -42,3 +45,12 @@ def _is_new_step(store: Store, attempt: Attempt, progress: Progress) -> bool:
     return progress.step > 0 and progress.step > min(
         first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
     )
+
+
+def _is_new_checkpoint(store: Store, job: Job, progress: Progress) -> bool:
+    """Return whether the checkpoint is of a later step than all before; one that was only restored is not."""
+    step = progress.checkpoint_step
+    if step is None or (job.progress is not None and step == job.progress.checkpoint_step):
+        return False
+    saved = (each.checkpoint_step for each in store.jobs.list_steps(job.id).values())
+    return step > max((each for each in saved if each is not None), default=-1)

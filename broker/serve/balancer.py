@@ -184,6 +184,7 @@ class Balancer:
             resumed=counts.resumed,
             broken=counts.broken,
             window=window,
+            totals=self.path.describe_totals(),
             replicas=self.table.describe(windows),
         )
         try:

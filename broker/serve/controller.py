@@ -25,6 +25,7 @@ from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file,
 from broker.serve.gateways import Gateways
 from broker.serve.observing import DemandMeter, ObservedReplica, find_capacity, observe, read_load
 from broker.serve.placement_history import HistoryKeeper
+from broker.serve.processes import wants_json_logs
 from broker.serve.reconciling import DRAIN_S_MAX, Slot, decide
 from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
@@ -77,6 +78,7 @@ class ServiceController:
         self._lacks_keys = False  # as recorded in an event
         self._make_gateways = make_gateways
         self._gateways: Gateways | None = None  # None: the service has none
+        self._has_json_logs = wants_json_logs(config)
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
@@ -343,6 +345,7 @@ class ServiceController:
             balancer=spec.balancer,
             is_tls_passed=spec.is_tls_passed,
             near_in_flight_max=spec.policy.target_in_flight or NEAR_IN_FLIGHT,
+            has_json_logs=self._has_json_logs,
         )
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from broker.clock import Clock, within
 from broker.serve.admission import is_loopback
-from broker.serve.files import LoadWindow, Routing
+from broker.serve.files import LoadTotals, LoadWindow, Routing
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ServiceSpec
 
@@ -59,6 +59,9 @@ class DataPath(Protocol):
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return the responses of the last minute, in all and by replica; nothing if responses are not read."""
+
+    def describe_totals(self) -> LoadTotals:
+        """Return the responses since the balancer started; nothing if responses are not read."""
 
 
 class ReplicaQueue:

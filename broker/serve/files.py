@@ -64,6 +64,7 @@ class Routing:
     is_tls_passed: bool = False
     region: str = ""  # the balancer's region, as in `Backend`; replicas there come first
     near_in_flight_max: float = 0.0  # requests in flight up to which a replica in that region is preferred
+    has_json_logs: bool = False  # as `log_format` says; read when the balancer starts
 
     @property
     def has_keys(self) -> bool:
@@ -84,6 +85,29 @@ class LoadWindow:
     ttft_p95_s: float | None = None
     tpot_p50_s: float | None = None  # per token after it
     tpot_p95_s: float | None = None
+
+
+FIRST_TOKEN_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@frozen
+class DurationCounts:
+    """Durations by ascending bounds: one count for each bound, and one for longer ones. Empty: none was counted."""
+
+    counts: tuple[int, ...] = ()
+    sum_s: float = 0.0
+
+
+@frozen
+class LoadTotals:
+    """Responses since the balancer started, which only grow. `responses` is by status code."""
+
+    responses: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token: DurationCounts = DurationCounts()  # of streams, by `FIRST_TOKEN_BOUNDS_S`
+    request: DurationCounts = DurationCounts()  # until the end of the response, by `REQUEST_BOUNDS_S`
 
 
 @frozen
@@ -113,6 +137,7 @@ class Load:
     resumed: int = 0  # streams that another replica continued
     broken: int = 0  # responses that ended in the middle
     window: LoadWindow = LoadWindow()
+    totals: LoadTotals = LoadTotals()
     replicas: Mapping[int, ReplicaLoad] = field(default_factory=dict)
 
 

@@ -24,7 +24,7 @@ from broker.serve import haproxy_config as config
 from broker.serve.connections import ReplicaConnector
 from broker.serve.credentials import ListenerFiles, make_client_context, read_certificate
 from broker.serve.data_path import Counts, find_exposure
-from broker.serve.files import LoadWindow, Routing, ServiceFolder
+from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.haproxy_control import CONFIG, HaproxyControl, NoAnswerError
 from broker.serve.probing import probe_connection, probe_request
 from broker.serve.routes import BackendRoute, RouteTable
@@ -125,6 +125,10 @@ class HaproxyPath:
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return nothing: HAProxy keeps no times of the last minute."""
         return LoadWindow(), {}
+
+    def describe_totals(self) -> LoadTotals:
+        """Return nothing, for the same reason."""
+        return LoadTotals()
 
     async def _apply_forever(self) -> None:
         """Carry out each change, one after the other; one that was not answered is carried out again."""

@@ -14,7 +14,7 @@ from broker.clock import Clock
 from broker.serve.admission import Gate
 from broker.serve.connections import ReplicaConnector
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
-from broker.serve.files import LoadWindow, Routing, ServiceFolder
+from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.probing import probe_request
 from broker.serve.proxying import CONNECT_S, Proxy
 from broker.serve.routes import BackendRoute, RouteTable
@@ -99,3 +99,7 @@ class HttpPath:
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return the responses of the last minute, in all and by replica."""
         return self._proxy.meter.describe()
+
+    def describe_totals(self) -> LoadTotals:
+        """Return the responses since the balancer started."""
+        return self._proxy.meter.totals.describe()

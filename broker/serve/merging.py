@@ -6,10 +6,12 @@ replica 1 ready at one, not the other   ->  ready: the one that is behind will s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
-from broker.serve.files import Load, LoadWindow, ReplicaLoad
+from broker.serve.files import DurationCounts, Load, LoadTotals, LoadWindow, ReplicaLoad
 
 UNKNOWN = -1  # no routing file has this generation
 
@@ -33,6 +35,7 @@ def merge_loads(loads: Sequence[Load], *, is_complete: bool) -> Load | None:
         resumed=sum(each.resumed for each in loads),
         broken=sum(each.broken for each in loads),
         window=merge_windows([each.window for each in loads]),
+        totals=merge_totals([each.totals for each in loads]),
         replicas={
             number: _merge_replica([each.replicas[number] for each in loads if number in each.replicas])
             for number in numbers
@@ -65,6 +68,25 @@ def merge_windows(windows: Sequence[LoadWindow]) -> LoadWindow:
         tpot_p50_s=find_largest(each.tpot_p50_s for each in windows),
         tpot_p95_s=find_largest(each.tpot_p95_s for each in windows),
     )
+
+
+def merge_totals(totals: Sequence[LoadTotals]) -> LoadTotals:
+    """Add the responses of all balancers."""
+    responses: Counter[str] = Counter()
+    for each in totals:
+        responses.update(each.responses)
+    return LoadTotals(
+        responses=dict(responses),
+        prompt_tokens=sum(each.prompt_tokens for each in totals),
+        completion_tokens=sum(each.completion_tokens for each in totals),
+        first_token=_add_durations([each.first_token for each in totals]),
+        request=_add_durations([each.request for each in totals]),
+    )
+
+
+def _add_durations(parts: Sequence[DurationCounts]) -> DurationCounts:
+    counts = zip_longest(*(each.counts for each in parts), fillvalue=0)
+    return DurationCounts(counts=tuple(map(sum, counts)), sum_s=sum(each.sum_s for each in parts))
 
 
 def find_largest(values: Iterable[float | None]) -> float | None:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from broker.clock import Clock
 from broker.frozen import frozen
-from broker.serve.files import LoadWindow
+from broker.serve.files import FIRST_TOKEN_BOUNDS_S, REQUEST_BOUNDS_S, DurationCounts, LoadTotals, LoadWindow
 from broker.serve.journal import DONE, EventParser, EventTooLongError
 
 WINDOW_S = 60.0
 SAMPLES_MAX = 4_000
 BODY_BYTES_MAX = 4 << 20  # the usage of a larger response is not read
+CODES_MAX = 40  # status codes that are counted one by one; further ones are counted by class, such as `5xx`
+CLIENT_GONE = 499  # as nginx logs a request whose client has left
+SWITCHED = 101  # a WebSocket: its duration is not that of a response
 PROMPT_BYTES_PER_TOKEN = 4  # assumed if a response states no usage: about that of English text
 
 
@@ -34,6 +37,7 @@ class ResponseSample:
     completion_tokens: int
     ttft_s: float | None
     tpot_s: float | None
+    took_s: float = 0.0  # from the request to the end of the response
 
 
 class ResponseMeter:
@@ -50,12 +54,11 @@ class ResponseMeter:
         self._body = bytearray()
         self._has_usage = self._is_left = False
         self.replica = 0
-        self.status = 0
         self.prompt_tokens = self.completion_tokens = 0
 
-    def begin(self, replica: int, status: int, content_type: str) -> None:
+    def begin(self, replica: int, content_type: str) -> None:
         """Record which replica answers; called again when a response continues on another one."""
-        self.replica, self.status = replica, status
+        self.replica = replica
         self._parser = EventParser() if content_type == "text/event-stream" else None
         self._body.clear()
         self._is_json = content_type == "application/json"
@@ -95,22 +98,28 @@ class ResponseMeter:
             self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
             self._has_usage = True
 
-    def end(self, *, prompt_bytes: int = 0) -> ResponseSample:
-        """Return the sample; `prompt_bytes` is the size of the request."""
+    def end(self, *, status: int | None = None, prompt_bytes: int = 0) -> ResponseSample:
+        """Return the sample; `prompt_bytes` is the size of the request.
+
+        `status` is what the client got: without a replica, or after the last one failed, the balancer's own response.
+        None: the client has left.
+        """
         if self._body and len(self._body) <= BODY_BYTES_MAX:
             self._read_usage(bytes(self._body))
         if not self._has_usage and (self._events or self._is_left):
             self.completion_tokens = max(self.completion_tokens, self._events)
             self.prompt_tokens = self.prompt_tokens or math.ceil(prompt_bytes / PROMPT_BYTES_PER_TOKEN)
         is_timed = self._first_s is not None and self.completion_tokens > 1
+        end_s = self._clock.now_s()
         return ResponseSample(
-            end_s=self._clock.now_s(),
+            end_s=end_s,
             replica=self.replica,
-            status=self.status,
+            status=CLIENT_GONE if status is None else status,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             ttft_s=None if self._first_s is None else self._first_s - self._start_s,
             tpot_s=(self._last_s - (self._first_s or 0.0)) / (self.completion_tokens - 1) if is_timed else None,
+            took_s=end_s - self._start_s,
         )
 
     def _read_usage(self, text: str | bytes) -> None:
@@ -173,6 +182,56 @@ class WindowSums:
         self.completion_tokens += step * sample.completion_tokens
 
 
+class DurationTally:
+    """Durations by ascending bounds."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def add(self, duration_s: float) -> None:
+        """Count a duration; a clock that was set back makes it 0."""
+        duration_s = max(0.0, duration_s)
+        self._counts[bisect_left(self._bounds_s, duration_s)] += 1
+        self._sum_s += duration_s
+
+    def describe(self) -> DurationCounts:
+        """Return what was counted."""
+        return DurationCounts(counts=tuple(self._counts), sum_s=self._sum_s)
+
+
+class TotalTally:
+    """All responses since the balancer started."""
+
+    def __init__(self) -> None:
+        self._responses: Counter[str] = Counter()
+        self._prompt_tokens = self._completion_tokens = 0
+        self._first_token, self._request = DurationTally(FIRST_TOKEN_BOUNDS_S), DurationTally(REQUEST_BOUNDS_S)
+
+    def add(self, sample: ResponseSample) -> None:
+        """Count a response that ended."""
+        code = str(sample.status)
+        is_listed = code in self._responses or len(self._responses) < CODES_MAX
+        self._responses[code if is_listed else f"{sample.status // 100}xx"] += 1
+        self._prompt_tokens += sample.prompt_tokens
+        self._completion_tokens += sample.completion_tokens
+        if sample.ttft_s is not None:
+            self._first_token.add(sample.ttft_s)
+        if sample.status != SWITCHED:
+            self._request.add(sample.took_s)
+
+    def describe(self) -> LoadTotals:
+        """Return what was counted."""
+        return LoadTotals(
+            responses=dict(self._responses),
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            first_token=self._first_token.describe(),
+            request=self._request.describe(),
+        )
+
+
 class LoadMeter:
     """The responses of the last minute. Describing them costs the same for one response as for thousands."""
 
@@ -182,11 +241,13 @@ class LoadMeter:
         self._samples: deque[ResponseSample] = deque()
         self._whole = WindowSums()
         self._by_replica: dict[int, WindowSums] = {}
+        self.totals = TotalTally()
 
     def add(self, sample: ResponseSample) -> None:
         """Add the sample of an ended response."""
         if len(self._samples) == SAMPLES_MAX:
             self._remove_oldest()
+        self.totals.add(sample)
         self._samples.append(sample)
         self._whole.add(sample)
         if sample.replica not in self._by_replica:

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from broker.config import Config, has_json_logs
+from broker.errors import UsageError
 from broker.state.faults import explain_os_error
 
 _STARTED: dict[Path, subprocess.Popen[bytes]] = {}
@@ -31,3 +33,14 @@ def launch_process(argv: Sequence[str], log_path: Path) -> bool:
         raise explain_os_error(error, default=log_path) from error
     _STARTED[log_path] = process
     return True
+
+
+def wants_json_logs(config: Config) -> bool:
+    """Return whether background processes log JSON; an unknown `log_format`, which the daemon refuses, means text.
+
+    A typo there must stop neither a service nor the updates of prices.
+    """
+    try:
+        return has_json_logs(config)
+    except UsageError:
+        return False

@@ -29,7 +29,7 @@ from broker.serve.engines import EngineFacts
 from broker.serve.files import Routing
 from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, read_prompt
 from broker.serve.losses import ClientGoneError, ReplicaLostError
-from broker.serve.metering import LoadMeter, ResponseMeter
+from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.streams import TokenStream
 from broker.serve.websockets import connect_websocket, is_websocket, join_websockets
@@ -91,13 +91,16 @@ class Proxy:
             return refuse(400, "the target of the request must be a path")
         counts.in_flight += 1
         request[METER] = meter = ResponseMeter(clock=self._clock)
+        status: int | None = None
         try:
-            return await self._route(request)
+            answer = await self._route(request)
+            status = answer.status
+            return answer
         except ClientGoneError:
-            return web.Response(status=499)  # the client has left
+            return web.Response(status=CLIENT_GONE)
         finally:
             counts.in_flight -= 1
-            sample = meter.end(prompt_bytes=request.content_length or 0)
+            sample = meter.end(status=status, prompt_bytes=request.content_length or 0)
             self.meter.add(sample)
             if key is not None:
                 self.gate.charge(key, sample.prompt_tokens, sample.completion_tokens)
@@ -221,7 +224,7 @@ class Proxy:
             self.table.record_break(route, "a response broke off", error)
             raise ReplicaLostError("the replica broke its response off") from None
         meter = request[METER]
-        meter.begin(route.backend.number, response.status, response.content_type)
+        meter.begin(route.backend.number, response.content_type)
         meter.feed(body)
         return web.Response(
             status=response.status, reason=response.reason, headers=make_headers(route, response), body=body
@@ -239,7 +242,7 @@ class Proxy:
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError from error
         meter = request[METER]
-        meter.begin(route.backend.number, response.status, response.content_type)
+        meter.begin(route.backend.number, response.content_type)
         content = response.content.iter_any()
         while True:
             try:

@@ -166,7 +166,7 @@ class TokenStream:
     async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         parser = EventParser()
         meter = self._request[METER]
-        meter.begin(route.backend.number, response.status, EVENT_STREAM)
+        meter.begin(route.backend.number, EVENT_STREAM)
         content = response.content.iter_any()
         while not self._journal.is_complete:
             try:

@@ -20,7 +20,7 @@ from broker.clock import Clock
 from broker.serve.connections import CONNECTING_MAX, keep_alive, watch_peer
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue, find_exposure
-from broker.serve.files import LoadWindow, Routing, ServiceFolder
+from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.probing import probe_connection
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ServiceProtocol
@@ -105,6 +105,10 @@ class TcpPath:
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return nothing: responses are not read."""
         return LoadWindow(), {}
+
+    def describe_totals(self) -> LoadTotals:
+        """Return nothing, for the same reason."""
+        return LoadTotals()
 
     def _begin(self, transport: asyncio.Transport, tls: ssl.SSLContext | None) -> None:
         """Serve an accepted connection in a task of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -186,6 +187,15 @@ class Bill:
     ended_s: float | None
 
 
+_PRICE = "CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.offer.ondemand_usd_hour') END"
+_OF_CLUSTER = "CASE WHEN json_valid(body) THEN json_extract(body, '$.cluster') END = cluster"
+# The on-demand price of a row of `nodes`: of its attempt's offer, or its own price without one. Attempts that restart
+# in place share a cluster and its placement.
+ONDEMAND_USD_HOUR = (
+    f"coalesce(CAST((SELECT {_PRICE} FROM attempts WHERE attempts.job_id = nodes.job_id AND {_OF_CLUSTER} LIMIT 1) "
+    "AS DOUBLE PRECISION), usd_hour)"
+)
+PRUNED_SAVED_USD = "pruned_saved_usd"  # in `meta`: by how much pruned bills were below their on-demand price
 # The cost of nodes until `?`, which is passed twice; a node that ended before its creation costs nothing.
 _BILLED_USD = (
     "coalesce(sum(CASE WHEN coalesce(ended_s, ?) > created_s "
@@ -323,19 +333,33 @@ class BillRows:
 
         The price is that of their attempt's offer; machines without one count at their own price.
         """
-        price = "CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.offer.ondemand_usd_hour') END"
-        of_cluster = "CASE WHEN json_valid(body) THEN json_extract(body, '$.cluster') END = cluster"
-        # Attempts that restart in place share a cluster and its placement.
-        ondemand = f"(SELECT {price} FROM attempts WHERE attempts.job_id = nodes.job_id AND {of_cluster} LIMIT 1)"
         of_job = "" if job_id is None else " AND job_id = ?3"
         rows = self._database.rows(
             "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN price * (end_s - begin_s) END), 0.0) / 3600 FROM "
-            f"(SELECT coalesce(CAST({ondemand} AS DOUBLE PRECISION), usd_hour) AS price, "
+            f"(SELECT {ONDEMAND_USD_HOUR} AS price, "
             "coalesce(ended_s, ?1) AS end_s, CASE WHEN created_s > ?2 THEN created_s ELSE ?2 END AS begin_s "
             f"FROM nodes WHERE (ended_s IS NULL OR ended_s > ?2){of_job}) AS billed",
             (now_s, since_s, *([] if job_id is None else [job_id])),
         )
         return float(rows[0][0])
+
+    def ondemand_total_usd(self, *, now_s: float) -> float:
+        """Return the on-demand cost, in USD, of all machines so far, including pruned bills.
+
+        Bills that were pruned by a release that did not record their on-demand price count at what was paid.
+        """
+        row = self._database.row("SELECT value FROM meta WHERE key = ?", (PRUNED_SAVED_USD,))
+        saved_usd = read_usd(None if row is None else row["value"])
+        return self.ondemand_since_usd(0.0, now_s=now_s) + self._sum_pruned_usd() + saved_usd
+
+
+def read_usd(text: object) -> float:
+    """Read an amount in `meta`; a missing or damaged one is 0."""
+    try:
+        value = float(str(text))
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 def _read_bill(row: Row) -> Bill:

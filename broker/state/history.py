@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from broker.frozen import frozen
 from broker.spot.durations import NOTHING_SEEN, Durations
@@ -50,6 +51,17 @@ class StaySum:
     stays: int
     hours: float
     preemptions: int
+
+
+class AttemptWork(NamedTuple):
+    """The times of an attempt that reported steps, in seconds since the epoch, and its steps."""
+
+    running_s: float | None
+    resumed_s: float | None
+    lost_s: float | None
+    ended_s: float | None
+    saved_s: float | None
+    steps: StepRange
 
 
 # The newest stays; parameters: the earliest start, and the maximum number.
@@ -125,6 +137,24 @@ class HistoryRows:
         )
         for job_id, *steps in rows if job_ids else ():
             found.setdefault(job_id, []).append(StepRange(*steps))
+        return found
+
+    def list_work(self, job_ids: Sequence[int]) -> Mapping[int, Sequence[AttemptWork]]:
+        """Return the times and steps of the attempts of these jobs that reported steps, in the order of attempts."""
+        found: dict[int, list[AttemptWork]] = {}
+        times = ", ".join(
+            f"CAST(CASE WHEN json_valid(body) THEN json_extract(body, '$.{name}') END AS DOUBLE PRECISION)"
+            for name in ("running_s", "resumed_s", "lost_s", "ended_s", "saved_s")
+        )
+        rows = self._database.rows(
+            f"SELECT reached.job_id, {times}, first_step, last_step, checkpoint_step FROM attempt_steps AS reached "
+            "JOIN attempts ON attempts.job_id = reached.job_id AND attempts.number = reached.number "
+            f"WHERE reached.job_id IN ({', '.join('?' * len(job_ids))}) ORDER BY reached.job_id, reached.number",
+            tuple(job_ids),
+        )
+        for job_id, running_s, resumed_s, lost_s, ended_s, saved_s, *steps in rows if job_ids else ():
+            work = AttemptWork(running_s, resumed_s, lost_s, ended_s, saved_s, StepRange(*steps))
+            found.setdefault(job_id, []).append(work)
         return found
 
     def read(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:

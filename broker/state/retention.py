@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s
+from broker.state.clusters import ONDEMAND_USD_HOUR, PRUNED_SAVED_USD, read_usd
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
@@ -100,7 +101,9 @@ class Compaction:
 
     def _add_to_totals(self, where: str, parameters: Sequence[object]) -> None:
         rows = self._database.rows(
-            f"SELECT cloud, usd_hour, created_s, ended_s, is_spot FROM nodes WHERE {where}", parameters
+            f"SELECT cloud, usd_hour, created_s, ended_s, is_spot, {ONDEMAND_USD_HOUR} AS ondemand_usd_hour "
+            f"FROM nodes WHERE {where}",
+            parameters,
         )
         if not rows:
             return
@@ -120,10 +123,18 @@ class Compaction:
                 (*key, hours[key], usd[key]),
             )
         newest_s = max(row["ended_s"] for row in rows)
+        self._put("pruned_before_s", max(newest_s, self.get_pruned_before_s() or newest_s))
+        saved_usd = sum(
+            (row["ondemand_usd_hour"] - row["usd_hour"]) * max(0.0, row["ended_s"] - row["created_s"]) / 3600
+            for row in rows
+        )
+        known = self._database.row("SELECT value FROM meta WHERE key = ?", (PRUNED_SAVED_USD,))
+        self._put(PRUNED_SAVED_USD, read_usd(None if known is None else known["value"]) + saved_usd)
+
+    def _put(self, key: str, value: float) -> None:
         self._database.execute(
-            "INSERT INTO meta (key, value) VALUES ('pruned_before_s', ?) "
-            "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-            (repr(max(newest_s, self.get_pruned_before_s() or newest_s)),),
+            "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (key, repr(value)),
         )
 
     def _prune_stories(self, before_s: float) -> None:

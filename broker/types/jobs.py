@@ -101,6 +101,7 @@ class Attempt:
     released_s: float | None = None  # in a job group: when `run` was allowed to start
     head: GangHead = GangHead()
     port: int | None = None  # in a job group: a free port of its first node, for its own service
+    saved_s: float | None = None  # when it last reported a checkpoint of a later step than all before
     checkpoints: ObservedCheckpoints | None = None  # saved since the job was submitted, when its program failed
 
     @property

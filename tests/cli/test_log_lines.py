@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from broker.cli.balancer import balancer
 from broker.cli.log_lines import JsonLines, start_log
+from broker.cli.updater import updater
 from broker.config import has_json_logs, load_config
 from broker.errors import UsageError
+from broker.serve.files import Routing, ServiceFolder, write_file
+from broker.types import ReadinessProbe
 
 
 def run_daemon(home: Path) -> subprocess.CompletedProcess[str]:
@@ -69,3 +73,38 @@ def test_another_format_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(UsageError, match="`log_format` must be"):
         has_json_logs(load_config(tmp_path))
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the log was configured with."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(logging, "basicConfig", found.update)
+    return found
+
+
+@pytest.mark.parametrize(("is_json", "form"), [(True, JsonLines), (False, logging.Formatter)])
+def test_a_balancer_logs_as_its_controller_says(
+    tmp_path: Path, given: dict[str, Any], is_json: bool, form: type
+) -> None:
+    folder, probe = ServiceFolder(path=tmp_path), ReadinessProbe(path="/health")
+    routing = Routing(generation=1, host="127.0.0.1", port=0, probe=probe, is_stopped=True, has_json_logs=is_json)
+    write_file(folder.routing, routing)
+    balancer(tmp_path)
+    assert type(given["handlers"][0].formatter) is form
+
+
+@pytest.mark.parametrize(
+    ("text", "form"), [('log_format = "json"', JsonLines), ('log_format = "xml"', logging.Formatter)]
+)
+def test_updates_of_prices_log_in_the_same_format_and_outlive_a_typo(
+    tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, text: str, form: type
+) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    updated: list[object] = []
+    monkeypatch.setattr("broker.cli.updater.update_due_clouds", lambda context, on_result: updated.append(context))
+    for name in ("signal.alarm", "os.nice"):  # of the process, which goes on with other tests
+        monkeypatch.setattr(f"broker.cli.updater.{name}", lambda value: None)
+    updater()
+    assert updated and type(given["handlers"][0].formatter) is form

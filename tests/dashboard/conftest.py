@@ -100,7 +100,7 @@ class Story:
         self.store.jobs.put_attempt(
             Attempt(
                 job_id=job_id, number=number, cluster=cluster, placement=PLACEMENT, started_s=begin_s,
-                running_s=begin_s + 60, lost_s=end_s, ended_s=end_s,
+                running_s=begin_s + 60, lost_s=end_s, ended_s=end_s, saved_s=begin_s + 600,
                 outcome=None if end_s is None else Outcome(kind=OutcomeKind.PREEMPTED),
             )
         )  # fmt: skip

@@ -88,6 +88,8 @@ def test_every_page_is_quiet_and_fits_the_screen(width: str, chromium: Any, serv
         assert tab.page.title().endswith("broker")  # a hostile name did not change it
         wide = tab.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0, f"{path} scrolls sideways by {wide} px"
+        cards = "[...document.querySelectorAll('.figures div')].filter(e => e.scrollWidth > e.clientWidth)"
+        assert tab.page.evaluate(f"{cards}.map(e => e.textContent)") == [], path
     assert [each for each in tab.complaints if "404" not in each] == []
     tab.context.close()
 
@@ -141,6 +143,29 @@ def test_a_change_during_a_load_is_not_lost(
     tab.context.close()
 
 
+HIDE = """(isHidden) => {
+  Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_tabs_in_the_background_leave_their_connections_to_others(chromium: Any, served: Served, story: Story) -> None:
+    """Chromium opens six connections to one server; each open stream of changes takes one."""
+    tab = Tab(chromium, served)
+    tab.open("/jobs/1")
+    others: list[Any] = []
+    for path in ("/", "/jobs", "/clusters", "/places", "/cost", "/services", "/plan"):
+        (others[-1] if others else tab.page).evaluate(HIDE, True)
+        others.append(tab.open_another(path))
+    story.add_event(1, make_event(EventKind.NOTE, text="while it was hidden"))
+    tab.page.evaluate(HIDE, False)
+    tab.page.get_by_text("while it was hidden").wait_for()
+    story.add_event(1, make_event(EventKind.NOTE, text="after it was shown"))
+    tab.page.get_by_text("after it was shown").wait_for()
+    assert tab.complaints == []
+    tab.context.close()
+
+
 def test_pages_can_be_read_and_a_job_cancelled_without_javascript(chromium: Any, served: Served, story: Story) -> None:
     tab = Tab(chromium, served, has_script=False)
     tab.page.get_by_role("link", name="1", exact=True).first.click()
@@ -151,16 +176,71 @@ def test_pages_can_be_read_and_a_job_cancelled_without_javascript(chromium: Any,
     tab.context.close()
 
 
-def test_the_keyboard_alone_reaches_a_job(chromium: Any, served: Served) -> None:
+def tab_to(tab: Tab, expression: str, wanted: object) -> None:
+    """Press the tab key until this expression about the focused element has the wanted value."""
+    for _ in range(60):
+        tab.page.keyboard.press("Tab")
+        if tab.page.evaluate(f"document.activeElement.{expression}") == wanted:
+            return
+    raise AssertionError(f"the tab key does not reach {wanted}")
+
+
+def test_the_keyboard_alone_reaches_a_job_and_cancels_it(chromium: Any, served: Served, story: Story) -> None:
     tab = Tab(chromium, served)
     tab.page.keyboard.press("Tab")
     assert tab.page.evaluate("document.activeElement.textContent") == "Skip to content"
-    for _ in range(30):
-        tab.page.keyboard.press("Tab")
-        if tab.page.evaluate("document.activeElement.getAttribute('href')") == "/jobs/1":
-            break
+    tab_to(tab, "getAttribute('href')", "/jobs/1")
     tab.page.keyboard.press("Enter")
     tab.page.get_by_role("heading", name="Job 1: train").wait_for()
+    tab_to(tab, "textContent", "Cancel job 1")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_load_state()
+    assert story.store.jobs.is_cancel_requested(1)
+    tab.context.close()
+
+
+def test_a_change_moves_neither_the_focus_nor_what_is_open(chromium: Any, served: Served, story: Story) -> None:
+    tab = Tab(chromium, served)
+    tab.open("/jobs/4")
+    tab.page.locator("summary").first.click()
+    tab.page.get_by_role("link", name="Complete log").first.focus()
+    tab.page.evaluate("window.before = document.querySelector('main')")
+    story.add_event(4, make_event(EventKind.NOTE, text="something new happened"))
+    tab.page.get_by_text("something new happened").wait_for()
+    assert tab.page.evaluate("window.before !== document.querySelector('main')")
+    assert tab.page.evaluate("document.activeElement.textContent") == "Complete log"
+    assert tab.page.locator("details").first.evaluate("(each) => each.open")
+    tab.context.close()
+
+
+def test_the_keyboard_alone_plans_a_change(chromium: Any, served: Served) -> None:
+    tab = Tab(chromium, served)
+    tab.open("/jobs/4/plan")
+    tab_to(tab, "id", "change")
+    tab.page.keyboard.type("use_spot=false")
+    tab.page.keyboard.press("Enter")
+    tab.page.get_by_text("Comparison with the changed task").wait_for(state="attached")
+    tab.context.close()
+
+
+FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, [tabindex='0']"
+
+
+@pytest.mark.long
+def test_the_tab_key_visits_every_control_of_every_page(chromium: Any, served: Served) -> None:
+    tab = Tab(chromium, served)
+    tab.page.route("**/static/live.js", lambda route: route.abort())  # it replaces the elements that are counted
+    for path in PAGES:
+        tab.open(path)
+        count = tab.page.evaluate(
+            "(what) => { window.left = new Set([...document.querySelectorAll(what)].filter(e => e.checkVisibility()));"
+            " document.addEventListener('focusin', (e) => window.left.delete(e.target)); return window.left.size; }",
+            FOCUSABLE,
+        )
+        assert count
+        for _ in range(count + 2):
+            tab.page.keyboard.press("Tab")
+        assert tab.page.evaluate("[...window.left].map((e) => e.outerHTML.slice(0, 100))") == [], path
     tab.context.close()
 
 

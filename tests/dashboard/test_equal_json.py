@@ -16,14 +16,21 @@ from broker.dashboard.chances import JobOutlook
 from broker.dashboard.jobs_page import JobFilter, read_jobs, show_list
 from broker.dashboard.pages import PAGES
 from broker.dashboard.people import list_audit, read_people
-from broker.formatting import format_duration, format_hours, format_share, format_usd
+from broker.dashboard.plan_page import show_plan
+from broker.dashboard.plans import read_plan
+from broker.formatting import format_duration, format_hours, format_ms, format_share, format_usd
+from broker.locks import hold_lock
+from broker.optimizer.explain import show_chance
+from broker.serve.files import Load, LoadWindow, ReplicaLoad, write_file
+from broker.serve.replicas import find_folder
 from broker.server.pages import ADMIN_PAGES
 from broker.server.tokens import create_token
+from broker.state.limits import Limit, LimitScope
 from broker.state.people import Owned, Role
-from broker.types import EventKind, Placement
+from broker.types import EventKind, Placement, ServiceEventKind
 from broker.types.outcomes import make_event
 from broker.wording import make_place
-from tests.dashboard.conftest import OFFER, Story
+from tests.dashboard.conftest import OFFER, PLANNED, Story
 from tests.dashboard.test_model import read_json
 
 Rows = Sequence[Mapping[str, str]]
@@ -82,6 +89,8 @@ def full(story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
     story.store.refusals.add("aws", "us-east-1", None, "p4d.24xlarge", True, 600.0, "no capacity")
     story.store.owners.put(Owned.JOB, "1", "ada")
     create_token(story.store, user="ada", role=Role.USER, days=1)
+    story.store.limits.put(Limit(scope=LimitScope.USER, name="ada", usd_month=120.0, gpus=None))
+    story.store.commitments.add(user="ada", project="", kind=Owned.JOB, names=("1",), usd=7.5, usd_hour=2.0, gpus=16.0)
     story.store.audit.add(user="ada", verb="launch_jobs", target="1", outcome="done")
     monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: story.now_s)
     return story
@@ -123,6 +132,12 @@ def check_overview(story: Story, ask: Ask) -> None:
     assert [row["Job"] for row in page.tables["Jobs that require attention"]] == [
         str(each["job_id"]) for each in told["attention"]
     ]
+    (limited,), (use,) = page.tables["Budgets and limits"], told["limits"]
+    assert list(limited.values()) == [
+        f"user {use['limit']['name']}", format_usd(use["used"]["usd"]), format_usd(use["limit"]["usd_month"]),
+        f"{use['used']['gpus']:g}", "-",
+    ]  # fmt: skip
+    assert use["used"]["usd"] > 0 and use["used"]["gpus"] == 16
 
 
 def check_jobs(story: Story, ask: Ask) -> None:
@@ -161,6 +176,65 @@ def check_services(story: Story, ask: Ask) -> None:
     (shown,), (replica,) = page.tables["Replicas"], told["replicas"]
     assert (shown["Replica"], shown["Job"]) == (str(replica["replica"]["number"]), str(replica["replica"]["job_id"]))
     assert shown["USD/h"] == format_usd(replica["usd_hour"])
+
+
+def check_loaded_service(story: Story, ask: Ask) -> None:
+    """The pages of services while a balancer runs."""
+    window = LoadWindow(
+        requests=1240, errors=31, qps=20.7, prompt_tokens_s=400.0, completion_tokens_s=1_234.0,
+        ttft_p50_s=0.12, ttft_p95_s=0.4, tpot_p50_s=0.021, tpot_p95_s=0.05,
+    )  # fmt: skip
+    replicas = {1: ReplicaLoad(is_ready=True, in_flight=5, since_s=story.now_s - 60, window=window)}
+    load = Load(
+        generation=1, time_s=story.now_s, pid=1, arrivals=4_321, in_flight=5, waiting=2, resumed=3, broken=1,
+        window=window, replicas=replicas,
+    )  # fmt: skip
+    (replica,) = story.store.services.list_replicas("chat")
+    story.store.services.add_event("chat", ServiceEventKind.REPLICA_READY, replica=1)
+    folder = find_folder(story.context.config, story.store.services.list()[0])
+    write_file(folder.load, load)
+    with hold_lock(folder.lock):
+        (row,) = Tables(content.make_services(story.context)).tables["Services"]
+        page = Tables(content.make_service(story.context, "chat"))
+        (told,) = ask("serve", "status")
+    seen, minute = told["load"], told["load"]["window"]
+    assert (row["In flight"], row["Requests"]) == (str(seen["in_flight"]), f"{seen['arrivals']:,}")
+    assert row["Age"] == format_duration(story.now_s - told["service"]["created_s"])
+    expected = {
+        "Requests since the balancer started": f"{seen['arrivals']:,}", "In flight": str(seen["in_flight"]),
+        "Waiting": str(seen["waiting"]), "Streams resumed": str(seen["resumed"]),
+        "Responses broken": str(seen["broken"]), "Requests/s": f"{minute['qps']:.1f}",
+        "Failed requests": f"{minute['errors']} of {minute['requests']:,}",
+        "Tokens/s": f"{minute['completion_tokens_s']:,.0f}",
+        "First token, p50 / p95": f"{format_ms(minute['ttft_p50_s'])} / {format_ms(minute['ttft_p95_s'])}",
+        "Each next token, p50 / p95": f"{format_ms(minute['tpot_p50_s'])} / {format_ms(minute['tpot_p95_s'])}",
+    }  # fmt: skip
+    assert {name: page.cards[name] for name in expected} == expected
+    assert seen["arrivals"] == 4_321 and replica.number == 1
+
+
+def check_one_plan(story: Story, ask: Ask) -> None:
+    """Rankings, terms and rejections of the page of a plan."""
+    file = story.context.config.home / "task.yaml"
+    file.write_text(PLANNED)
+    job = story.store.jobs.get(4)
+    assert job is not None
+    page = Tables(show_plan(read_plan(story.context, job, "")))
+    (told,) = ask("plan", str(file), "--top", "1000")
+    names = ("USD/h", "USD", "Time", "Preemptions/h", "Deadline")
+    ranked = {"Best placements", "Pareto-optimal placements"}
+    assert ranked <= set(page.tables)
+    known = {
+        (
+            format_usd(each["usd_hour"]), format_usd(each["expected_usd"]), format_hours(each["expected_hours"]),
+            f"{each['preemptions_per_hour']:.3f}",
+            "-" if each["deadline_chance"] is None else show_chance(each["deadline_chance"]),
+        )
+        for each in told["estimates"]
+    }  # fmt: skip
+    for caption in ranked:
+        rows = [tuple(list(row.values())[-5:]) for row in page.tables[caption]]
+        assert rows and set(rows) <= known, (caption, names)
 
 
 def check_places(story: Story, ask: Ask) -> None:
@@ -231,9 +305,20 @@ def check_job(story: Story, ask: Ask) -> None:
         "Loss": f"{told['progress']['loss']:g}",
     }
     assert summary["paid_usd"] == pytest.approx(told["spent_usd"])
-    assert [(row["Attempt"], row["USD"]) for row in page.tables["Attempts"]] == [
-        (str(each["number"]), format_usd(each["usd"])) for each in told["attempts"]
-    ]
+    reached = {each["number"]: each for each in summary["attempts"]}
+    assert [
+        tuple(row[name] for name in ("Attempt", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD"))
+        for row in page.tables["Attempts"]
+    ] == [
+        (
+            str(each["number"]), f"{steps['first_step']} to {steps['last_step']}", str(steps["checkpoint_step"]),
+            str(steps["steps_lost"]), format_usd(OFFER.spot_usd_hour * each["placement"]["node_count"]),
+            format_usd(each["usd"]),
+        )
+        for each in told["attempts"]
+        for steps in [reached[each["number"]]]
+    ]  # fmt: skip
+    assert sum(each["steps_lost"] for each in summary["attempts"]) == summary["steps_lost"] == 10
     assert sum(each["usd"] for each in told["attempts"]) == pytest.approx(summary["paid_usd"])
     assert [row["Time"] for row in page.tables["Events"]] == [
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time_s"])) for each in reversed(told["events"])
@@ -282,5 +367,5 @@ def test_each_number_of_each_page_equals_json(full: Story, capsys: pytest.Captur
         return read_json(capsys, *arguments)
 
     assert set(CHECKS) == {*PAGES, *ADMIN_PAGES}, "a page without a comparison"
-    for check in (*CHECKS.values(), check_job):
+    for check in (*CHECKS.values(), check_job, check_one_plan, check_loaded_service):
         check(full, ask)

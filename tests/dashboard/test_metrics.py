@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,13 @@ from broker.app.services import ServiceLine
 from broker.dashboard import node_metrics
 from broker.dashboard.families import render_families
 from broker.dashboard.job_metrics import CHANCES_AT_ONCE, count_repeated, count_unsaved
-from broker.dashboard.metrics import PLACES_S, MetricsPage, list_families
+from broker.dashboard.metrics import ENDED_S, PLACES_S, MetricsPage, list_families
 from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_nodes
 from broker.dashboard.service_metrics import list_service_families
-from broker.serve.files import LoadWindow
+from broker.serve.files import DurationCounts, LoadTotals, LoadWindow
 from broker.state.daemon_stats import DaemonStats
+from broker.state.history import AttemptWork, HistoryRows
 from broker.state.jobs import StepRange
 from broker.task.loader import load_tasks_text
 from broker.types import EventKind, Goal, JobStatus, Progress
@@ -60,7 +62,12 @@ def make_service_line() -> ServiceLine:
         )
     )
     assert line.load is not None
-    return replace(line, load=replace(line.load, arrivals=400, waiting=3, resumed=2))
+    totals = LoadTotals(
+        responses={"200": 380, "503": 4}, prompt_tokens=9000, completion_tokens=1200,
+        first_token=DurationCounts(counts=(0, 3, 9, *(0,) * 7, 1), sum_s=75.5),
+        request=DurationCounts(counts=(380, *(0,) * 10, 4), sum_s=1500.0),
+    )  # fmt: skip
+    return replace(line, load=replace(line.load, arrivals=400, waiting=3, resumed=2, totals=totals))
 
 
 def test_services_have_their_load_and_replicas() -> None:
@@ -76,8 +83,16 @@ def test_services_have_their_load_and_replicas() -> None:
         "in_flight": line.load.in_flight, "spend_usd_total": line.paid_usd,
     }  # fmt: skip
     assert {key: samples[f"broker_service_{key}", name] for key in expected} == pytest.approx(expected)
-    assert samples["broker_service_tokens_per_second", f'{name},kind="prompt"'] == 900.0
-    assert samples["broker_service_time_to_first_token_seconds", f'{name},percentile="95"'] == 0.5
+    assert samples["broker_service_tokens_total", f'{name},kind="prompt"'] == 9000
+    assert samples["broker_service_responses_total", f'{name},code="503"'] == 4
+    first, took = "broker_service_time_to_first_token_seconds", "broker_service_request_seconds"
+    assert [samples[f"{first}_bucket", f'{name},le="{le}"'] for le in ("0.05", "0.1", "0.25", "60", "+Inf")] == [
+        0, 3, 12, 12, 13,
+    ]  # fmt: skip
+    assert (samples[f"{first}_sum", name], samples[f"{first}_count", name]) == (75.5, 13)
+    assert (samples[f"{took}_bucket", f'{name},le="300"'], samples[f"{took}_count", name]) == (380, 384)
+    older = replace(line, load=replace(line.load, totals=LoadTotals()))  # a gateway of an earlier release
+    assert "responses_total" not in render_families(list_service_families([older]))
     idle = render_families(list_service_families([replace(line, load=None)]))  # its balancer does not run
     assert "requests" not in idle and "broker_service_replicas" in idle
 
@@ -137,6 +152,51 @@ def test_steps_at_risk_and_repeated_steps(story: Story) -> None:
     assert (count_unsaved(second), count_repeated([first, second])) == (30, 15)
     saved = StepRange(first_step=1, last_step=9, checkpoint_step=9)
     assert (count_unsaved(saved), count_repeated([saved])) == (0, 0)
+
+
+def test_age_of_the_checkpoint_and_lost_work_follow_the_attempts(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, saved_s = MetricsPage(), story.now_s - 3600 + 1900 + 600  # in the second attempt
+    now_s = [story.now_s]
+    monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: now_s[0])
+    read: list[list[int]] = []
+    list_work = HistoryRows.list_work
+
+    def note(rows: HistoryRows, jobs: Sequence[int]) -> Mapping[int, Sequence[AttemptWork]]:
+        read.append([*jobs])
+        return list_work(rows, jobs)
+
+    monkeypatch.setattr(HistoryRows, "list_work", note)
+
+    def scrape() -> tuple[object, object]:
+        samples = read_samples(page.render(story.context))
+        age_s = samples.get(("broker_job_checkpoint_age_seconds", 'job="1"'))
+        return age_s, samples.get(("broker_job_lost_work_seconds_total", 'job="1"'))
+
+    lost_s = 10 * 1740 / 40  # steps 31 to 40, of 40 steps in the 1,740 s of the first attempt
+    assert scrape() == (pytest.approx(story.now_s - saved_s), pytest.approx(lost_s))
+    now_s[0] += 60
+    story.store.jobs.set_progress(1, Progress(step=33, total=100, checkpoint_step=30))
+    assert scrape() == (pytest.approx(story.now_s + 60 - saved_s), pytest.approx(lost_s))
+    assert read == [[1], []], "no new attempt and no new checkpoint: nothing is read again"
+    attempt = story.store.jobs.list_attempts(1)[-1]
+    story.store.jobs.put_attempt(replace(attempt, saved_s=now_s[0] - 5))
+    story.store.jobs.set_progress(1, Progress(step=50, total=100, checkpoint_step=50))
+    assert scrape() == (pytest.approx(5.0), pytest.approx(lost_s)) and read[-1] == [1]
+    story.store.jobs.set_status(1, JobStatus.SUCCEEDED)
+    assert scrape() == (None, pytest.approx(lost_s))
+    now_s[0] += ENDED_S
+    assert scrape() == (None, None)
+
+
+def test_on_demand_total_outlives_the_bills(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> float:
+        return read_samples(MetricsPage().render(story.context))["broker_spend_on_demand_usd_total", ""]
+
+    before_usd = read()
+    assert before_usd == pytest.approx(story.store.bills.ondemand_since_usd(0.0, now_s=story.now_s), rel=1e-2)
+    assert before_usd > read_overview(story.context).spent_usd
+    story.store.retention.compact(ended_jobs_max=0)
+    assert read() >= before_usd
 
 
 def test_spending_by_cloud_adds_up_and_the_daemon_is_seen(story: Story) -> None:

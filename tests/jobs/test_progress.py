@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.jobs.monitor import SILENCE_EVERY_S
-from broker.jobs.progress import record_silence
-from broker.types import Task
-from tests.state.samples import ATTEMPT
+from broker.jobs.progress import record_progress, record_silence
+from broker.state.store import Store
+from broker.types import Attempt, Progress, Task
+from tests.state.samples import ATTEMPT, START_S, Hands
 from tests.state.test_durability import FULL, NORMAL, Recording
 
 
@@ -22,3 +23,30 @@ def test_the_end_of_a_silence_is_on_the_disk_at_once(tmp_path: Path) -> None:
     attempt = record_silence(store, attempt, 0.0)
     assert store.commits == [NORMAL, FULL] and attempt.silent_s == 0.0
     assert record_silence(store, attempt, 0.0) == attempt and len(store.commits) == 2
+
+
+def test_only_a_checkpoint_of_a_later_step_is_a_new_one(tmp_path: Path) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    job_id = store.jobs.add("j", Task()).id
+    attempt = replace(ATTEMPT, job_id=job_id)
+    store.jobs.put_attempt(attempt)
+
+    def report(attempt: Attempt, step: int, checkpoint_step: int | None) -> float | None:
+        clock.time_s += 10
+        job = store.jobs.get(job_id)
+        assert job is not None
+        attempt = record_progress(store, clock, job, attempt, Progress(step=step, checkpoint_step=checkpoint_step))
+        stored = store.jobs.list_attempts(job_id)[-1].saved_s
+        assert attempt.saved_s == stored
+        return None if stored is None else stored - START_S
+
+    assert report(attempt, 1, None) is None
+    assert report(attempt, 20, 20) == 20
+    attempt = store.jobs.list_attempts(job_id)[-1]
+    assert report(attempt, 25, 20) == 20 and report(attempt, 26, None) == 20 and report(attempt, 27, 20) == 20
+    assert report(attempt, 40, 40) == 60
+    second = replace(attempt, number=2, saved_s=None)
+    store.jobs.put_attempt(second)
+    assert report(second, 21, 20) is None  # the newest one was damaged, so an older one was restored
+    assert report(second, 40, 40) is None and report(second, 60, 60) == 90

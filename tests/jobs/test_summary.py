@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.jobs.summary import RunSummary, summarize
+from broker.jobs.summary import AttemptSteps, RunSummary, measure_lost_s, summarize
 from broker.state.jobs import StepRange
 from broker.types import Attempt, Job, JobStatus, Placement, Progress, Task
 from tests.simulation.world import make_offer
@@ -49,6 +49,10 @@ def test_a_job_with_one_preemption_by_hand() -> None:
         useful_s=pytest.approx((420.0 + 400.0) * 100 / 120),
         paid_usd=0.75,
         ondemand_usd=2.25,
+        attempts=(
+            AttemptSteps(number=1, first_step=1, last_step=60, checkpoint_step=40, steps_lost=20),
+            AttemptSteps(number=2, first_step=41, last_step=100, checkpoint_step=100, steps_lost=0),
+        ),
     )
 
 
@@ -90,3 +94,13 @@ def test_an_attempt_that_never_started_is_not_a_recovery() -> None:
 def test_without_steps_all_running_time_is_useful() -> None:
     found = sum_up(FIRST, SECOND, steps={}, step=None)
     assert (found.steps, found.steps_total, found.useful_s) == (0, None, 820.0)
+
+
+def test_lost_work_is_the_time_of_the_steps_that_were_lost() -> None:
+    first = replace(FIRST, running_s=1000.0, resumed_s=None, lost_s=2000.0)  # 60 steps in 1,000 s, the last 20 lost
+    assert measure_lost_s([(first, STEPS[1]), (SECOND, STEPS[2])]) == pytest.approx(20 * 1000 / 60)
+    assert (
+        measure_lost_s([(first, STEPS[1])]) == 0.0
+    )  # nothing is known to be lost before the next attempt's first step
+    third = StepRange(first_step=101, last_step=103, checkpoint_step=None)
+    assert measure_lost_s([(first, STEPS[1]), (SECOND, STEPS[2]), (SECOND, third)]) == pytest.approx(20 * 1000 / 60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +163,6 @@ def test_draining_replica_gets_no_new_request_and_ends_its_own(tmp_path: Path) -
             Backend(number=each.number, version=1, host=each.host, port=each.port, is_draining=each.port == busy.port)
             for each in routing.backends
         )
-        from dataclasses import replace
 
         bed.balancer.adopt(replace(routing, generation=2, backends=drained))
         for _ in range(10):
@@ -356,3 +356,15 @@ def test_path_reaches_the_replica_as_the_client_wrote_it(tmp_path: Path) -> None
         assert [path for _, path, _ in bed.stands[0].seen] == ["/a%2Fb/%7Ec?q=%41+b"]
 
     play(tmp_path, scene, count=1)
+
+
+def test_responses_of_the_balancer_itself_count_as_errors(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        bed.balancer.adopt(replace(bed.balancer._routing, generation=2, backends=()))
+        refused = await asyncio.gather(*(bed.client.get(f"{bed.url}/a") for _ in range(3)))
+        assert [each.status for each in refused] == [503] * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("broker.serve.proxying.WAIT_S_MAX", 0.0)
+        load = play(tmp_path, scene)
+    assert (load.window.errors, load.totals.responses) == (3, {"503": 3})

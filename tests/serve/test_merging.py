@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from broker.serve.files import Load, LoadWindow, ReplicaLoad
-from broker.serve.merging import UNKNOWN, merge_loads, merge_windows, shift_times
+from broker.serve.files import DurationCounts, Load, LoadTotals, LoadWindow, ReplicaLoad
+from broker.serve.merging import UNKNOWN, merge_loads, merge_totals, merge_windows, shift_times
 
 
 def make_load(generation: int = 3, **fields: object) -> Load:
@@ -46,3 +46,17 @@ def test_times_of_a_machine_with_another_clock_are_shifted() -> None:
     load = make_load(replicas={1: ReplicaLoad(is_ready=True, in_flight=0, since_s=40.0)})
     shifted = shift_times(load, 1000.0)
     assert (shifted.time_s, shifted.replicas[1].since_s) == (1100.0, 1040.0)
+
+
+def test_totals_are_added_bucket_by_bucket() -> None:
+    one = LoadTotals(
+        responses={"200": 5, "503": 1}, prompt_tokens=7, request=DurationCounts(counts=(1, 2, 3), sum_s=4.0)
+    )
+    other = LoadTotals(responses={"200": 2}, completion_tokens=3, request=DurationCounts(counts=(1, 1, 1), sum_s=1.0))
+    expected = LoadTotals(
+        responses={"200": 7, "503": 1}, prompt_tokens=7, completion_tokens=3,
+        request=DurationCounts(counts=(2, 3, 4), sum_s=5.0),
+    )  # fmt: skip
+    assert merge_totals([one, other, LoadTotals()]) == expected  # the last one: of an earlier release, or without any
+    merged = merge_loads([make_load(totals=one), make_load(totals=other)], is_complete=True)
+    assert merged is not None and merged.totals == expected

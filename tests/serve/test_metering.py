@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.serve import metering
-from broker.serve.files import LoadWindow
+from broker.serve.files import FIRST_TOKEN_BOUNDS_S, LoadWindow
 from broker.serve.metering import LoadMeter, ResponseMeter, ResponseSample
 
 
@@ -32,7 +32,7 @@ def test_prompt_of_a_client_that_left_counts() -> None:
 
 def test_body_that_is_nested_without_an_end_has_no_usage() -> None:
     meter = ResponseMeter(clock=HeldClock())
-    meter.begin(1, 200, "application/json")
+    meter.begin(1, "application/json")
     meter.feed(b"[" * 50_000)
     assert meter.end(prompt_bytes=400).prompt_tokens == 0
 
@@ -99,3 +99,31 @@ def test_full_meter_forgets_its_oldest_response() -> None:
         )  # fmt: skip
     whole, by_replica = meter.describe()
     assert whole.requests == metering.SAMPLES_MAX and min(by_replica) == 10
+
+
+def make_sample(status: int = 200, **fields: float) -> ResponseSample:
+    times: dict[str, float | None] = {"ttft_s": None, "tpot_s": None, **fields}
+    return ResponseSample(end_s=0.0, replica=1, status=status, prompt_tokens=5, completion_tokens=2, **times)  # type: ignore[arg-type]
+
+
+def test_totals_keep_what_has_left_the_window() -> None:
+    clock = HeldClock()
+    meter = LoadMeter(clock=clock)
+    for sample in (make_sample(ttft_s=0.1, took_s=2.0), make_sample(502, took_s=400.0), make_sample(101, took_s=50.0)):
+        meter.add(sample)
+    clock.time_s += 1000
+    assert meter.describe()[0].requests == 0
+    totals = meter.totals.describe()
+    assert totals.responses == {"200": 1, "502": 1, "101": 1}
+    assert (totals.prompt_tokens, totals.completion_tokens) == (15, 6)
+    assert dict(zip((*FIRST_TOKEN_BOUNDS_S, "more"), totals.first_token.counts, strict=True))[0.1] == 1
+    assert (totals.request.counts[-1], sum(totals.request.counts)) == (1, 2)  # a WebSocket is no response
+    assert (totals.first_token.sum_s, totals.request.sum_s) == (0.1, 402.0)
+
+
+def test_replica_cannot_add_status_codes_without_a_limit() -> None:
+    meter = LoadMeter(clock=HeldClock())
+    for status in range(100, 1000):
+        meter.add(make_sample(status))
+    counted = meter.totals.describe().responses
+    assert len(counted) <= metering.CODES_MAX + 10 and sum(counted.values()) == 900 and counted["9xx"] == 100

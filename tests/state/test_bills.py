@@ -39,6 +39,7 @@ def test_ondemand_cost_takes_the_price_of_the_attempt_within_the_period(open_sto
     sums = store.bills.sum_spend(midnight_s=now_s, month_s=START_S + HOUR_S, now_s=now_s)
     assert sums.month_usd == pytest.approx(3.0)
     assert store.bills.ondemand_since_usd(now_s, now_s=now_s) == 0.0
+    assert store.bills.ondemand_total_usd(now_s=now_s) == pytest.approx(2 * (3.0 + 1.0 + 1.0))
 
 
 def test_budgets_and_events_of_one_kind_are_read(open_store: OpenStore) -> None:

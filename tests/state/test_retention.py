@@ -212,3 +212,16 @@ def test_by_default_a_quarter_of_a_year_is_kept_and_no_setting_shortens_that_for
     assert [event.message for event in store.events.list()] == ["80 days ago"]
     with pytest.raises(StateError, match="append-only"):
         store.write("DELETE FROM events", ())
+
+
+def test_on_demand_price_of_pruned_machines_stays_in_its_total(store: Store, clock: Hands) -> None:
+    for days in (400, 300, 2):
+        run_job(store, clock, begin_s=NOW_S - days * DAY_S, usd_hour=0.25)
+    clock.time_s = NOW_S
+    before_usd = store.bills.ondemand_total_usd(now_s=NOW_S)
+    assert before_usd == pytest.approx(3 * 2.0 * make_offer("east1a").ondemand_usd_hour)  # type: ignore[operator]
+    for _ in range(2):  # in two parts, which are added up
+        assert store.retention.compact(keep_days=350 if store.jobs.count() == 3 else 90) == 1
+        assert store.bills.ondemand_total_usd(now_s=NOW_S) == pytest.approx(before_usd)
+    store.meta.put("pruned_saved_usd", "damaged")
+    assert store.bills.ondemand_total_usd(now_s=NOW_S) < before_usd

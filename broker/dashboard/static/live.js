@@ -2,7 +2,6 @@
 "use strict";
 {
   let isLoading = false;
-  let isStale = false;
   let hasMissed = false;
   let newest = document.body.dataset.newest;
   const note = document.createElement("p");
@@ -13,11 +12,27 @@
     note.textContent = text;
     document.querySelector("header").after(note);
   };
+  const name = (each) =>
+    each.tagName +
+    (each.getAttribute("href") ?? each.getAttribute("aria-label") ?? (each.matches("button, summary") ? each.textContent : ""));
+  const find = (main, wanted) => [...main.querySelectorAll(wanted.tagName)].filter((each) => name(each) === name(wanted));
+  // Keep what the visitor has focused, opened and scrolled; a keyboard would otherwise start over at every change.
+  const replace = (before, after) => {
+    const focused = before.contains(document.activeElement) ? document.activeElement : null;
+    const place = focused && find(before, focused).indexOf(focused);
+    const scrolled = [...before.querySelectorAll("pre, .scroll")].map((each) => [each.scrollTop, each.scrollLeft]);
+    const opened = [...before.querySelectorAll("details")].map((each) => each.open);
+    before.replaceWith(after);
+    after.querySelectorAll("details").forEach((each, index) => (each.open = opened[index] ?? each.open));
+    after.querySelectorAll("pre, .scroll").forEach((each, index) => {
+      [each.scrollTop, each.scrollLeft] = scrolled[index] ?? [0, 0];
+    });
+    if (focused) find(after, focused)[place]?.focus({ preventScroll: true });
+  };
   const load = async () => {
     hasMissed = isLoading; // a change during a load needs another one
     const isBusy = document.activeElement && document.activeElement.closest("form");
-    isStale = isLoading || document.hidden || Boolean(isBusy);
-    if (isStale) return;
+    if (isLoading || document.hidden || isBusy) return;
     isLoading = true;
     try {
       const answer = await fetch(location.href, {
@@ -26,31 +41,38 @@
       });
       if (answer.ok) {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-        const scrolled = document.querySelector("pre")?.scrollTop;
-        document.querySelector("main").replaceWith(page.querySelector("main"));
-        const log = document.querySelector("pre");
-        if (log && scrolled !== undefined) log.scrollTop = scrolled;
-        if (changes.readyState === EventSource.OPEN) note.remove();
+        replace(document.querySelector("main"), page.querySelector("main"));
+        if (changes?.readyState === EventSource.OPEN) note.remove();
       } else {
         warn("This page is not up to date; load it again.");
       }
     } catch {
-      isStale = true; // the server cannot be reached; the stream reports its return
+      // the server cannot be reached; the stream reports its return
     } finally {
       isLoading = false;
       if (hasMissed) load();
     }
   };
   const job = document.body.dataset.job;
-  const changes = new EventSource(`/changes?after=${newest}${job ? `&job=${job}` : ""}`);
-  changes.onmessage = (change) => {
-    newest = change.data;
+  let changes = null;
+  const follow = () => {
+    changes = new EventSource(`/changes?after=${newest}${job ? `&job=${job}` : ""}`);
+    changes.onmessage = (change) => {
+      newest = change.data;
+      load();
+    };
+    changes.onopen = () => note.remove();
+    changes.onerror = () => {
+      const isOver = changes.readyState === EventSource.CLOSED; // refused; otherwise the browser tries again
+      warn(isOver ? "This page no longer updates; load it again." : "No connection: this page is not up to date.");
+    };
+  };
+  // A browser opens six connections to one server, so that a seventh page would wait for a tab in the background.
+  document.addEventListener("visibilitychange", () => {
+    changes?.close();
+    if (document.hidden) return;
+    follow();
     load();
-  };
-  changes.onopen = () => note.remove();
-  changes.onerror = () => {
-    const isOver = changes.readyState === EventSource.CLOSED; // refused; otherwise the browser tries again
-    warn(isOver ? "This page no longer updates; load it again." : "No connection: this page is not up to date.");
-  };
-  document.addEventListener("visibilitychange", () => isStale && load());
+  });
+  if (!document.hidden) follow();
 }
