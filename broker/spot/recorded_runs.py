@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -92,29 +93,65 @@ def interpolate_mean(
 ) -> RecordedRun:
     """Interpolate mean cells, as `average_cells` returns them.
 
-    This is the mean of the interpolated runs, but for the bound of their hours (`interpolate_hours`), as long as the
+    This is the mean of the interpolated runs, but for the bound of their hours (`BoundedHours`), as long as the
     start-up time is within the grid.
     """
     return _interpolate([cells], work_hours, deadline_hours, start_hours)[0]
 
 
-def list_hours(scenarios: Sequence[Scenario]) -> tuple[tuple[float, ...], ...]:
-    """Return the hours over work of every scenario, for each cell, as `interpolate_hours` takes them."""
-    return tuple(tuple(shares[2] for shares in cell) for cell in zip(*map(read_cells, scenarios), strict=True))
+class BoundedHours:
+    """The mean hours of weighted scenarios of which none ends after its deadline.
+
+    The deadline bounds the hours of each run by itself, so mean cells do not have this mean. But few runs reach it: for
+    each set of cells that are blended, scenarios are kept in order of the most hours of any of these cells, with the
+    sums of all that follow. Only the first of them are blended one by one.
+    """
+
+    def __init__(self, scenarios: Sequence[Scenario], weights: Sequence[float]) -> None:
+        self._hours = [tuple(shares[2] for shares in read_cells(each)) for each in scenarios]
+        self._weights = weights
+        self._ordered = dict[tuple[int, ...], _OrderedHours]()
+
+    def mean(self, *, work_hours: float, deadline_hours: float, start_hours: float) -> float:
+        """Return the mean of the hours of `interpolate_runs`. The deadline must be later than work and start-up."""
+        corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
+        cells = tuple([cell for cell, _ in corners])
+        ordered = self._ordered.get(cells)
+        if ordered is None:
+            ordered = self._ordered[cells] = _order_hours(cells, self._hours, self._weights)
+        shares = [weight for _, weight in corners]
+        most = (deadline_hours - start_hours) / work_hours - sure
+        reach = sum(map(abs, shares))  # a blend is at most this times the most hours of its cells
+        count = bisect_left(ordered.most, -most / reach)
+        mean: float = sum(map(operator.mul, ordered.sums[count], shares))
+        for hours, weight in ordered.rows[:count]:
+            mean += weight * min(sum(map(operator.mul, hours, shares)), most)
+        return start_hours + (sure + mean) * work_hours
 
 
-def interpolate_hours(
-    hours: Sequence[Sequence[float]], *, work_hours: float, deadline_hours: float, start_hours: float
-) -> list[float]:
-    """Return the hours of `interpolate_runs` alone, from those of the cells (`list_hours`)."""
-    corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
-    (first, weight), *others = [(hours[cell], weight * work_hours) for cell, weight in corners]
-    found = [weight * each for each in first]
-    for column, weight in others:
-        found = [sum_ + weight * each for sum_, each in zip(found, column, strict=True)]
-    most = deadline_hours - start_hours - sure * work_hours
-    base = deadline_hours - most
-    return [base + min(each, most) for each in found]
+@frozen
+class _OrderedHours:
+    """The hours of some cells for each scenario, and its weight, the most hours first.
+
+    `most` are these, negated to ascend. Before and after each scenario, `sums` are the weighted sums of all later ones.
+    """
+
+    rows: list[tuple[tuple[float, ...], float]]
+    most: list[float]
+    sums: list[tuple[float, ...]]
+
+
+def _order_hours(cells: Sequence[int], hours: Sequence[Sequence[float]], weights: Sequence[float]) -> _OrderedHours:
+    found = [(tuple([own[cell] for cell in cells]), weight) for own, weight in zip(hours, weights, strict=True)]
+    found.sort(key=_find_most, reverse=True)
+    sums = [(0.0,) * len(cells)]
+    for own, weight in reversed(found):
+        sums.append(tuple([total + weight * each for total, each in zip(sums[-1], own, strict=True)]))
+    return _OrderedHours(rows=found, most=[-_find_most(each) for each in found], sums=sums[::-1])
+
+
+def _find_most(row: tuple[Sequence[float], float]) -> float:
+    return max(map(abs, row[0]))
 
 
 def _interpolate(

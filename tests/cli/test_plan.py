@@ -15,7 +15,10 @@ from broker.clock import SystemClock
 from broker.types import Estimate, Offer, Placement
 
 ROOT = Path(__file__).parent.parent.parent
-HEAVY = ("cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio", "logging", "msgspec")
+HEAVY = (
+    "cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio", "logging", "msgspec",
+    "broker.types.jobs",
+)  # fmt: skip
 
 
 def broker(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
