@@ -30,6 +30,8 @@ PER_MILLE = 1000
 # Of one cell, without the first start: spot hours, on-demand hours and hours over work, preemptions per hour of work,
 # and the share of the billed hours that is on spot.
 CellShares = tuple[float, float, float, float, float]
+# Of one scenario: the most hours over work of some cells, those of each cell, and the scenario's weight.
+WeightedHours = tuple[float, tuple[float, ...], float]
 
 
 @frozen
@@ -100,58 +102,40 @@ def interpolate_mean(
 
 
 class BoundedHours:
-    """The mean hours of weighted scenarios of which none ends after its deadline.
+    """The mean hours of weighted scenarios of which none ends after its deadline. Weights add up to 1.
 
-    The deadline bounds the hours of each run by itself, so mean cells do not have this mean. But few runs reach it: for
-    each set of cells that are blended, scenarios are kept in order of the most hours of any of these cells, with the
-    sums of all that follow. Only the first of them are blended one by one.
+    The deadline bounds the hours of each run by itself, so mean cells do not have this mean. But few runs reach it:
+    from the mean without a bound, only their hours beyond it are subtracted.
     """
 
     def __init__(self, scenarios: Sequence[Scenario], weights: Sequence[float]) -> None:
-        self._hours = [tuple(shares[2] for shares in read_cells(each)) for each in scenarios]
+        self._columns = list(zip(*([shares[2] for shares in read_cells(each)] for each in scenarios), strict=True))
         self._weights = weights
-        self._ordered = dict[tuple[int, ...], _OrderedHours]()
+        self._means = [sum(map(operator.mul, column, weights)) for column in self._columns]
+        self._longest = dict[tuple[int, ...], tuple[list[float], list[WeightedHours]]]()
 
     def mean(self, *, work_hours: float, deadline_hours: float, start_hours: float) -> float:
         """Return the mean of the hours of `interpolate_runs`. The deadline must be later than work and start-up."""
         corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
-        cells = tuple([cell for cell, _ in corners])
-        ordered = self._ordered.get(cells)
-        if ordered is None:
-            ordered = self._ordered[cells] = _order_hours(cells, self._hours, self._weights)
-        shares = [weight for _, weight in corners]
+        shares = [share for _, share in corners]
         most = (deadline_hours - start_hours) / work_hours - sure
-        reach = sum(map(abs, shares))  # a blend is at most this times the most hours of its cells
-        count = bisect_left(ordered.most, -most / reach)
-        mean: float = sum(map(operator.mul, ordered.sums[count], shares))
-        for hours, weight in ordered.rows[:count]:
-            mean += weight * min(sum(map(operator.mul, hours, shares)), most)
-        return start_hours + (sure + mean) * work_hours
+        reach = sum(share for share in shares if share > 0)  # a blend is at most this times the most hours of its cells
+        bounds, rows = self._list_longest(tuple([cell for cell, _ in corners]))
+        mean: float = sure + sum(share * self._means[cell] for cell, share in corners)
+        for _, hours, weight in rows[: bisect_left(bounds, -most / reach)]:
+            blend: float = sum(map(operator.mul, hours, shares))
+            if blend > most:
+                mean -= weight * (blend - most)
+        return start_hours + mean * work_hours
 
-
-@frozen
-class _OrderedHours:
-    """The hours of some cells for each scenario, and its weight, the most hours first.
-
-    `most` are these, negated to ascend. Before and after each scenario, `sums` are the weighted sums of all later ones.
-    """
-
-    rows: list[tuple[tuple[float, ...], float]]
-    most: list[float]
-    sums: list[tuple[float, ...]]
-
-
-def _order_hours(cells: Sequence[int], hours: Sequence[Sequence[float]], weights: Sequence[float]) -> _OrderedHours:
-    found = [(tuple([own[cell] for cell in cells]), weight) for own, weight in zip(hours, weights, strict=True)]
-    found.sort(key=_find_most, reverse=True)
-    sums = [(0.0,) * len(cells)]
-    for own, weight in reversed(found):
-        sums.append(tuple([total + weight * each for total, each in zip(sums[-1], own, strict=True)]))
-    return _OrderedHours(rows=found, most=[-_find_most(each) for each in found], sums=sums[::-1])
-
-
-def _find_most(row: tuple[Sequence[float], float]) -> float:
-    return max(map(abs, row[0]))
+    def _list_longest(self, cells: tuple[int, ...]) -> tuple[list[float], list[WeightedHours]]:
+        """List the scenarios by the most hours in any of these cells, descending, and these hours, negated."""
+        found = self._longest.get(cells)
+        if found is None:
+            rows = list(zip(*(self._columns[cell] for cell in cells), strict=True))
+            longest = sorted(zip(map(max, rows), rows, self._weights, strict=True), reverse=True)
+            found = self._longest[cells] = [-most for most, _, _ in longest], longest
+        return found
 
 
 def _interpolate(
