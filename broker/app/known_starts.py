@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from broker.errors import StateError
-from broker.types import Job, Plan, Task
 
 if TYPE_CHECKING:
     from broker.app.container import Context
+    from broker.types import Job, Plan, Task
 
 
 def find_restart_s(context: Context, task: Task, job: Job | None = None) -> float | None:

@@ -1,14 +1,18 @@
-"""The places between which a job on spot may move: those that cost about the same."""
+"""The places between which a job on spot may move: those that cost about the same, and on-demand gangs in time."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import attrgetter
 
+from broker.frozen import frozen
 from broker.types import Offer
 
 PLACES_MAX = 6  # the largest recorded group; further places add little
 NEAR_PRICE = 1.25  # places that cost less by more than this factor are not candidates beside a more expensive choice
+SAME_SPEED = 1.05  # an on-demand gang of another kind is a fallback if it takes at most this much longer
 
 
 class CandidatePlaces:
@@ -35,3 +39,32 @@ class CandidatePlaces:
             if (each[1].cloud, each[1].region, each[1].zone) != where
         ]
         return found[: PLACES_MAX - 1]
+
+
+@frozen
+class Fallback:
+    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish."""
+
+    usd: float
+    usd_hour: float
+    hours: float = 0.0
+
+
+def read_usd(fallback: Fallback) -> tuple[float, float]:
+    """Return USD to finish and per hour, by which fallbacks are compared."""
+    return fallback.usd, fallback.usd_hour
+
+
+class Kinds:
+    """The machines of all alternatives between which a job may change."""
+
+    def __init__(self, places: CandidatePlaces, fallbacks: Iterable[Fallback]) -> None:
+        self.places = places
+        by_hours = sorted(fallbacks, key=attrgetter("hours"))
+        self._hours = [each.hours for each in by_hours]
+        self._cheapest = list(accumulate(by_hours, lambda *pair: min(pair, key=read_usd)))
+
+    def find_fallback(self, hours: float) -> Fallback | None:
+        """Return the cheapest on-demand gang that finishes within `hours`."""
+        count = bisect_right(self._hours, hours)
+        return self._cheapest[count - 1] if count else None

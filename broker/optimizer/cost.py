@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
 
 from broker.frozen import frozen
 from broker.optimizer.data_cost import DataCost
@@ -40,12 +42,12 @@ class SpotInputs:
     places: int = 1
     evidence: MarketEvidence = NOTHING
 
-    @property
+    @cached_property
     def hazard(self) -> float:
         """Preemptions of the gang per hour on spot: the market model's, and those of the interruption band."""
         return find_hazard(self.places, self.evidence) + self.band_hazard
 
-    @property
+    @cached_property
     def every_hours(self) -> float:
         """Return hours of work between checkpoints: the user's, else the Young/Daly optimum, and at most the work."""
         every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
@@ -70,18 +72,23 @@ class SpotInputs:
             "start_hours": self.recovery_hours + lost,
         }
 
+    @cached_property
+    def repeated_share(self) -> float:
+        """Return the share by which work takes longer because preemptions strike its repetitions too.
+
+        With x preemptions per stretch of work, a stretch takes (exp(x) - 1) / x of its time instead of 1 + x / 2.
+        """
+        stretch = min(self.hazard * self.every_hours, STRETCH_MAX)
+        return math.expm1(stretch) / stretch / (1 + stretch / 2) - 1
+
     def adjust(self, run: RecordedRun) -> RecordedRun:
         """Return the run without the loss of the first start, as billed, with the terms that recorded runs lack.
 
-        These are the preemptions by the band, start-up beyond `START_HOURS_MAX`, and stretches of work so long that
-        preemptions strike their repetitions too: with x preemptions per stretch, it takes (exp(x) - 1) / x of its time
-        instead of 1 + x / 2.
+        These are the preemptions by the band, start-up beyond `START_HOURS_MAX`, and repetitions of long stretches.
         """
         lost, struck = self.lost_hours, run.spot_hours * self.band_hazard
-        stretch = min(self.hazard * self.every_hours, STRETCH_MAX)
-        repeated = math.expm1(stretch) / stretch / (1 + stretch / 2) - 1
         excess = max(self.recovery_hours + lost - START_HOURS_MAX, 0.0)
-        more = struck * (self.recovery_hours + lost) + run.preemptions * excess + run.spot_hours * repeated
+        more = struck * (self.recovery_hours + lost) + run.preemptions * excess + run.spot_hours * self.repeated_share
         share = run.spot_hours / max(run.spot_hours + run.ondemand_hours, 1e-9)
         off = lost + self.unbilled_hours * (1 + run.preemptions)
         hours = run.hours - lost
@@ -200,10 +207,9 @@ def add_data_usd(course: RunForecast | RecordedRun, data: DataCost, checkpoints:
     return moves, data.storage_usd_hour * course.hours
 
 
-@frozen
-class GangPrices:
+class GangPrices(NamedTuple):
     """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
-    work because the cheapest on-demand gang may have other machines."""
+    work because the cheapest on-demand gang may have other machines. A tuple, as a ranking makes thousands."""
 
     spot_usd_hour: float = 0.0
     ondemand_usd_hour: float = 0.0

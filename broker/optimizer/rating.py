@@ -6,15 +6,11 @@ Thousands of offers share work, hazard and recovery, so each distinct forecast i
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from operator import attrgetter
 
-from broker.frozen import frozen
 from broker.optimizer.billing import bill_recovery_s
-from broker.optimizer.candidate_places import CandidatePlaces
+from broker.optimizer.candidate_places import SAME_SPEED, CandidatePlaces, Fallback, Kinds, read_usd
 from broker.optimizer.cost import (
     NO_PRICES,
     GangPrices,
@@ -40,33 +36,6 @@ HOUR_VALUE_SHARE = 0.02  # share of the gang's on-demand price: 1 % of the cost 
 PLACE_COUNTS = (1, 2, 3, 6)  # sizes of candidate sets that are compared; 6 is the largest recorded group
 
 
-SAME_SPEED = 1.05  # an on-demand gang of another kind is a fallback if it takes at most this much longer
-
-
-@frozen
-class _Fallback:
-    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish."""
-
-    usd: float
-    usd_hour: float
-    hours: float = 0.0
-
-
-class _Kinds:
-    """The machines of all alternatives between which a job may change."""
-
-    def __init__(self, places: CandidatePlaces, fallbacks: Iterable[_Fallback]) -> None:
-        self.places = places
-        by_hours = sorted(fallbacks, key=attrgetter("hours"))
-        self._hours = [each.hours for each in by_hours]
-        self._cheapest = list(accumulate(by_hours, lambda *pair: min(pair, key=_read_usd)))
-
-    def find_fallback(self, hours: float) -> _Fallback | None:
-        """Return the cheapest on-demand gang that finishes within `hours`."""
-        count = bisect_right(self._hours, hours)
-        return self._cheapest[count - 1] if count else None
-
-
 class CostModel:
     """The costs of offers for one task, with caches of the terms that offers share."""
 
@@ -90,11 +59,13 @@ class CostModel:
         self._work = dict[tuple[str, str], float]()
         self._recoveries = dict[str, tuple[float, float]]()
         self._ondemand = dict[tuple[float, str], RunForecast]()
-        self._spot = dict[tuple[object, ...], RunForecast]()
+        self._spot = dict[tuple[object, ...], dict[int, RunForecast]]()  # the second key is the number of places
+        self._chosen = dict[int, RunForecast]()  # with the chance of the deadline, by id of one in `_spot`
         self._chances = dict[tuple[object, ...], float | None]()
         self._data = dict[tuple[str, str], DataCost]()
         self._ondemand_gangs = list[tuple[float, float]]()  # (USD to finish, USD per hour) of on-demand gangs
-        self._kinds = dict[int, _Kinds]()  # by alternative; empty: a job stays with one
+        self._rated = dict[int, list[RankedOffer]]()  # on-demand, by alternative
+        self._kinds = dict[int, Kinds]()  # by alternative; empty: a job stays with one
 
     @property
     def hour_value_usd(self) -> float | None:
@@ -121,11 +92,11 @@ class CostModel:
             groups.setdefault(ranks, []).append(alternative)
         for group in groups.values():
             if len(group) > 1:
-                sold, fallbacks = list[Offer](), list[_Fallback]()
+                sold, fallbacks = list[Offer](), list[Fallback]()
                 for alternative in group:
                     sold += self._list_sold(alternative, offers[alternative])
                     fallbacks += self._list_fallbacks(alternative, offers[alternative])
-                kinds = _Kinds(places=self._gather_places(sold), fallbacks=fallbacks)
+                kinds = Kinds(places=self._gather_places(sold), fallbacks=fallbacks)
                 self._kinds.update(dict.fromkeys(group, kinds))
 
     def _list_sold(self, alternative: int, offers: Sequence[Offer]) -> list[Offer]:
@@ -136,13 +107,20 @@ class CostModel:
         limit = math.inf if asked.usd_hour_max is None else asked.usd_hour_max
         return [each for each in offers if each.spot_usd_hour is not None and each.spot_usd_hour <= limit]
 
-    def _list_fallbacks(self, alternative: int, offers: Sequence[Offer]) -> list[_Fallback]:
+    def _list_fallbacks(self, alternative: int, offers: Sequence[Offer]) -> list[Fallback]:
         """List the on-demand gangs of an alternative that are in time."""
         asked = self._task.resources[alternative]
         if self._deadline_hours is None or False not in list_pricing_models(self._task, asked):
             return []
-        rated = [self._rate_on_demand(each, alternative) for each in offers if each.ondemand_usd_hour is not None]
-        return self._keep_timely(rated, asked.usd_hour_max)
+        return self._keep_timely(self._list_on_demand(alternative, offers), asked.usd_hour_max)
+
+    def _list_on_demand(self, alternative: int, offers: Sequence[Offer]) -> list[RankedOffer]:
+        """Rate the offers that an alternative accepts, on-demand; once, as each alternative is given its own."""
+        found = self._rated.get(alternative)
+        if found is None:
+            rated = [self._rate_on_demand(each, alternative) for each in offers if each.ondemand_usd_hour is not None]
+            found = self._rated[alternative] = rated
+        return found
 
     def _gather_places(self, sold: Sequence[Offer]) -> CandidatePlaces:
         return CandidatePlaces([(self._measure_base(each), each) for each in sold])
@@ -159,9 +137,9 @@ class CostModel:
                 if (offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour) is not None
             ]
         limit = task.resources[alternative].usd_hour_max
-        ondemand = [self._rate_on_demand(offer, alternative) for offer in offers if offer.ondemand_usd_hour is not None]
+        ondemand = self._list_on_demand(alternative, offers)
         self._ondemand_gangs += [(each.usd, each.usd_hour) for each in ondemand]
-        found = ondemand if False in models else []
+        found = [*ondemand] if False in models else []
         if True not in models:
             return found
         sold = [offer for offer in offers if offer.spot_usd_hour is not None]
@@ -184,11 +162,11 @@ class CostModel:
         return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
 
     def _rate_on_spot(
-        self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallbacks: Sequence[_Fallback],
-        kinds: _Kinds | None,
+        self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallbacks: Sequence[Fallback],
+        kinds: Kinds | None,
     ) -> list[RankedOffer]:  # fmt: skip
         found, known = list[RankedOffer](), dict[tuple[object, ...], tuple[RunForecast, GangPrices]]()
-        cheapest = min(fallbacks, key=_read_usd, default=None)
+        cheapest = min(fallbacks, key=read_usd, default=None)
         for offer in sold:
             evidence = self._gather_evidence(offer)
             base, data = self._measure_base(offer), self._find_data(offer)
@@ -212,7 +190,7 @@ class CostModel:
         base: float,
         near: Sequence[float],
         evidence: MarketEvidence,
-        fallback: _Fallback | None,
+        fallback: Fallback | None,
     ) -> tuple[RunForecast, GangPrices]:
         """Choose the number of candidate places at which the mean cost is lowest.
 
@@ -222,11 +200,15 @@ class CostModel:
         work, usd_hour = self._find_work(offer), self._task.num_nodes * (offer.spot_usd_hour or 0.0)
         fallback_usd_hour = 0.0 if fallback is None or work <= 0 else fallback.usd / work
         data, best, least = self._find_data(offer), None, math.inf
+        has_fallback = fallback is not None
+        courses = self._spot.setdefault((work, evidence, offer.cloud, offer.interruption_band, has_fallback), {})
         for count in PLACE_COUNTS:
             if count > 1 + len(near):
                 break
             mean = (base + (base + sum(near[: count - 1])) / count) / 2
-            course = self._find_course(offer, work, count, evidence, has_fallback=fallback is not None)
+            course = courses.get(count)
+            if course is None:
+                course = courses[count] = self._run_on_spot(offer, work, count, evidence, has_fallback=has_fallback)
             prices = GangPrices(
                 spot_usd_hour=usd_hour * (mean / base if base > 0 else 1.0), ondemand_usd_hour=fallback_usd_hour
             )
@@ -235,30 +217,30 @@ class CostModel:
                 best, least = (course, prices), usd
         assert best is not None
         course, prices = best
-        return replace(course, deadline_chance=self._find_chance(course)), prices
+        return self._add_chance(course), prices
 
-    def _find_course(
+    def _run_on_spot(
         self, offer: Offer, work: float, places: int, evidence: MarketEvidence, *, has_fallback: bool
     ) -> RunForecast:
-        key = (work, places, evidence, offer.cloud, offer.interruption_band, has_fallback)
-        course = self._spot.get(key)
-        if course is None:
-            nodes = self._task.num_nodes
-            recovery, billed = self._find_recovery(offer.cloud)
-            if work <= 0:
-                calm = run_on_demand(work, self._task.checkpoint, recovery_hours=recovery)
-                course = replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
-            else:
-                course = run_on_spot(
-                    SpotInputs(
-                        work_hours=work, checkpoint=self._task.checkpoint, recovery_hours=recovery,
-                        unbilled_hours=max(recovery - billed, 0.0), places=places, evidence=evidence,
-                        band_hazard=nodes * hazard_per_node_hour(offer.interruption_band),
-                        deadline_hours=self._deadline_hours, has_fallback=has_fallback,
-                    )
-                )  # fmt: skip
-            self._spot[key] = course
-        return course
+        recovery, billed = self._find_recovery(offer.cloud)
+        if work <= 0:
+            calm = run_on_demand(work, self._task.checkpoint, recovery_hours=recovery)
+            return replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
+        return run_on_spot(
+            SpotInputs(
+                work_hours=work, checkpoint=self._task.checkpoint, recovery_hours=recovery,
+                unbilled_hours=max(recovery - billed, 0.0), places=places, evidence=evidence,
+                band_hazard=self._task.num_nodes * hazard_per_node_hour(offer.interruption_band),
+                deadline_hours=self._deadline_hours, has_fallback=has_fallback,
+            )
+        )  # fmt: skip
+
+    def _add_chance(self, course: RunForecast) -> RunForecast:
+        """Return the forecast with the chance of the deadline, which only those that are chosen need."""
+        whole = self._chosen.get(id(course))
+        if whole is None:
+            whole = self._chosen[id(course)] = replace(course, deadline_chance=self._find_chance(course))
+        return whole
 
     def _find_chance(self, course: RunForecast) -> float | None:
         given = course.inputs
@@ -269,21 +251,21 @@ class CostModel:
             self._chances[key] = given.find_deadline_chance()
         return self._chances[key]
 
-    def _keep_timely(self, ondemand: Sequence[RankedOffer], limit: float | None) -> list[_Fallback]:
+    def _keep_timely(self, ondemand: Sequence[RankedOffer], limit: float | None) -> list[Fallback]:
         """Keep the on-demand gangs on which the job can continue if the deadline requires it."""
         if self._deadline_hours is None:
             return []
         most = math.inf if limit is None else limit * self._task.num_nodes
         return [
-            _Fallback(usd=each.usd, usd_hour=each.usd_hour, hours=each.hours)
+            Fallback(usd=each.usd, usd_hour=each.usd_hour, hours=each.hours)
             for each in ondemand
             if each.hours <= self._deadline_hours and each.usd_hour <= most
         ]
 
-    def _choose_fallback(self, offer: Offer, own: _Fallback | None, kinds: _Kinds) -> _Fallback | None:
+    def _choose_fallback(self, offer: Offer, own: Fallback | None, kinds: Kinds) -> Fallback | None:
         """Choose the cheapest on-demand gang of any kind; a slower one of another kind would have to begin earlier."""
         as_fast = kinds.find_fallback(self._find_work(offer) * SAME_SPEED)
-        return min((each for each in (as_fast, own) if each is not None), key=_read_usd, default=None)
+        return min((each for each in (as_fast, own) if each is not None), key=read_usd, default=None)
 
     def _gather_evidence(self, offer: Offer) -> MarketEvidence:
         seen = (
@@ -346,10 +328,6 @@ class CostModel:
         if data is None:
             data = self._data[key] = price_data(self._task, offer.cloud, offer.region, self._egress)
         return data
-
-
-def _read_usd(fallback: _Fallback) -> tuple[float, float]:
-    return fallback.usd, fallback.usd_hour
 
 
 def _rank(

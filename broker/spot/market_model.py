@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,14 +20,13 @@ from operator import attrgetter
 from broker.frozen import frozen
 from broker.spot.recorded_runs import (
     STARTS_HOURS,
+    BoundedHours,
     CellShares,
     RecordedRun,
     Scenario,
     average_cells,
-    interpolate_hours,
     interpolate_mean,
     interpolate_runs,
-    list_hours,
     read_cells,
     read_scenarios,
 )
@@ -181,16 +179,17 @@ def forecast_mean(
     )
     if deadline_hours is None or deadline_hours - start_hours <= work_hours:
         return mean
-    cells, weights = _list_hours(places, evidence)
-    hours = interpolate_hours(cells, work_hours=work_hours, deadline_hours=deadline_hours, start_hours=start_hours)
-    return replace(mean, hours=sum(map(operator.mul, hours, weights)))
+    hours = _bound_hours(places, evidence)
+    return replace(
+        mean, hours=hours.mean(work_hours=work_hours, deadline_hours=deadline_hours, start_hours=start_hours)
+    )
 
 
 @lru_cache(maxsize=256)
-def _list_hours(places: int, evidence: MarketEvidence) -> tuple[tuple[tuple[float, ...], ...], list[float]]:
+def _bound_hours(places: int, evidence: MarketEvidence) -> BoundedHours:
     kept = _choose_scenarios(places, evidence, None)
     total = sum(weight for _, weight in kept)
-    return list_hours([each for each, _ in kept]), [weight / total for _, weight in kept]
+    return BoundedHours([each for each, _ in kept], [weight / total for _, weight in kept])
 
 
 @lru_cache(maxsize=256)

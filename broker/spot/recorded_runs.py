@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,8 @@ PER_MILLE = 1000
 # Of one cell, without the first start: spot hours, on-demand hours and hours over work, preemptions per hour of work,
 # and the share of the billed hours that is on spot.
 CellShares = tuple[float, float, float, float, float]
+# Of one scenario: the most hours over work of some cells, those of each cell, and the scenario's weight.
+WeightedHours = tuple[float, tuple[float, ...], float]
 
 
 @frozen
@@ -92,29 +95,47 @@ def interpolate_mean(
 ) -> RecordedRun:
     """Interpolate mean cells, as `average_cells` returns them.
 
-    This is the mean of the interpolated runs, but for the bound of their hours (`interpolate_hours`), as long as the
+    This is the mean of the interpolated runs, but for the bound of their hours (`BoundedHours`), as long as the
     start-up time is within the grid.
     """
     return _interpolate([cells], work_hours, deadline_hours, start_hours)[0]
 
 
-def list_hours(scenarios: Sequence[Scenario]) -> tuple[tuple[float, ...], ...]:
-    """Return the hours over work of every scenario, for each cell, as `interpolate_hours` takes them."""
-    return tuple(tuple(shares[2] for shares in cell) for cell in zip(*map(read_cells, scenarios), strict=True))
+class BoundedHours:
+    """The mean hours of weighted scenarios of which none ends after its deadline. Weights add up to 1.
 
+    The deadline bounds the hours of each run by itself, so mean cells do not have this mean. But few runs reach it:
+    from the mean without a bound, only their hours beyond it are subtracted.
+    """
 
-def interpolate_hours(
-    hours: Sequence[Sequence[float]], *, work_hours: float, deadline_hours: float, start_hours: float
-) -> list[float]:
-    """Return the hours of `interpolate_runs` alone, from those of the cells (`list_hours`)."""
-    corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
-    (first, weight), *others = [(hours[cell], weight * work_hours) for cell, weight in corners]
-    found = [weight * each for each in first]
-    for column, weight in others:
-        found = [sum_ + weight * each for sum_, each in zip(found, column, strict=True)]
-    most = deadline_hours - start_hours - sure * work_hours
-    base = deadline_hours - most
-    return [base + min(each, most) for each in found]
+    def __init__(self, scenarios: Sequence[Scenario], weights: Sequence[float]) -> None:
+        self._columns = list(zip(*([shares[2] for shares in read_cells(each)] for each in scenarios), strict=True))
+        self._weights = weights
+        self._means = [sum(map(operator.mul, column, weights)) for column in self._columns]
+        self._longest = dict[tuple[int, ...], tuple[list[float], list[WeightedHours]]]()
+
+    def mean(self, *, work_hours: float, deadline_hours: float, start_hours: float) -> float:
+        """Return the mean of the hours of `interpolate_runs`. The deadline must be later than work and start-up."""
+        corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
+        shares = [share for _, share in corners]
+        most = (deadline_hours - start_hours) / work_hours - sure
+        reach = sum(share for share in shares if share > 0)  # a blend is at most this times the most hours of its cells
+        bounds, rows = self._list_longest(tuple([cell for cell, _ in corners]))
+        mean: float = sure + sum(share * self._means[cell] for cell, share in corners)
+        for _, hours, weight in rows[: bisect_left(bounds, -most / reach)]:
+            blend: float = sum(map(operator.mul, hours, shares))
+            if blend > most:
+                mean -= weight * (blend - most)
+        return start_hours + mean * work_hours
+
+    def _list_longest(self, cells: tuple[int, ...]) -> tuple[list[float], list[WeightedHours]]:
+        """List the scenarios by the most hours in any of these cells, descending, and these hours, negated."""
+        found = self._longest.get(cells)
+        if found is None:
+            rows = list(zip(*(self._columns[cell] for cell in cells), strict=True))
+            longest = sorted(zip(map(max, rows), rows, self._weights, strict=True), reverse=True)
+            found = self._longest[cells] = [-most for most, _, _ in longest], longest
+        return found
 
 
 def _interpolate(

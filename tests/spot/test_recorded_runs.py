@@ -7,7 +7,7 @@ import json
 import pytest
 
 from broker.lab.recorded_runs import list_cells
-from broker.spot.recorded_runs import TABLE, interpolate_runs, read_scenarios
+from broker.spot.recorded_runs import TABLE, BoundedHours, interpolate_runs, read_scenarios
 
 
 def test_a_node_of_the_table_equals_the_replayed_one() -> None:
@@ -33,6 +33,22 @@ def test_no_run_is_late_or_shorter_than_its_work(work: float, deadline: float) -
     for run in interpolate_runs(read_scenarios(), work_hours=work, deadline_hours=limit, start_hours=start):
         assert run.hours <= limit + 1e-9
         assert run.spot_hours + run.ondemand_hours >= 0.999 * work
+
+
+@pytest.mark.parametrize("work", [0.5, 12.0, 30.0, 400.0])
+@pytest.mark.parametrize("deadline", [1.001, 1.02, 1.2, 2.5, 30.0, 1e4])
+@pytest.mark.parametrize("start", [0.0, 0.02, 0.2, 0.3])
+def test_bounded_hours_have_the_mean_of_the_runs(work: float, deadline: float, start: float) -> None:
+    """Whether all runs reach the deadline, some or none."""
+    scenarios = read_scenarios()
+    weights = [1.0 + index % 7 for index in range(len(scenarios))]
+    limit = work * deadline + start
+    found = BoundedHours(scenarios, weights=[each / sum(weights) for each in weights]).mean(
+        work_hours=work, deadline_hours=limit, start_hours=start
+    )
+    runs = interpolate_runs(scenarios, work_hours=work, deadline_hours=limit, start_hours=start)
+    mean = sum(weight * run.hours for weight, run in zip(weights, runs, strict=True)) / sum(weights)
+    assert found == pytest.approx(mean, rel=1e-12)
 
 
 def test_without_spare_time_a_job_runs_on_demand() -> None:
