@@ -171,11 +171,11 @@ class ServerContext(Context):
         """Record the owner and project of jobs as they are added: the limit of a project counts them at once."""
         if self._token is None:
             return
-        for job in jobs:
-            if self.store.owners.get(Owned.JOB, str(job.id)) is None:
-                self.store.owners.put(Owned.JOB, str(job.id), self._token.user)
-        if self._kind is Owned.JOB:
-            self.bind(tuple(dict.fromkeys((*self._names, *(str(each.id) for each in jobs)))))
+        new = [job for job in jobs if self.store.owners.get(Owned.JOB, str(job.id)) is None]
+        for job in new:
+            self.store.owners.put(Owned.JOB, str(job.id), self._token.user)
+        if new and self._kind is Owned.JOB:  # the others count in the launch that submitted them
+            self.bind(tuple(dict.fromkeys((*self._names, *(str(each.id) for each in new)))))
 
     def bind(self, names: Sequence[str]) -> None:
         """Record the jobs or the service started by the admitted launch."""

@@ -132,8 +132,8 @@ class Running:
             check_verb(context, token, verb, self._request.arguments)
             if not is_reading:
                 target = self._name_changed(context)
-            result = verb.function(context, **self._request.arguments, **self._make_callbacks(context))
-            target = self._bind(context, result) or target
+            result = verb.function(context, **self._request.arguments, **self._make_callbacks())
+            target = self._name_submitted(result) or target
             if isinstance(result, Service):
                 context.bind((result.name, result.uid))
             last = {"result": encode(result)}
@@ -175,20 +175,15 @@ class Running:
         changed = list_changed(context, self._request.verb, self._request.arguments)
         return ", ".join(f"{kind.value} {name}" for kind, name in changed)
 
-    def _bind(self, context: ServerContext, result: object) -> str:
-        """Record the jobs submitted by the verb as those of its launch; return them for the audit."""
+    def _name_submitted(self, result: object) -> str:
+        """Return the jobs submitted by the verb, for the audit; it has recorded their owner itself."""
         if self._request.verb.name not in STARTING_JOBS:
             return ""
-        submitted = list_submitted(result)
-        if submitted:
-            context.bind([str(job_id) for job_id in submitted])
-        return ", ".join(f"job {job_id}" for job_id in submitted)
+        return ", ".join(f"job {job_id}" for job_id in list_submitted(result))
 
-    def _make_callbacks(self, context: ServerContext) -> Mapping[str, Callable[[Any], None]]:
+    def _make_callbacks(self) -> Mapping[str, Callable[[Any], None]]:
         def make(name: str) -> Callable[[Any], None]:
             def pass_on(value: Any) -> None:
-                if name in ("on_submitted", "on_begin", "on_change"):
-                    self._bind(context, value)
                 if name not in RECORDED:
                     self._interruption.check()
                 if name in ASKED:

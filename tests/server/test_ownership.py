@@ -93,6 +93,14 @@ def test_request_id_of_another_user_is_refused(hosted: Hosted, count: int) -> No
         assert hosted.context.store.owners.get(Owned.JOB, str(each.id)) == "user"
 
 
+def test_job_of_a_repeated_request_counts_once_towards_limits(hosted: Hosted) -> None:
+    name, store = next(NAMES), hosted.context.store
+    (job,) = submit(hosted, "other", request_id=name)
+    submit(hosted, "other", request_id=name)
+    found = [each for each in store.commitments.list() if str(job.id) in each.names]
+    assert len(found) == 1 and not any(each.is_pending for each in store.commitments.list())
+
+
 def test_request_id_takes_over_no_job_started_on_the_server_itself(hosted: Hosted, other: ServerContext) -> None:
     name, store = next(NAMES), hosted.context.store
     job = store.jobs.add("unowned", TASK, name)
