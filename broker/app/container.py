@@ -13,14 +13,13 @@ from broker.app import moving
 from broker.app.known_starts import plan_with_known_starts
 from broker.app.lazy_clouds import LazyClouds
 from broker.app.market import Market, find_cache
+from broker.app.permissions import Permissions
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_admin_policy, find_home, find_state_url, load_config
 from broker.errors import BrokerError, StateError, UsageError
-from broker.types import Payee
 
 if TYPE_CHECKING:
     from broker.access.granting import Grants
-    from broker.app.limits import LaunchSize
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
     from broker.types import (
         Autostop,
         Cluster,
-        Estimate,
         Event,
-        Job,
         NodeRequest,
         Objective,
         PipelinePlan,
@@ -53,13 +50,12 @@ INTERVAL_FACTOR = "interval_factor"  # key in the store: factor that widens fore
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
 
-class Context:
+class Context(Permissions):
     """The objects of one command, or of one client of the Python API; `on_note` receives notes and warnings."""
 
     def __init__(self, home: Path | None = None, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._home = home
         self.note = on_note
-        self.is_administrator = True  # on a server: whether the caller has the role `admin`
         self.clock: Clock = SystemClock()
 
     @cached_property
@@ -220,18 +216,6 @@ class Context:
     async def run_paid(self, work: Coroutine[object, object, T]) -> T:
         """Await a call that starts machines. Ctrl-C cancels it; a server cancels it at its client's request."""
         return await work
-
-    def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
-        """Accept the resources that a launch will start. A server raises LimitError if it would exceed a limit of its
-        user."""
-
-    @property
-    def payee(self) -> Payee:
-        """The user and project against whose limits the jobs of a new schedule count; empty without a server."""
-        return Payee()
-
-    def own_jobs(self, jobs: Sequence[Job]) -> None:
-        """Record the owner of jobs, in the transaction that adds them; only a server does."""
 
     def check_notify(self, tasks: Sequence[Task]) -> None:
         """Raise UsageError if the settings do not allow these notifications of managed jobs."""

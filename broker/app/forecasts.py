@@ -29,10 +29,12 @@ def submit(
 
     Also score earlier forecasts, so that later plans account for intervals that were too narrow.
     """
-    from broker.jobs.submission import submit_tasks
+    from broker.jobs.submission import list_request_ids, submit_tasks
     from broker.optimizer.forecast import record_forecast
 
     with context.store.transaction():
+        if request_id is not None:
+            context.check_requests(list_request_ids(request_id, len(tasks)))
         found = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
         context.own_jobs(found)
         for job, plan in zip(found, plans, strict=True):

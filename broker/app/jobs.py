@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
 from broker.frozen import frozen
 from broker.pipelines.groups import keep_together
+from broker.state.people import Owned
 from broker.types import Attempt, Job, JobStatus, Plan, Secret, Task
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from broker.state.events import EventRow
 
 LOOK_S = 0.3
+# IDs by which broker finds jobs that it has submitted itself (the tasks of a pipeline add `/` and a number)
+OWN_REQUEST = re.compile(r"(service|schedule|map-[a-z0-9]+|sweep-[0-9a-f]+)(/.*)?")
 
 
 @frozen
@@ -76,6 +80,11 @@ def check_names(name: str | None, request_id: str | None) -> None:
 
     check_flag("--name", name, JOB_NAME)
     check_flag("--request-id", request_id, REQUEST_ID)
+    if request_id is not None and OWN_REQUEST.fullmatch(request_id):
+        raise UsageError(
+            f"`--request-id` must not be `{request_id}`: replicas, schedules, maps and sweeps use such IDs",
+            hints=["choose another one, such as `nightly-2026-11-23`"],
+        )
 
 
 def find_job(context: Context, wanted: str | int) -> Job:
@@ -113,11 +122,13 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
     from broker.jobs.submission import retry_job
 
     check_names(None, request_id)
+    context.check_owner(Owned.JOB, str(job.id))
     given = {name: Secret(value=value) for name, value in secrets.items()}
     again = retry_job(
-        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_access(context, [task]),
+        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_again(context, [task])[0],
         on_added=context.own_jobs,
     )  # fmt: skip
+    context.check_owner(Owned.JOB, str(again.id))  # a request ID of another user finds that user's job
     context.ensure_daemon()
     return again
 
@@ -132,9 +143,11 @@ def retry_group(
     members = _find_group(context, wanted)
     given = {name: Secret(value=value) for name, value in secrets.items()}
     again = submit(
-        context.store, members, secrets=given, request_id=request_id, check=lambda tasks: _check_access(context, tasks),
+        context.store, members, secrets=given, request_id=request_id, check=lambda tasks: _check_again(context, tasks),
         on_added=context.own_jobs,
     )  # fmt: skip
+    for each in again:
+        context.check_owner(Owned.JOB, str(each.id))
     context.ensure_daemon()
     return tuple(again)
 
@@ -154,16 +167,21 @@ def _find_group(context: Context, wanted: str) -> Sequence[Job]:
     return members
 
 
-def _check_access(context: Context, tasks: Sequence[Task]) -> None:
-    """Check, as before a launch, that nodes can access the tasks' buckets. Raises before anything is paid for."""
+def _check_again(context: Context, tasks: Sequence[Task]) -> Sequence[Task]:
+    """Apply the administrator's policy, which may have changed; check limits and access to buckets as a launch does.
+
+    Raises before anything is paid for.
+    """
     from broker.jobs.allowance import get_unattended_s
     from broker.jobs.replanning import drop_limits
 
     # Without limits: a job may be retried after its deadline.
+    tasks = [context.resolve(task) for task in tasks]
     plans = keep_together([plan_launch(context, drop_limits(task)) for task in tasks])
     for sentence in context.grants.check(plans, allowances_s=[get_unattended_s(task) for task in tasks]):
         context.note(sentence)
     context.admit([plan.choice for plan in plans], LaunchSize())
+    return tasks
 
 
 def read_status(text: str) -> JobStatus:

@@ -15,6 +15,7 @@ from broker.app.planning import anchor, check_notices, check_plans, check_progra
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
+from broker.state.people import Owned
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, Task
 from broker.wording import describe_event
 
@@ -241,6 +242,7 @@ async def start_cluster(
     `on_stage` is called with a description of each stage.
     """
     name, (task,), (plan,) = target.name, ready.tasks, ready.plans
+    context.check_owner(Owned.CLUSTER, name)  # it may have been created while the user read the price
     known = context.store.clusters.get(name)
     cluster = await context.provisioner.up(
         name,
@@ -249,6 +251,7 @@ async def start_cluster(
         on_event=lambda event: context.note(describe_event(event)),
         hedge=hedge,
         retry_until_up=retry_until_up,
+        on_claimed=lambda: context.own(Owned.CLUSTER, name),
     )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(

@@ -49,7 +49,7 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
         asked = Amounts(usd=_expect_rest(demand.kind, usd, usd_hour, 0.0, month, now_s), gpus=gpus)
         others = [each for each in store.commitments.list() if not _is_replaced(each, demand)]
         for limit in store.limits.list():
-            if limit.name != (user if limit.scope is LimitScope.USER else project):
+            if not _applies(limit, user=user, project=project):
                 continue
             _check(limit, measure_use(store, limit, others, month), asked)
         for each in store.commitments.list():
@@ -58,6 +58,13 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
         return store.commitments.add(
             user=user, project=project, kind=demand.kind, names=demand.names, usd=usd, usd_hour=usd_hour, gpus=gpus
         )
+
+
+def _applies(limit: Limit, *, user: str, project: str) -> bool:
+    """Return whether a limit is for this user or project. An issuer may change the case of an address between logins,
+    which must not end a limit."""
+    name = user if limit.scope is LimitScope.USER else project
+    return limit.name.casefold() == name.casefold()
 
 
 def _measure(choices: Sequence[Estimate], demand: LaunchSize) -> tuple[float | None, float, float]:
@@ -101,7 +108,7 @@ def measure_use(store: Store, limit: Limit, commitments: Sequence[Commitment], m
     bills, live_jobs = BillIndex(store.bills.list()), {str(each) for each in store.jobs.list_live_ids()}
     usd = gpus = 0.0
     for each in commitments:
-        if limit.name != (each.user if limit.scope is LimitScope.USER else each.project):
+        if not _applies(limit, user=each.user, project=each.project):
             continue
         own = bills.list(store, each)
         usd += sum(_pay(bill, max(bill.created_s, month.begin_s), now_s) for bill in own)

@@ -22,6 +22,7 @@ from broker.batch.tally import Tally
 from broker.batch.workers import Crew, list_problems, plan_crew
 from broker.errors import BrokerError, UsageError
 from broker.frozen import frozen
+from broker.state.people import Owned
 from broker.storage import open_bucket
 from broker.types import DataSet, Job, JobStatus, Plan, Task
 
@@ -145,6 +146,8 @@ class MapDriver:
         )  # fmt: skip
         self.split = self._plan.split
         if not is_new:
+            for job_id in self._plan_crew(left=0).job_ids:
+                self._context.check_owner(Owned.JOB, str(job_id))
             tally.forget_failures(self._output, tally.take(self._output, self._plan))
         return is_new
 
@@ -152,12 +155,13 @@ class MapDriver:
         """Read the state of the map and its workers."""
         store = self._context.store
         now = tally.take(self._output, self.plan)
-        crew = plan_crew(
-            self.plan.group, self._workers, store.jobs.find_request, left=now.left,
-            retries_from=self._retries_from,
-        )  # fmt: skip
+        crew = self._plan_crew(left=now.left)
         spent = store.bills.list_spend_usd(now_s=self._context.clock.now_s())
         return MapView(tally=now, crew=crew, usd=sum(spent.get(each, 0.0) for each in crew.job_ids))
+
+    def _plan_crew(self, *, left: int) -> Crew:
+        find_request = self._context.store.jobs.find_request
+        return plan_crew(self.plan.group, self._workers, find_request, left=left, retries_from=self._retries_from)
 
     def submit(self, crew: Crew) -> Sequence[Job]:
         """Submit the workers that are due; the first time, show and confirm the price."""
@@ -167,6 +171,7 @@ class MapDriver:
             self._task = self._prepare(is_dryrun=False)
         store = self._context.store
         with store.transaction():
+            self._context.check_requests([each.request_id for each in crew.submissions])
             jobs = [
                 store.jobs.add(each.name, self._task, each.request_id, pipeline=self.plan.group)
                 for each in crew.submissions

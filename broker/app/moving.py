@@ -57,6 +57,11 @@ def write_moved(home: Path, moved: MovedTo) -> None:
     aside.replace(home / MOVED)
 
 
+def forget_moved(home: Path) -> None:
+    """Remove the fence of a move that the server has refused."""
+    (home / MOVED).unlink(missing_ok=True)
+
+
 def explain_moved(moved: MovedTo) -> FencedError:
     """Make the error for a command that would change moved jobs."""
     if not moved.is_complete:

@@ -84,6 +84,7 @@ def add_schedule(
     if spec is None:
         raise UsageError("the task has no `schedule:`", hints=['add one, for example `schedule: "0 2 * * *"`'])
     if (known := context.store.schedules.find_request(request_id)) is not None:
+        context.check_owner(Owned.SCHEDULE, known.name)
         return known
     next_s = find_next(spec, context.store.read_time_s())
     if next_s is None:

@@ -97,6 +97,7 @@ def record_service(
     host, chosen = gateways.choose_address(context, ready[-1], host, port)
     with context.store.transaction():
         last, jobs = submit_before(context, ready[:-1], ready[-1])
+        context.own(Owned.SERVICE, service)
         made = context.store.services.add(service, last, host=host, port=chosen, wanted=spec.policy.replicas_min)
     return made, jobs
 
@@ -125,6 +126,7 @@ def record_version(
     ready = _prepare(context, found.name, before, task, callbacks, is_dryrun=False)
     assert ready is not None
     with context.store.transaction():
+        context.check_owner(Owned.SERVICE, found.name)
         last, jobs = submit_before(context, ready[:-1], ready[-1])
         if canary_share is not None:
             version = canaries.add_canary_version(context, found, last, canary_share)

@@ -15,6 +15,7 @@ from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
 from broker.app.limits import LaunchSize
 from broker.frozen import frozen
+from broker.state.people import Owned
 from broker.sweeps import board as boards
 from broker.sweeps.board import Board, Early
 from broker.sweeps.space import Configuration, draw, parse_parameters
@@ -79,6 +80,7 @@ class SweepDriver:
         if step.board != before:  # before the requests, so that a stopped run is on record as stopped
             store.meta.put(f"sweep:{self.group}", boards.encode(step.board))
         for run in step.stops:
+            self._context.check_owner(Owned.JOB, str(jobs[run].id))
             store.jobs.request_cancel(jobs[run].id)
         for run in step.starts:
             jobs[run] = self._submit(run)
@@ -112,8 +114,10 @@ class SweepDriver:
             self._task = self._prepare(is_dryrun=False)
         task = replace(self._task, envs={**self._task.envs, **self.configurations[run]})
         store = self._context.store
+        request_id = f"{self.group}/{run}"
         with store.transaction():
-            job = store.jobs.add(f"{self.group}-{run + 1}", task, f"{self.group}/{run}", pipeline=self.group)
+            self._context.check_requests([request_id])
+            job = store.jobs.add(f"{self.group}-{run + 1}", task, request_id, pipeline=self.group)
             self._context.own_jobs([job])
         return job
 

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -43,6 +44,7 @@ UNIT = "/etc/systemd/system/broker-server.service"
 NAME = "broker-server.service"
 STOP_S, KILL_S, READY_S = 20.0, 5.0, 120.0
 LOOK_S = 0.1
+MARK = "moved-in"  # the word of a move: beside its state, and in `FOLDER` where an earlier version wrote it
 
 
 class RequestError(Exception):
@@ -284,14 +286,16 @@ def remove(folder: str) -> object:
 def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
     """Replace the empty state with that of another machine, once: a repeated call with the same word changes nothing.
 
-    The next `start` creates a new token, because those of the empty state are gone.
+    The next `start` creates a new token, because those of the empty state are gone. A state that has got work since the
+    sender looked is kept: nobody else knows of its jobs and machines. The server is stopped in either case.
     """
     state, aside = os.path.join(folder, "state"), os.path.join(folder, "state.new")
-    mark = os.path.join(folder, "moved-in")
-    if read_text(mark) == request["word"]:
+    if request["word"] in (read_text(os.path.join(folder, MARK)), read_text(os.path.join(state, MARK))):
         return {"is_new": False}
     stop(folder)
     if os.path.isdir(state):
+        if has_work(os.path.join(state, "state.db")):
+            return {"is_new": False, "has_work": True}
         shutil.rmtree(aside, ignore_errors=True)
         os.makedirs(aside, mode=0o700)
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
@@ -304,10 +308,29 @@ def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
                 copy_over(os.path.join(state, name), os.path.join(aside, name))
         for name, target in request["links"].items():
             os.symlink(target, os.path.join(aside, name))
+        write_text(os.path.join(aside, MARK), request["word"])  # in place at the same moment as the state
         os.rename(state, os.path.join(folder, "state.before-%d" % int(time.time())))
     os.rename(aside, state)
-    write_text(mark, request["word"])
+    write_text(os.path.join(state, MARK), request["word"])  # `aside` may be from an earlier version
     return {"is_new": True}
+
+
+def has_work(database: str) -> bool:
+    """Return whether a state has jobs, clusters or launches of its own, or services or schedules."""
+    if not os.path.exists(database):
+        return False
+    connection = sqlite3.connect(database, timeout=STOP_S)
+    try:
+        known = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        wanted = {each: "true" for each in ("jobs", "clusters", "services", "schedules")}
+        wanted["intents"] = "closed_s IS NULL"
+        return any(
+            connection.execute("SELECT EXISTS (SELECT 1 FROM %s WHERE %s)" % each).fetchone()[0]
+            for each in wanted.items()
+            if each[0] in known
+        )
+    finally:
+        connection.close()
 
 
 def copy_over(source: str, target: str) -> None:

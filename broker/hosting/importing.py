@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from broker.app.backups import FOLDERS, pack_state
 from broker.app.container import Context
-from broker.app.moving import MovedTo, read_moved, write_moved
+from broker.app.moving import MovedTo, forget_moved, read_moved, write_moved
 from broker.client.files import upload_files
 from broker.clock import SystemClock
 from broker.dashboard.verbs import show_overview
@@ -78,14 +78,23 @@ def check_movable(context: Context, hosting: Hosting, server: HostedServer, work
         )
     overview = hosting.open(server).call(show_overview)
     if overview.job_count or overview.clusters:
-        raise UsageError(
-            f"the server at {server.url} has jobs or clusters of its own; only an empty one can take over",
-            hints=["set up another one from another `BROKER_HOME`"],
-        )
+        raise explain_busy(server)
+
+
+def explain_busy(server: HostedServer) -> UsageError:
+    """Make the error for a server that has work of its own."""
+    return UsageError(
+        f"the server at {server.url} has jobs or clusters of its own; only an empty one can take over",
+        hints=["set up another one from another `BROKER_HOME`"],
+    )
 
 
 def move(context: Context, hosting: Hosting) -> HostedServer:
-    """Move everything to the server of this installation; repeatable. Raises UsageError, StateError."""
+    """Move everything to the server of this installation; repeatable. Raises UsageError, StateError.
+
+    If the server has got work since it was checked, for example while a move was interrupted, nothing moves, and the
+    jobs continue here.
+    """
     home = context.config.home
     server = hosting.get()
     machine = hosting.find_machine(server)
@@ -111,9 +120,15 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
                 )
 
         content = pack_state(home, edit=edit, folders=(*FOLDERS, LOGS, "secret.key"))
-        asyncio.run(call(machine, request, content))
+        answer = asyncio.run(call(machine, request, content))
         up = hosting.bring_up(server)
-        write_moved(home, replace(moved, is_complete=True))
+        if answer.get("has_work"):
+            forget_moved(home)
+        else:
+            write_moved(home, replace(moved, is_complete=True))
+    if answer.get("has_work"):
+        context.keep_jobs_going()
+        raise explain_busy(server)
     return up
 
 

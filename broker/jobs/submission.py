@@ -41,6 +41,11 @@ def submit_tasks(
     return [jobs[index] for index in sorted(jobs)]
 
 
+def list_request_ids(request_id: str, count: int) -> Sequence[str]:
+    """Return the request ID of each job of a launch with so many tasks."""
+    return [request_id] if count == 1 else [f"{request_id}/{index}" for index in range(count)]
+
+
 def _find_needs(tasks: Sequence[Task]) -> Sequence[Sequence[int]]:
     if all(task.group is not None for task in tasks):
         return [[] for _ in tasks]  # they start together
@@ -55,13 +60,13 @@ def retry_job(
     *,
     secrets: Mapping[str, Secret],
     request_id: str | None = None,
-    check: Callable[[Task], None] = lambda task: None,
+    check: Callable[[Task], Task] = lambda task: task,
     on_added: Callable[[Sequence[Job]], None] = lambda jobs: None,
 ) -> Job:
     """Submit a new job with the old one's task, checkpoints and attempt numbers; the same `request_id` creates one job.
 
-    `check` receives the task with its secrets before submission, and may raise to prevent it. `on_added` is called in
-    the transaction that adds the job. Raises UsageError.
+    `check` receives the task with its secrets before submission, and returns the task to submit, or raises. `on_added`
+    is called in the transaction that adds the job. Raises UsageError.
     """
     if submitted := store.jobs.find_request(request_id):
         return submitted
@@ -75,8 +80,7 @@ def retry_job(
         raise UsageError(f"job {job.id} has already succeeded", hints=["`broker jobs launch` starts a new one"])
     _check_newest_job(store, job)
     _check_secrets([job], secrets, str(job.id))
-    task = _add_secrets(job.task, secrets)
-    check(task)
+    task = check(_add_secrets(job.task, secrets))
     with store.transaction():
         if submitted := store.jobs.find_request(request_id):
             return submitted
@@ -94,7 +98,7 @@ def retry_group(
     *,
     secrets: Mapping[str, Secret],
     request_id: str | None = None,
-    check: Callable[[Sequence[Task]], None] = lambda tasks: None,
+    check: Callable[[Sequence[Task]], Sequence[Task]] = lambda tasks: tasks,
     on_added: Callable[[Sequence[Job]], None] = lambda jobs: None,
 ) -> Sequence[Job]:
     """Submit all jobs of an ended job group as a new group, which starts together; each resumes from its checkpoints.
@@ -108,8 +112,7 @@ def retry_group(
     _check_group_ended(members)
     _check_newest_group(store, members)
     _check_secrets(members, secrets, name)
-    tasks = [_add_secrets(member.task, secrets) for member in members]
-    check(tasks)
+    tasks = check([_add_secrets(member.task, secrets) for member in members])
     with store.transaction():
         if submitted := _find_group_request(store, request_id):
             return submitted

@@ -78,6 +78,7 @@ class Provisioner:
         hedge: int = HEDGE,
         check_budget: Callable[[], None] | None = None,
         retry_until_up: bool = False,
+        on_claimed: Callable[[], None] = lambda: None,
     ) -> Cluster:
         """Bring up the whole gang at the first placement with capacity, and return the cluster. A repeated call
         resumes.
@@ -85,6 +86,7 @@ class Provisioner:
         While launches are late, up to `hedge` placements are requested at once. Unneeded launches are released in the
         background; `finish` waits for that. `check_budget` is called before each call that may cost money;
         its error ends the search. `retry_until_up`: repeat the search with a growing backoff until it succeeds.
+        `on_claimed` is called while no other command can bring up the name, before anything starts.
         """
         existing = self._store.clusters.get(name)
         if existing and existing.status is ClusterStatus.UP and existing.attempt == attempt:
@@ -92,6 +94,7 @@ class Provisioner:
         # A job's cluster needs no lock: the epoch fences leaders, and a suspended leader must not block the next one.
         lock = lock_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
         with lock, self._collector.spare(name):
+            on_claimed()
             cluster = Cluster(
                 name=name,
                 status=ClusterStatus.INIT,

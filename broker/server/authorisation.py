@@ -12,6 +12,7 @@ from broker.app.sweeping import SweepRequest, name_sweep
 from broker.client.wire import Verb
 from broker.errors import DeniedError, UsageError
 from broker.state.people import Owned, Role, Token
+from broker.state.store import Store
 
 ORDER = (Role.VIEWER, Role.USER, Role.ADMIN)
 
@@ -38,20 +39,28 @@ def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[st
     if arguments.get("is_all") and verb.owned:
         raise DeniedError("`--all` includes resources of other users", hints=["name your own jobs"])
     for kind, name in list_changed(context, verb, arguments):
-        owner = context.store.owners.get(kind, name)
-        if kind is Owned.CLUSTER and context.store.clusters.get(name) is None:
-            if context.store.intents.list_open(name) and owner != token.user:
-                raise _deny(kind, name, owner)
-            continue  # a new cluster, or one that is gone: the name is free
-        if kind is Owned.SERVICE and context.store.services.get(name) is None:
-            continue
-        if kind is Owned.SCHEDULE:
-            schedule = context.store.schedules.get(name)
-            if schedule is None:
-                continue
-            owner = schedule.user or None
-        if owner != token.user:
-            raise _deny(kind, name, owner)
+        check_owner(context.store, kind, name, user=token.user)
+
+
+def check_owner(store: Store, kind: Owned, name: str, *, user: str) -> None:
+    """Raise DeniedError if a cluster, service, schedule or job (by ID) exists and belongs to another user."""
+    if not is_in_use(store, kind, name):
+        return
+    owner = store.owners.get(kind, name)
+    if kind is Owned.SCHEDULE:
+        schedule = store.schedules.get(name)
+        owner = schedule.user or None if schedule else None
+    if owner != user:
+        raise _deny(kind, name, owner)
+
+
+def is_in_use(store: Store, kind: Owned, name: str) -> bool:
+    """Return whether the name belongs to something; the name of a cluster that is gone is free."""
+    if kind is Owned.CLUSTER:
+        return store.clusters.get(name) is not None or bool(store.intents.list_open(name))
+    if kind is Owned.SERVICE:
+        return store.services.get(name) is not None
+    return kind is Owned.JOB or store.schedules.get(name) is not None
 
 
 def _deny(kind: Owned, name: str, owner: str | None) -> DeniedError:

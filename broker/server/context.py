@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,8 +13,9 @@ from broker.app.container import Context
 from broker.app.lazy_clouds import LazyClouds
 from broker.app.limits import LaunchSize, admit
 from broker.clock import SystemClock
-from broker.errors import UsageError
+from broker.errors import DeniedError, UsageError
 from broker.frozen import frozen
+from broker.server.authorisation import check_owner, is_in_use
 from broker.state.people import Owned, Role
 from broker.types import Payee
 
@@ -119,6 +120,9 @@ class ServerContext(Context):
         """Reserve the resources that a launch of this context's user may use. Raises LimitError."""
         if self._token is not None:
             token = self._token
+            if demand.kind is not Owned.JOB:
+                for name in demand.names[:1]:  # before its reservation is replaced
+                    self.check_owner(demand.kind, name)
             self._commitment = admit(self.store, choices, demand, user=token.user, project=token.project)
             self._kind, self._names = demand.kind, demand.names
 
@@ -137,15 +141,41 @@ class ServerContext(Context):
             )
         super().check_notify(tasks)
 
+    def check_owner(self, kind: Owned, name: str) -> None:
+        """Raise DeniedError if this belongs to another user; administrators may change everything."""
+        if self._token is not None and not self.is_administrator:
+            check_owner(self.store, kind, name, user=self._token.user)
+
+    def check_requests(self, request_ids: Iterable[str]) -> None:
+        """Raise DeniedError if one of these request IDs is of another user's job."""
+        if self._token is None or self.is_administrator:
+            return
+        for request_id in request_ids:
+            job = self.store.jobs.find_request(request_id)
+            if job is not None and self.store.owners.get(Owned.JOB, str(job.id)) != self._token.user:
+                raise DeniedError(
+                    f"the request ID `{request_id}` was used by another user, for job {job.id}",
+                    hints=["choose another one, for example with your name in it"],
+                )
+
+    def own(self, kind: Owned, name: str) -> None:
+        """Record the owner of a cluster or service that does not exist yet. Raises DeniedError for another user's."""
+        if self._token is None:
+            return
+        with self.store.transaction():
+            self.check_owner(kind, name)
+            if not is_in_use(self.store, kind, name):
+                self.store.owners.put(kind, name, self._token.user)
+
     def own_jobs(self, jobs: Sequence[Job]) -> None:
         """Record the owner and project of jobs as they are added: the limit of a project counts them at once."""
         if self._token is None:
             return
-        for job in jobs:
-            if self.store.owners.get(Owned.JOB, str(job.id)) is None:
-                self.store.owners.put(Owned.JOB, str(job.id), self._token.user)
-        if self._kind is Owned.JOB:
-            self.bind(tuple(dict.fromkeys((*self._names, *(str(each.id) for each in jobs)))))
+        new = [job for job in jobs if self.store.owners.get(Owned.JOB, str(job.id)) is None]
+        for job in new:
+            self.store.owners.put(Owned.JOB, str(job.id), self._token.user)
+        if new and self._kind is Owned.JOB:  # the others count in the launch that submitted them
+            self.bind(tuple(dict.fromkeys((*self._names, *(str(each.id) for each in new)))))
 
     def bind(self, names: Sequence[str]) -> None:
         """Record the jobs or the service started by the admitted launch."""

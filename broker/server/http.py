@@ -201,6 +201,8 @@ class Server:
         running = self._running.get(request.match_info["id"])
         if running is None:
             raise UsageError("this question is no longer open")
+        if running.user != request[TOKEN].user:
+            raise DeniedError("this request belongs to another user")
         running.answer(is_accepted=(await _read_object(request)).get("is_accepted") is True)
         return web.json_response({})
 

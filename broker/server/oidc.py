@@ -196,7 +196,7 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
         )
     if settings.user_claim == "email" or settings.allowed_domains:
         _check_address(claims, settings)
-    if user in settings.denied_users:
+    if user.casefold() in {each.casefold() for each in settings.denied_users}:  # issuers may keep the case of a form
         raise DeniedError(f"{user} may not log in to this server", hints=["ask an administrator of the server"])
     given = claims.get(settings.role_claim)
     values = [given] if isinstance(given, str) else given if isinstance(given, list) else []

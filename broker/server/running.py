@@ -20,7 +20,7 @@ from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
 from broker.server.authorisation import check_verb, list_changed
 from broker.server.context import DisconnectedError, Interruption, Policy, ServerContext
-from broker.state.people import Owned, Role, Token
+from broker.state.people import Role, Token
 from broker.types import Job, Plan, Service
 
 log = logging.getLogger(__name__)
@@ -131,9 +131,9 @@ class Running:
             self._name_cluster(context)
             check_verb(context, token, verb, self._request.arguments)
             if not is_reading:
-                target = self._claim(context)
-            result = verb.function(context, **self._request.arguments, **self._make_callbacks(context))
-            target = self._own(context, result) or target
+                target = self._name_changed(context)
+            result = verb.function(context, **self._request.arguments, **self._make_callbacks())
+            target = self._name_submitted(result) or target
             if isinstance(result, Service):
                 context.bind((result.name, result.uid))
             last = {"result": encode(result)}
@@ -170,38 +170,20 @@ class Running:
             name = name_target(context, task=arguments["task"])
             self._request = replace(self._request, arguments={**arguments, "cluster": name})
 
-    def _claim(self, context: ServerContext) -> str:
-        """Record the owner of a new cluster before it exists, so that none is without an owner after a crash; return
-        the target.
-
-        The audit only shows names and IDs, because other arguments may contain secrets.
-        """
-        request = self._request
-        changed = list(list_changed(context, request.verb, request.arguments))
-        if request.verb.name in ("launch", "bring_up_service"):
-            for kind, name in changed:
-                store = context.store
-                if (store.clusters if kind is Owned.CLUSTER else store.services).get(name) is None:
-                    store.owners.put(kind, name, request.token.user)
+    def _name_changed(self, context: ServerContext) -> str:
+        """Return the target for the audit: only names and IDs, because other arguments may contain secrets."""
+        changed = list_changed(context, self._request.verb, self._request.arguments)
         return ", ".join(f"{kind.value} {name}" for kind, name in changed)
 
-    def _own(self, context: ServerContext, result: object) -> str:
-        """Record the owner of the jobs submitted by the verb, unless they have one; return the jobs for the audit."""
+    def _name_submitted(self, result: object) -> str:
+        """Return the jobs submitted by the verb, for the audit; it has recorded their owner itself."""
         if self._request.verb.name not in STARTING_JOBS:
             return ""
-        submitted = list_submitted(result)
-        if submitted:
-            context.bind([str(job_id) for job_id in submitted])
-        for job_id in submitted:
-            if context.store.owners.get(Owned.JOB, str(job_id)) is None:
-                context.store.owners.put(Owned.JOB, str(job_id), self._request.token.user)
-        return ", ".join(f"job {job_id}" for job_id in submitted)
+        return ", ".join(f"job {job_id}" for job_id in list_submitted(result))
 
-    def _make_callbacks(self, context: ServerContext) -> Mapping[str, Callable[[Any], None]]:
+    def _make_callbacks(self) -> Mapping[str, Callable[[Any], None]]:
         def make(name: str) -> Callable[[Any], None]:
             def pass_on(value: Any) -> None:
-                if name in ("on_submitted", "on_begin", "on_change"):
-                    self._own(context, value)
                 if name not in RECORDED:
                     self._interruption.check()
                 if name in ASKED:

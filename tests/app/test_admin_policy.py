@@ -15,9 +15,10 @@ from broker.app.launching import ClusterTarget, Target, prepare
 from broker.app.planning import read_task
 from broker.app.schedules import RunLauncher
 from broker.app.verbs.account import plan_tasks
+from broker.app.verbs.jobs import retry_job
 from broker.config import find_admin_policy
 from broker.errors import PolicyError, StateError, UsageError
-from broker.types import JobSchedule, Payee, ScheduleSpec, Task
+from broker.types import JobSchedule, JobStatus, Payee, ScheduleSpec, Task
 
 POLICY = """
 from dataclasses import dataclass, replace
@@ -164,6 +165,16 @@ def test_schedule_obeys_the_policy_of_its_due_time(context: Context, choose: Set
     choose("govern")
     with pytest.raises(PolicyError):
         RunLauncher(context).plan(schedule, task)
+
+
+def test_retry_obeys_the_policy_of_its_time(context: Context, choose: Set) -> None:
+    task = read_task("resources: {accelerators: T4, use_spot: false}\nrun: 'true'\n")
+    job = context.store.jobs.add("train", task)
+    context.store.jobs.set_status(job.id, JobStatus.CANCELLED)
+    choose("govern")
+    with pytest.raises(PolicyError):
+        retry_job(context, job=str(job.id), secrets={}, request_id=None)
+    assert context.store.jobs.count() == 1
 
 
 def test_policy_sees_who_asks(home: Path, choose: Set) -> None:

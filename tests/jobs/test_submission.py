@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,20 +216,23 @@ def test_only_the_newest_of_a_chain_of_groups_is_retried(store: Store) -> None:
 def test_two_commands_at_once_retry_a_group_once(store: Store) -> None:
     """The second one submits while the first checks the access to buckets."""
     old = submit_group(store, *FAILED_GROUP)
+
+    def come_first(tasks: Sequence[Task]) -> Sequence[Task]:
+        retry_group(store, old, secrets={})
+        return tasks
+
     with pytest.raises(UsageError, match="already continues"):
-        retry_group(store, old, secrets={}, check=lambda tasks: void(retry_group(store, old, secrets={})))
+        retry_group(store, old, secrets={}, check=come_first)
     assert store.jobs.count() == 4
     again = submit_group(store, *FAILED_GROUP)
     inner: list[Sequence[Job]] = []
-    outer = retry_group(
-        store, again, secrets={}, request_id="r",
-        check=lambda tasks: inner.append(retry_group(store, again, secrets={}, request_id="r")),
-    )  # fmt: skip
+
+    def repeat(tasks: Sequence[Task]) -> Sequence[Task]:
+        inner.append(retry_group(store, again, secrets={}, request_id="r"))
+        return tasks
+
+    outer = retry_group(store, again, secrets={}, request_id="r", check=repeat)
     assert [job.id for job in outer] == [job.id for job in inner[0]] and store.jobs.count() == 8
-
-
-def void(jobs: Sequence[Job]) -> None:
-    """Discard the result."""
 
 
 def test_a_retried_group_needs_the_secrets_of_all_its_tasks(store: Store) -> None:
@@ -241,12 +245,23 @@ def test_a_retried_group_needs_the_secrets_of_all_its_tasks(store: Store) -> Non
     assert [job.task.secrets["B"].value for job in new] == ["B", "B"]
 
 
+def test_a_retry_submits_the_task_that_its_check_returned(store: Store) -> None:
+    """The administrator's policy may change a task, and may have changed since the job was first submitted."""
+    job = end(store, store.jobs.add("train", Task(name="train", run="true")))
+    again = retry_job(store, job, secrets={}, check=lambda task: replace(task, num_nodes=2))
+    assert (again.task.num_nodes, again.resumes) == (2, job.id)
+    old = submit_group(store, *FAILED_GROUP)
+    new = retry_group(store, old, secrets={}, check=lambda tasks: [replace(task, num_nodes=3) for task in tasks])
+    assert [each.task.num_nodes for each in new] == [3, 3]
+
+
 def test_two_retries_at_once_make_one_job(store: Store) -> None:
     """The check of a retry plans and asks clouds for access, so that another command may come first."""
     job = end(store, store.jobs.add("train", Task(name="train")))
 
-    def come_first(task: Task) -> None:
+    def come_first(task: Task) -> Task:
         retry_job(store, job, secrets={})
+        return task
 
     with pytest.raises(UsageError, match="already continues from the checkpoints"):
         retry_job(store, job, secrets={}, check=come_first)

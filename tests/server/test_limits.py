@@ -70,6 +70,14 @@ def test_limit_of_a_project_counts_all_of_its_users(store: Store) -> None:
         ask(store, [make_estimate()], user="cleo")
 
 
+def test_limit_holds_for_every_spelling_of_an_address(store: Store) -> None:
+    """Issuers may send the address as it was typed, and a limit names it as the administrator did."""
+    limit(store, gpus=8)
+    ask(store, [make_estimate()], user="Ada")
+    with pytest.raises(LimitError, match="of which 8 are in use"):
+        ask(store, [make_estimate()], user="ADA")
+
+
 def test_job_counts_until_it_ends_and_its_unspent_estimate_is_free_again(store: Store, clock: Hands) -> None:
     limit(store, usd=100.0, gpus=8)
     job = store.jobs.add("train", Task(run="true"))

@@ -109,6 +109,7 @@ def test_revoked_user_is_refused_at_once(served: Hosted) -> None:
         ({"email": "ada@elsewhere.org"}, "users of `elsewhere.org` may not"),
         ({"email": "ada@example.org.evil.org"}, "may not log in"),
         ({"email": "eve@example.org"}, "may not log in"),
+        ({"email": "Eve@Example.org"}, "may not log in"),
         ({"email": "a b@example.org"}, "no `email` that is a valid user name"),
         ({"email": None}, "no `email`"),
     ],

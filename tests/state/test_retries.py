@@ -29,8 +29,9 @@ def test_a_job_retried_during_the_check_of_another_retry_is_not_doubled(open_sto
     store, other = open_store(), open_store()
     ended = end_job(store)
 
-    def retry_elsewhere(task: Task) -> None:
+    def retry_elsewhere(task: Task) -> Task:
         retry_job(other, ended, secrets={})
+        return task
 
     with pytest.raises(UsageError) as caught:
         retry_job(store, ended, secrets={}, check=retry_elsewhere)
@@ -42,8 +43,9 @@ def test_a_request_repeated_during_its_own_check_returns_the_one_job(open_store:
     store, other = open_store(), open_store()
     ended = end_job(store)
 
-    def repeat(task: Task) -> None:
+    def repeat(task: Task) -> Task:
         retry_job(other, ended, secrets={}, request_id="r")
+        return task
 
     again = retry_job(store, ended, secrets={}, request_id="r", check=repeat)
     assert (again.id, store.jobs.count()) == (2, 2)
@@ -57,8 +59,9 @@ def test_of_two_commands_that_both_passed_the_check_one_submits_a_job(tmp_path: 
         ended = end_job(store)
     both_have_checked = Barrier(2, timeout=300)
 
-    def wait(task: Task) -> None:
+    def wait(task: Task) -> Task:
         both_have_checked.wait()
+        return task
 
     def retry() -> int | str:
         with closing(open_it()) as store:

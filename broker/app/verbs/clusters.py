@@ -101,6 +101,8 @@ def terminate_clusters(
     Each cluster first uploads its files for mounted buckets, unless `is_immediate`.
     """
     wanted, failures = clusters.select_clusters(context, names)
+    for each in wanted:
+        context.check_owner(Owned.CLUSTER, each.name)
     taking = clusters.take_down(
         context, wanted, on_down=lambda cluster: on_down(cluster.name), is_immediate=is_immediate
     )

@@ -218,6 +218,8 @@ def cancel_jobs(context: Context, *, names: tuple[str, ...], is_all: bool = Fals
             missing.append(error)
     if missing and not wanted:
         raise missing[0]
+    for job in wanted:
+        context.check_owner(Owned.JOB, str(job.id))
     done = tuple(
         Cancellation(job_id=job.id, name=job.name, status=job.status, is_live=context.store.jobs.request_cancel(job.id))
         for job in wanted

@@ -15,6 +15,7 @@ from broker.app.serving_pipelines import record_service, record_version
 from broker.formatting import strip_control
 from broker.frozen import frozen
 from broker.serve.replicas import find_folder
+from broker.state.people import Owned
 from broker.state.services import ServiceEvent
 from broker.types import Plan, Service, Task, UpdateMode
 
@@ -132,5 +133,7 @@ def terminate_services(context: Context, *, names: tuple[str, ...]) -> None:
     """Request the termination of services, and wait until their machines and balancers are gone."""
     found = [find_service(context, each).name for each in names]
     for each in found:
-        context.store.services.request_down(each)
+        with context.store.transaction():
+            context.check_owner(Owned.SERVICE, each)
+            context.store.services.request_down(each)
     asyncio.run(services.wait_until_down(context, found))

@@ -1,0 +1,170 @@
+"""A server takes over a laptop's state only while it has no work of its own, and only once."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.app.container import Context
+from broker.app.moving import MovedTo, read_moved, write_moved
+from broker.clock import SystemClock
+from broker.errors import UsageError
+from broker.hosting import importing
+from broker.hosting.machines import PROGRAMS
+from broker.hosting.record import HostedServer, HostedStatus
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Placement, ScheduleSpec, Task
+from tests.simulation.world import make_offer
+
+REQUEST: Mapping[str, Any] = {"word": "w1", "links": {}}
+
+
+class HostProgram:
+    """The program that runs on a server's machine, with a folder in which a server was set up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.state = folder, folder / "state"
+        self.names: dict[str, Any] = {"__name__": "host_program"}
+        for path in PROGRAMS:
+            exec(compile(path.read_text(), path.name, "exec"), self.names)  # noqa: S102 - as the machine does
+        self.stops = 0
+        self.names["stop"] = self._stop
+        self.state.mkdir()
+        self.open().close()
+
+    def _stop(self, folder: str) -> None:
+        self.stops += 1
+
+    def open(self) -> Store:
+        return Store(self.state / "state.db", clock=SystemClock())
+
+    def adopt(self, word: str = "w1") -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.names["adopt"](str(self.folder), {**REQUEST, "word": word}, pack())
+        return found
+
+
+def pack() -> bytes:
+    """Pack the state of a laptop, as the host program receives it."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        content = b"the laptop's installation"
+        entry = tarfile.TarInfo("owner")
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> HostProgram:
+    return HostProgram(tmp_path)
+
+
+def add_job(store: Store) -> None:
+    store.jobs.add("theirs", Task(run="true"))
+
+
+def add_cluster(store: Store) -> None:
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    store.clusters.put(Cluster(name="dev", placement=placement, status=ClusterStatus.UP, attempt=1))
+
+
+def add_service(store: Store) -> None:
+    store.services.add("web", Task(run="true"), host="127.0.0.1", port=30001, wanted=1)
+
+
+def add_schedule(store: Store) -> None:
+    store.schedules.add("nightly", Task(run="true"), ScheduleSpec(cron="0 2 * * *"), next_s=1e10)
+
+
+@pytest.mark.parametrize("add", [add_job, add_cluster, add_service, add_schedule])
+def test_state_that_has_got_work_meanwhile_is_kept(host: HostProgram, add: Any) -> None:
+    store = host.open()
+    add(store)
+    store.close()
+    before = (host.state / "state.db").read_bytes()
+    assert host.adopt() == {"is_new": False, "has_work": True} and host.stops == 1
+    assert (host.state / "state.db").read_bytes() == before and not (host.state / "owner").exists()
+
+
+def test_empty_state_is_replaced_once(host: HostProgram) -> None:
+    assert host.adopt() == {"is_new": True}
+    assert (host.state / "owner").read_text() == "the laptop's installation"
+    add_job(store := host.open())
+    store.close()
+    assert host.adopt() == {"is_new": False}, "the laptop repeats a move whose answer it did not receive"
+    assert host.adopt("w2") == {"is_new": False, "has_work": True}, "another move"
+
+
+@pytest.mark.parametrize("killed_at", ["before", "after"])
+def test_adoption_killed_at_its_last_rename_is_completed(
+    host: HostProgram, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """If the second call took the laptop's own jobs for work of the server, both would continue them."""
+    rename = os.rename
+
+    def die(source: str, target: str) -> None:
+        if target == str(host.state):
+            if killed_at == "after":
+                rename(source, target)
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", die)
+    with pytest.raises(KeyboardInterrupt):
+        host.adopt()
+    monkeypatch.undo()
+    aside = host.state if killed_at == "after" else host.folder / "state.new"
+    add_job(store := Store(aside / "state.db", clock=SystemClock()))  # the laptop's database has jobs
+    store.close()
+    assert "has_work" not in host.adopt()
+    assert (host.state / "owner").read_text() == "the laptop's installation"
+
+
+class HostingInMemory:
+    """A server that was set up, and refuses to take over because it has work."""
+
+    def __init__(self, home: Path) -> None:
+        self.server = HostedServer(
+            infra="ssh://host", folder="~/server", port=8471, status=HostedStatus.UP, url="https://host:8471"
+        )
+        self.verbs: list[str] = []
+
+    def get(self) -> HostedServer:
+        return self.server
+
+    def find_machine(self, server: HostedServer) -> HostingInMemory:
+        return self
+
+    def make_request(self, server: HostedServer) -> Mapping[str, object]:
+        return {}
+
+    def bring_up(self, server: HostedServer) -> HostedServer:
+        self.verbs.append("bring_up")
+        return server
+
+    async def call(self, machine: object, request: Mapping[str, object], content: bytes = b"") -> object:
+        self.verbs.append(str(request["verb"]))
+        return {"is_new": False, "has_work": True} if request["verb"] == "adopt" else {"key": "", "state": "/s"}
+
+
+def test_interrupted_move_to_a_server_that_got_work_leaves_the_jobs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = Context(tmp_path)
+    context.store.jobs.add("ours", Task(run="true"))
+    hosting = HostingInMemory(tmp_path)
+    monkeypatch.setattr(importing, "call", hosting.call)
+    monkeypatch.setattr(Context, "keep_jobs_going", lambda self: hosting.verbs.append("daemon"))
+    write_moved(tmp_path, MovedTo(url="https://host:8471", word="w1"))
+    with pytest.raises(UsageError, match="only an empty one can take over"):
+        importing.move(context, hosting)  # type: ignore[arg-type]
+    assert hosting.verbs == ["status", "adopt", "bring_up", "daemon"], "the server and the daemon run again"
+    assert read_moved(tmp_path) is None
+    assert context.store.jobs.request_cancel(1), "this folder may write again"
+    context.close()
