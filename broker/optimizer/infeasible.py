@@ -139,10 +139,12 @@ def _list_goal_relaxations(goal: Goal, *, is_spot_only: bool) -> Iterator[Relaxa
 def _loosen(field: str) -> Callable[[Task], Task]:
     """Return a change that turns an exact size into a minimum."""
 
+    def loosen(each: Resources) -> Resources:
+        values: dict[str, Any] = {field: _at_least(getattr(each, field))}
+        return replace(each, **values)
+
     def change(task: Task) -> Task:
-        return replace(
-            task, resources=tuple(replace(each, **{field: _at_least(getattr(each, field))}) for each in task.resources)
-        )
+        return replace(task, resources=tuple(loosen(each) for each in task.resources))
 
     return change
 
