@@ -100,8 +100,9 @@ def make_retry_script() -> str:
     lines = []
     for mount in read_mounts():
         if mount.get("mode") and mount.get("target"):  # older mounts have no mode
-            words = ["python3", str(program), str(mount["mode"]), str(mount["url"]), str(mount["target"])]
-            lines.append(" ".join(map(shlex.quote, words)))
+            words = [str(program), str(mount["mode"]), str(mount["url"]), str(mount["target"])]
+            access = [str(mount["access"])] if mount.get("access") else []
+            lines.append(shlex.join(["python3", *words, *access]))
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from broker.config import read_mlflow_variables
 from broker.errors import BrokerError, UsageError
+from broker.notify.sending import NoRedirect
 from broker.types import Job, JobStatus, Progress
 
 ANSWER_S = 30.0
@@ -128,7 +129,8 @@ def post(url: str, content: Mapping[str, object], headers: Mapping[str, str] | N
     request = urllib.request.Request(url, data=json.dumps(content).encode(), headers=given)
     where = urlsplit(url)._replace(query="", fragment="").geturl()
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        # A redirect would take the login along, and turn the POST into a GET.
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=ANSWER_S) as answer:
             text = answer.read(1 << 20)
     except urllib.error.HTTPError as error:
         raise BrokerError(

@@ -203,7 +203,10 @@ def _list_remedies(clouds: Iterable[str], home: Path) -> list[str]:
     hints = []
     for cloud in sorted(clouds):
         if cloud in FILES:
-            hints.append(f"create `{home / FILES[cloud]}` and run `broker check {cloud}`, which inspects your machines")
+            content = " (an empty file means kubectl's current context)" if cloud == "kubernetes" else ""
+            hints.append(
+                f"create `{home / FILES[cloud]}`{content} and run `broker check {cloud}`, which inspects your machines"
+            )
         if cloud in SkyPilotSource.clouds:
             hints.append(f"add its prices with `broker catalog update --cloud {cloud}`")
         else:

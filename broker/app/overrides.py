@@ -80,9 +80,10 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
     """Read a single task. Raises UsageError for a pipeline."""
     tasks = read_tasks(entrypoint, overrides)
     if len(tasks) > 1:
+        kind = "pipeline" if tasks[0].group is None else "job group"
         raise UsageError(
-            f"{entrypoint[0]} is a pipeline of {len(tasks)} tasks; this command runs a single task",
-            hints=[f"run the pipeline with `broker jobs launch {entrypoint[0]}`"],
+            f"{entrypoint[0]} is a {kind} of {len(tasks)} tasks; this command runs a single task",
+            hints=[f"run the {kind} with `broker jobs launch {entrypoint[0]}`"],
         )
     return tasks[0]
 

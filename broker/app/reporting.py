@@ -238,19 +238,31 @@ def _price_losses(
 ) -> Iterator[float]:
     """Yield the cost of each preemption of the month, in USD.
 
-    25 lost steps of 36 s at 2 USD/h: 0.50 USD, plus the next attempt from its first bill to its first step.
+    25 lost steps of 36 s at 2 USD/h: 0.50 USD, plus the next attempt from its first bill to its first step. An attempt
+    that is preempted before its program starts costs all that was paid for it.
     """
     saved = 0  # the step that the attempt began at
-    for old, new in zip(job.attempts, job.attempts[1:], strict=False):
+    for old, new in zip(job.attempts, (*job.attempts[1:], None), strict=False):
         reached = steps.get(old.number)
         if _is_preempted(old, period):
-            if reached is not None:
+            if not _has_started(old):
+                yield _price_until(old, old.lost_s or old.ended_s, billed_s)
+            if new is not None and reached is not None:
                 lost = count_lost_steps(reached, steps.get(new.number))
                 yield lost * measure_step_s(old, reached, saved) / 3600 * old.placement.usd_hour
-            if (first_s := new.resumed_s or new.running_s) is not None:
-                paid_s = first_s - max(new.started_s, billed_s.get(new.cluster, math.inf))
-                yield max(0.0, paid_s) / 3600 * new.placement.usd_hour
+            if new is not None and _has_started(new):
+                yield _price_until(new, new.resumed_s or new.running_s, billed_s)
         saved = saved if reached is None else reached.checkpoint_step or saved
+
+
+def _has_started(attempt: Attempt) -> bool:
+    return attempt.resumed_s is not None or attempt.running_s is not None
+
+
+def _price_until(attempt: Attempt, end_s: float | None, billed_s: Mapping[str, float]) -> float:
+    """Return the cost of an attempt from its first bill to `end_s`, in USD."""
+    paid_s = 0.0 if end_s is None else end_s - max(attempt.started_s, billed_s.get(attempt.cluster, math.inf))
+    return max(0.0, paid_s) / 3600 * attempt.placement.usd_hour
 
 
 def _succeeded_in(job: Job, period: Period) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
@@ -33,15 +33,47 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool, parallel: int = 1, total:
     Each plan is for `total` gangs, of which `parallel` run at a time.
     """
     choices = [plan.choice for plan in plans]
-    is_group = any(plan.task.group is not None for plan in plans)  # its tasks run together, those of a pipeline do not
-    usd_hour = parallel * (sum if is_group else max)(each.placement.usd_hour for each in choices)
-    text = f"{format_usd(usd_hour)} USD/h"
+    usd_hour = parallel * find_usd_hour_max(plans)
+    text = f"{'up to ' if len(plans) > 1 else ''}{format_usd(usd_hour)} USD/h"
     if all(each.expected_usd is not None for each in choices):
         text += f", {format_usd(total * sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
     if all(each.placement.offer.cloud == "local" for each in choices):
         print_note(f"simulated price: {text}")
     elif not yes:
         typer.confirm(f"Start at {text}?", abort=True)
+
+
+def find_usd_hour_max(plans: Sequence[Plan]) -> float:
+    """Return the highest price per hour of tasks that run at the same time: all tasks of a group; of a pipeline, those
+    of which none needs another, directly or through others.
+
+    With prices a: 3, b: 2, c: 2, where b and c need a: 4, while b and c run.
+    """
+    tasks = {str(plan.task.name): plan for plan in plans}
+    if any(plan.task.group is not None for plan in plans) or len(tasks) < len(plans):
+        return sum(plan.choice.placement.usd_hour for plan in plans)
+    needed = {name: _find_needed(name, tasks) for name in tasks}
+
+    def search(names: Sequence[str]) -> float:
+        if not names:
+            return 0.0
+        first, others = names[0], names[1:]
+        apart = [each for each in others if first not in needed[each] and each not in needed[first]]
+        taken = tasks[first].choice.placement.usd_hour + search(apart)
+        return taken if len(apart) == len(others) else max(taken, search(others))
+
+    return search([*tasks])
+
+
+def _find_needed(name: str, tasks: Mapping[str, Plan]) -> set[str]:
+    """Return the tasks that must end before a task, directly or through others."""
+    found: set[str] = set()
+    rest = [name]
+    while rest:
+        new = [each for each in tasks[rest.pop()].task.needs if each in tasks and each not in found]
+        found.update(new)
+        rest += new
+    return found
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from broker.cli import interrupts
 from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS, PRICED
@@ -44,6 +45,11 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command; from here on, Ctrl-C raises KeyboardInterrupt in it."""
+        if args and args[0] not in COMMANDS:
+            from broker.cli.other_words import COMMANDS as OTHER_COMMANDS
+
+            if args[0] in OTHER_COMMANDS:
+                ctx.fail(f"No such command '{args[0]}': {OTHER_COMMANDS[args[0]]}")
         found = super().resolve_command(ctx, args)
         if found[0] in EMBEDDED:
             from broker.cli.context import check_embedded
@@ -61,6 +67,9 @@ class LazyGroup(TyperGroup):
         except KeyboardInterrupt:
             sys.stderr.write(interrupts.NOTE)
             raise typer.Exit(interrupts.CODE) from None
+        except TyperException as error:
+            _explain_flag(error)
+            raise
         finally:
             if ctx.meta.get(COMMAND) in PRICED:
                 _keep_prices_fresh()
@@ -70,6 +79,14 @@ class LazyGroup(TyperGroup):
         for panel, names in PANELS.items():
             with formatter.section(panel):
                 formatter.write_dl([(name.ljust(NAME_WIDTH), COMMANDS[name][1]) for name in names])
+
+
+def _explain_flag(error: Any) -> None:
+    """Replace the near misses of an unknown flag by its counterpart, if it is a flag of SkyPilot."""
+    from broker.cli.other_words import FLAGS
+
+    if hint := FLAGS.get(getattr(error, "option_name", None) or ""):
+        error.message, error.possibilities = f"{error.message}: {hint}", None
 
 
 def _keep_prices_fresh() -> None:

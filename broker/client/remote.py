@@ -66,7 +66,7 @@ class RemoteSession:
         signature = read_signature(verb)
         callbacks = {name: cast("Callable[[Any], None]", named[name]) for name in signature.callbacks}
         values = {name: value for name, value in named.items() if name in signature.arguments}
-        body = {name: encode(self._upload(value), is_revealing=True) for name, value in values.items()}
+        body = {name: encode(self._upload(value), is_argument=True) for name, value in values.items()}
         name = find_verb(verb).name
         if "on_chunk" in callbacks:
             return cast("T", self._follow(name, body, signature, callbacks))

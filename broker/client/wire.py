@@ -11,19 +11,21 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import MISSING, Field, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from broker import errors
+from broker import __version__, errors
 from broker.errors import BrokerError, InvalidRequestError, Issue, TaskError
 from broker.frozen import frozen
 from broker.state.people import Owned, Role
 from broker.types import Plan, Secret
 
-PROTOCOL = 1  # increased when an older client or server would misread a frame or an argument
+# Increased when an older client or server would misread a frame or an argument. A new field needs no increase: see
+# `check_fields`. 2: servers refuse unknown fields.
+PROTOCOL = 2
 HEADER = "Broker-Protocol"
 LINES = "application/x-ndjson"
 ASKED = ("confirm",)  # callbacks that may refuse
@@ -160,13 +162,14 @@ def read_signature(function: Callable[..., object]) -> Signature:
     return Signature(arguments=arguments, callbacks=callbacks, result=result)
 
 
-def encode(value: Any, *, is_revealing: bool = False) -> Any:
-    """Convert nouns, errors and containers to JSON-ready data; secrets become `***` unless `is_revealing`.
+def encode(value: Any, *, is_argument: bool = False) -> Any:
+    """Convert nouns, errors and containers to JSON-ready data.
 
-    Infinite numbers, which JSON lacks, become text.
+    In an argument, secrets are revealed and fields with their default are omitted, so that an older server understands
+    every task that it can run. Elsewhere secrets become `***`. Infinite numbers, which JSON lacks, become text.
     """
     if isinstance(value, Secret):
-        return {"value": value.value if is_revealing else "***"}
+        return {"value": value.value if is_argument else "***"}
     if isinstance(value, BrokerError):
         return encode_error(value)
     if isinstance(value, Enum):
@@ -178,16 +181,48 @@ def encode(value: Any, *, is_revealing: bool = False) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(encode(key)): encode(each, is_revealing=is_revealing) for key, each in value.items()}
+        return {str(encode(key)): encode(each, is_argument=is_argument) for key, each in value.items()}
     if isinstance(value, Sequence | AbstractSet):
-        return [encode(each, is_revealing=is_revealing) for each in value]
+        return [encode(each, is_argument=is_argument) for each in value]
     assert hasattr(value, "__dataclass_fields__"), f"cannot encode {type(value).__name__}"
-    data = {name: encode(getattr(value, name), is_revealing=is_revealing) for name in value.__dataclass_fields__}
+    data = {
+        name: encode(getattr(value, name), is_argument=is_argument)
+        for name, field in value.__dataclass_fields__.items()
+        if not (is_argument and _has_default(value, field))
+    }
     if isinstance(value, Plan) and value.choice.placement.is_spot and value.choice.breakdown is not None:
         from broker.optimizer.forecast import forecast_plan
 
         data[FORECAST] = encode(forecast_plan(value))  # computed from data that the planner holds but does not send
     return data
+
+
+def _has_default(value: Any, field: Field[Any]) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return default is not MISSING and bool(getattr(value, field.name) == default)
+
+
+def check_fields(data: Any, found: Any, where: str) -> None:
+    """Raise InvalidRequestError if `data`, from which `found` was decoded, has a field that its type lacks.
+
+    Such a field is of a newer client. Without it, the task would run differently than its file says.
+    """
+    if isinstance(found, Mapping) and isinstance(data, Mapping):
+        values = {str(encode(key)): value for key, value in found.items()}
+        for key in data.keys() & values.keys():
+            check_fields(data[key], values[key], f"{where}.{key}")
+    elif isinstance(found, list | tuple) and isinstance(data, list):
+        for each, value in zip(data, found, strict=True):
+            check_fields(each, value, where)
+    elif isinstance(data, Mapping) and (known := getattr(found, "__dataclass_fields__", None)) is not None:
+        if unknown := sorted(data.keys() - known.keys() - {FORECAST}):
+            raise InvalidRequestError(
+                f"`{where}` has the field `{unknown[0]}`, which this server ({__version__}) does not support",
+                hints=("upgrade the server, or remove the field from the task",),
+            )
+        for key, each in data.items():
+            if key in known:
+                check_fields(each, getattr(found, key), f"{where}.{key}")
 
 
 def decode(data: Any, hint: Any) -> Any:

@@ -97,11 +97,7 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
         value = _ask(task, field)
         if value is not None:
             yield Relaxation(words=f"drop `{field}: {value}`", change=_drop(field, *also))
-    for field, name in (("instance_type", "instance_type"), ("cpus", "cpus"), ("memory_gib", "memory")):
-        value = _ask(task, field)
-        is_named = any(each.accelerator for each in task.resources) or field != "instance_type"
-        if value is not None and is_named:
-            yield Relaxation(words=f"drop `{name}: {value}`", change=_drop(field))
+    yield from _list_size_relaxations(task)
     if (ratio := _ask(task, "memory_gib_per_vcpu")) is not None:
         yield Relaxation(words=f"drop `memory: {ratio:g}x`", change=_drop("memory_gib_per_vcpu"))
     if any(each.accelerator for each in task.resources):
@@ -119,6 +115,17 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
         yield from _list_goal_relaxations(task.goal, is_spot_only=use_spot is True)
 
 
+def _list_size_relaxations(task: Task) -> Iterator[Relaxation]:
+    """List the sizes: exact ones as a minimum, and each dropped."""
+    for field, name in (("instance_type", "instance_type"), ("cpus", "cpus"), ("memory_gib", "memory")):
+        value = _ask(task, field)
+        is_named = any(each.accelerator for each in task.resources) or field != "instance_type"
+        if isinstance(value, Quantity) and not value.is_minimum:
+            yield Relaxation(words=f"accept more: `{name}: {value}+`", change=_loosen(field))
+        if value is not None and is_named:
+            yield Relaxation(words=f"drop `{name}: {value}`", change=_drop(field))
+
+
 def _list_goal_relaxations(goal: Goal, *, is_spot_only: bool) -> Iterator[Relaxation]:
     if is_spot_only and goal.deadline_hours is not None:
         words = "drop `use_spot: true`, so that on-demand can take over in time"
@@ -127,6 +134,19 @@ def _list_goal_relaxations(goal: Goal, *, is_spot_only: bool) -> Iterator[Relaxa
         yield Relaxation(words="raise `budget`", change=_set_goal(budget_usd=None))
     if goal.confidence > 0.5 and goal.deadline_hours is not None:
         yield Relaxation(words="lower `confidence` to 0.5", change=_set_goal(confidence=0.5))
+
+
+def _loosen(field: str) -> Callable[[Task], Task]:
+    """Return a change that turns an exact size into a minimum."""
+
+    def loosen(each: Resources) -> Resources:
+        values: dict[str, Any] = {field: _at_least(getattr(each, field))}
+        return replace(each, **values)
+
+    def change(task: Task) -> Task:
+        return replace(task, resources=tuple(loosen(each) for each in task.resources))
+
+    return change
 
 
 def _at_least(size: Quantity | None) -> Quantity | None:

@@ -84,6 +84,7 @@ class ClusterBuilder:
             image_id=None if resources.container is not None and is_host else resources.image_id,
             ports=resources.ports,
             labels=resources.labels,
+            pod_config=task.pod_config,
             group=self._find_group(task, job_id),
         )
 

@@ -132,7 +132,13 @@ class ServerContext(Context):
         return Payee() if self._token is None else Payee(user=self._token.user, project=self._token.project)
 
     def check_notify(self, tasks: Sequence[Task]) -> None:
-        """Refuse commands that would run as the server's own user, as for the local cloud."""
+        """Refuse what would act as the server's own user, as for the local cloud: commands, and pods with the accounts
+        and volumes of their choice."""
+        if not self._policy.has_local_cloud and any(each.pod_config for each in tasks):
+            raise UsageError(
+                "`pod_config` would use the server's own access to Kubernetes, which this server does not allow",
+                hints=["remove `pod_config`; the server's operator sets volumes and tolerations in `kubernetes.yaml`"],
+            )
         if not self._policy.has_local_cloud and any(each.event_callback for each in tasks):
             raise UsageError(
                 "`event_callback` would run on the server's machine as the server's own user, which this server "

@@ -26,6 +26,7 @@ from broker.client.wire import (
     PROTOCOL,
     VERBS,
     Verb,
+    check_fields,
     decode,
     decode_error,
     encode,
@@ -255,7 +256,10 @@ class Server:
         signature = read_signature(verb.function)
         if unknown := sorted(set(body) - set(signature.arguments)):
             raise InvalidRequestError(f"`{verb.name}` has no argument `{unknown[0]}`")
-        arguments = {name: self._localize(decode(value, signature.arguments[name])) for name, value in body.items()}
+        decoded = {name: decode(value, signature.arguments[name]) for name, value in body.items()}
+        for name, value in decoded.items():
+            check_fields(body[name], value, name)
+        arguments = {name: self._localize(value) for name, value in decoded.items()}
         if missing := sorted(read_required(verb) - set(arguments)):
             raise InvalidRequestError(f"`{verb.name}` requires the argument `{missing[0]}`")
         return VerbRequest(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)

@@ -297,10 +297,15 @@ def copy_by_tool(url: str, place: pathlib.Path) -> None:
 
 
 def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool, is_read_only: bool) -> None:
-    """Mount a bucket path at `place`; a live mount there is kept, a dead one replaced. Raises MountError."""
+    """Mount a bucket path at `place`; keep an equal live mount, and replace any other. Raises MountError."""
     drop_dead_mount(place)
-    if os.path.ismount(place):
+    wanted = f"{scheme}://{rest} {'cached' if is_cached else 'direct'} {'read-only' if is_read_only else 'writable'}"
+    record = MOUNTS / f"{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.mounted"
+    if os.path.ismount(place) and read_text(record) in ("", wanted):  # empty: not mounted by this program
         return
+    if os.path.ismount(place) and not unmount(place):
+        raise MountError(f"`{place}` has another mount that is in use; wait until its run ends, or change the path")
+    MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
     place.mkdir(parents=True, exist_ok=True)
     bucket, _, path = rest.partition("/")
     path = path.strip("/")
@@ -322,6 +327,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
             f"this node cannot mount `{scheme}://{rest}`: it has no {' and no '.join(tools)}\n\n"
             "hint: use `mode: COPY`, or an `image_id` that includes one of them"
         )
+    write_whole(record, wanted)
 
 
 def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool, is_read_only: bool) -> None:
@@ -329,7 +335,6 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
     mode, flags = ("MOUNT_CACHED", CACHE_FLAGS) if is_cached else ("MOUNT", ("--vfs-cache-mode", "writes"))
     flags = (*flags, "--read-only") if is_read_only else flags
     name = hashlib.sha256(f"{scheme}://{rest} {place}".encode()).hexdigest()[:16]
-    MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache, control = MOUNTS / name, MOUNTS / f"{name}.sock"
     has_control = find_rclone_version() >= RC_SOCKET_VERSION and len(os.fsencode(control)) <= SOCKET_PATH_BYTES_MAX
     remote_control = ["--rc", "--rc-addr", f"unix://{control}"] if has_control else []
@@ -339,7 +344,7 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
         os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     # Register before mounting, so that the agent waits for all writes to the mount.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
-    about["socket"] = str(control) if remote_control else ""
+    about |= {"socket": str(control) if remote_control else "", "access": "read-only" if is_read_only else ""}
     write_whole(MOUNTS / f"{name}.json", json.dumps(about))
     argv = ["rclone", "mount", RCLONE[scheme] + rest, str(place), "--daemon", "--daemon-wait", "60s", *flags]
     run([*argv, "--cache-dir", str(cache), *remote_control])
@@ -365,10 +370,13 @@ def drop_dead_mount(place: pathlib.Path) -> None:
         place.stat()
     except OSError as error:
         if error.errno == errno.ENOTCONN:
-            for tool in ("fusermount3", "fusermount"):
-                if shutil.which(tool):
-                    subprocess.run([tool, "-u", "-z", str(place)], check=False)
-                    return
+            unmount(place, "-z")
+
+
+def unmount(place: pathlib.Path, *flags: str) -> bool:
+    """Unmount a FUSE mount; return whether it succeeded."""
+    tool = shutil.which("fusermount3") or shutil.which("fusermount")
+    return tool is not None and not subprocess.run([tool, "-u", *flags, str(place)], check=False).returncode
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:

@@ -32,6 +32,11 @@ def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]
     return replace(document, value=fields)
 
 
+def find_variables(text: str) -> tuple[str, ...]:
+    """Return the names of the variables in a text, which after `expand_variables` are those without a value."""
+    return tuple(name for _, name in _split(text) if name)
+
+
 class _Expander:
     """Counts its output: a small file can otherwise expand to a huge one."""
 

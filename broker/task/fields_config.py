@@ -52,18 +52,8 @@ CONFIG = Table(
             later=Later(message="Azure settings are not supported", hint="remove `azure` to use the defaults"),
         ),
         "kubernetes": Field(
-            shape=_SECTION, about="Pod settings.",
+            shape=_SECTION, about="Pod settings; `pod_config` is merged into pods (docs/KUBERNETES.md).",
             later=_ignored("Kubernetes", "`kubernetes.yaml` (docs/KUBERNETES.md)"),
-            at={
-                "kubernetes": Later(
-                    message=f"`{_POD_CONFIG}` is not supported",
-                    hint=(
-                        "move tolerations, selectors and the priority class to `kubernetes.yaml` (docs/KUBERNETES.md), "
-                        "and remove the rest: `/dev/shm` is large without it"
-                    ),
-                    applies=lambda value: bool(value.get(_POD_CONFIG)),
-                )
-            },
         ),
         "ssh": Field(
             shape=_SECTION, about="Settings of your own machines.",

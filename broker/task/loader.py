@@ -18,6 +18,7 @@ from broker.task.foreign import recognise
 from broker.task.measures import MAX_DURATION_S_MIN, UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
+from broker.task.pod_config import read_pod_config
 from broker.task.reading import Reader, describe
 from broker.task.resources import note_differences, read_autostop, read_priority, read_recovery, read_resources
 from broker.task.service import read_service
@@ -159,6 +160,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         notify=_read_notify(section.get("notify")),
         event_callback=section.get("event_callback"),
         schedule=read_schedule(reader, section),
+        pod_config=read_pod_config(reader, section),
         notices=reader.take_notices(),
         origin=Origin(file=reader.file, line=section.marked.line, column=section.marked.column),
     )

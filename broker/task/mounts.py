@@ -7,6 +7,7 @@ from pathlib import Path
 
 from broker.task.allowed import GIT_URL
 from broker.task.checking import check_bucket
+from broker.task.expansion import find_variables
 from broker.task.fields_storage import BUCKET_SCHEMES
 from broker.task.reading import Reader, describe
 from broker.task.tables import Section
@@ -20,6 +21,7 @@ _STORES = {"aws": "s3", "gcp": "gcs", "azure": "azure"}  # cloud -> the store of
 _FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
 _HUB = "download models and data sets in `setup`, for example with `hf download`"
+_DECLARE = "declare it under `envs`, with a value or with `--env`"
 _FROM_HERE = "paths are relative to the current folder"
 
 
@@ -32,7 +34,10 @@ def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
         return None
     place = section.find_key("workdir")
     folder: str = value
-    if not _exists(folder, is_folder=True):
+    if variables := find_variables(folder):
+        for name in _list_undeclared(variables, section):
+            reader.warn(place, "workdir", f"`workdir`: `{name}` is not in `envs`", _DECLARE, blocks_launch=True)
+    elif not _exists(folder, is_folder=True):
         hint = f"for a git repository, write `workdir: {{url: {folder}}}`" if GIT_URL.admits(folder) else _FROM_HERE
         reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", hint, blocks_launch=True)
     return folder
@@ -50,6 +55,9 @@ def read_file_mounts(
         source = section.marks["file_mounts"].value[target]
         if isinstance(value, Section):
             storage.append(_read_storage(reader, target, value, own_store))
+            texts = (*storage[-1].source, storage[-1].name or "")
+            for name in _list_undeclared([name for text in texts for name in find_variables(text)], section):
+                _warn(reader, value.marked, f"`file_mounts`: `{name}` is not in `envs`", _DECLARE)
         elif value.startswith(BUCKET_SCHEMES):
             origin = reader.find_origin(source)
             storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
@@ -60,6 +68,9 @@ def read_file_mounts(
             if "://" in value:
                 message = f"`file_mounts`: unknown kind of URL `{value.partition('://')[0][:40]}://`"
                 _warn(reader, source, message, f"buckets begin with {', '.join(SERVED_SCHEMES[:-1])}")
+            elif variables := find_variables(value):
+                for name in _list_undeclared(variables, section):
+                    _warn(reader, source, f"`file_mounts`: `{name}` is not in `envs`", _DECLARE)
             elif not _exists(value, is_folder=False):
                 _warn(reader, source, f"`file_mounts` names a path that does not exist: `{value}`", _FROM_HERE)
     return mounts, tuple(storage)
@@ -74,7 +85,12 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
     if fault := check_bucket(name or "", store):
         rule, hint = fault
         reader.fault(section.marks["name"], f"`name` must be {rule.expected}, not {describe(name)}", hint)
-    if store == "volume":
+    if not name and not sources:
+        is_empty = section.get("name") is not None or section.get("source") is not None
+        message = "the `name` or `source` of a storage is empty" if is_empty else "storage requires `name` or `source`"
+        hint = "give its variable a value with `--env`" if is_empty else "write `source: s3://...`"
+        _warn(reader, section.marked, f"`file_mounts`: {message}", hint)
+    elif store == "volume":
         _warn(reader, section.marked, "`file_mounts`: volumes are not supported", "use `disk_size`, or a bucket")
     else:
         if name and store is None and not any("://" in each for each in sources):
@@ -82,18 +98,15 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
             _warn(reader, section.marked, f"`file_mounts`: the bucket `{name}` has no `store`", hint)
         elif not _is_served(sources, name, store):
             is_hub = store == "hf" or any(each.startswith("hf://") for each in sources)
-            _warn(reader, section.marked, "`file_mounts`: this storage is not supported", _HUB if is_hub else _NAME)
+            message = f"`file_mounts`: {_describe_unserved(sources, name, store)}"
+            _warn(reader, section.marked, message, _HUB if is_hub else _NAME)
         for each in sources:
-            if "://" not in each and not _exists(each, is_folder=False):
+            if "://" not in each and not find_variables(each) and not _exists(each, is_folder=False):
                 _warn(reader, section.marked, f"`file_mounts` names a path that does not exist: `{each}`", _FROM_HERE)
         if section.get("persistent") is False:
             place = (section.marked.line, section.marked.column)
             hint = "delete it yourself when you no longer need it"
             reader.warn(place, "file_mounts", "`persistent: false`: the bucket is kept", hint, blocks_launch=False)
-        if not name and not sources:  # including a variable that is still empty
-            _warn(
-                reader, section.marked, "`file_mounts`: storage requires `name` or `source`", "write `source: s3://...`"
-            )
     return StorageMount(
         target=target,
         source=sources,
@@ -103,6 +116,19 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
         is_read_only=_is_read_only(section),
         origin=reader.find_origin(section.marked),
     )
+
+
+def _describe_unserved(sources: tuple[str, ...], name: str | None, store: str | None) -> str:
+    if len(sources) > 1 and any("://" in each for each in sources):
+        return "several sources are supported only for local paths"
+    if sources and "://" in sources[0]:
+        return f"`{sources[0].partition('://')[0][:40]}://` URLs are not supported"
+    return f"the store `{store}` is not supported" if name else "a local `source` requires the `name` of a bucket"
+
+
+def _list_undeclared(variables: Sequence[str], section: Section) -> list[str]:
+    """Return the variables that the task does not declare; the others have a note that they have no value."""
+    return [name for name in variables if name not in {*section.get("envs", {}), *section.get("secrets", {})}]
 
 
 def _is_read_only(section: Section) -> bool:

@@ -48,12 +48,27 @@ VARIABLES = {
     "SLURM_NTASKS": "$SKYPILOT_NUM_NODES",
     "SLURM_LOCALID": "0",
     "SLURM_GPUS_ON_NODE": "$SKYPILOT_NUM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_NODE": "$SKYPILOT_NUM_GPUS_PER_NODE",
+    "SLURM_GPUS": "$((SKYPILOT_NUM_NODES * SKYPILOT_NUM_GPUS_PER_NODE))",
+    "SLURM_CPUS_PER_TASK": "$(nproc)",  # one task per node has all CPUs of its node
+    "SLURM_CPUS_ON_NODE": "$(nproc)",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_ARRAY_JOB_ID": "${BROKER_JOB_ID:-0}",
+    "SLURM_TMPDIR": "${TMPDIR:-/tmp}",
     "SLURM_RESTART_COUNT": "$((${BROKER_ATTEMPT:-1} - 1))",
     "SLURM_JOB_NODELIST": "$SKYPILOT_NODE_IPS",
     "SLURM_NODELIST": "$SKYPILOT_NODE_IPS",
     "SLURM_SUBMIT_DIR": "$PWD",
 }
 HOST_NAMES = re.compile(r'scontrol\s+show\s+hostnames?(\s+"?\$\{?SLURM_(JOB_)?NODELIST\}?"?)?')
+SLURM_NAME = re.compile(r"\bSLURM_[A-Z_]+\b")
+# The arguments of the script: anywhere as a whole; one of them outside functions, which are indented.
+ARGUMENTS = re.compile(r"""\$[@*]|\$\{[@*]|^[^\s#'][^#'\n]*\$(?:\{[1-9][:}-]|[1-9]\b)""", re.MULTILINE)
+SPACE = r"(?:\s|\\\n)"  # between the words of a command, which may continue in the next line
+# Parts of a GPU's name in gres.conf that are not in broker's: nvidia_l40s, tesla_v100, h100-80gb-hbm3, a100-sxm4-80gb.
+GPU_PREFIX = re.compile(r"^(?:(?:NVIDIA|TESLA|GEFORCE|QUADRO)-)+")
+GPU_FORM = re.compile(r"-(?:SXM\d?|PCIE|NVL|HBM\d\w?)(?=-|$)")
+GPU_SIZES = {"A100-80GB", "V100-32GB"}  # names with a size; every other GPU has one size
 MEMORY_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 ARRAY_RUNS_MAX = 10_000
 
@@ -94,6 +109,7 @@ def import_sbatch(text: str) -> Imported:
         task["run"] = run
     else:
         notes.append("the script has no commands; add `run`")
+    _note_run(body, run, is_array="array" in options, notes=notes)
     _note_rest(options, tasks, modules, notes)
     if found := next(filter(OTHER_SYSTEMS.match, body), None):
         notes.append(f"only `#SBATCH` lines are converted, not `{found.strip()[:60]}`")
@@ -159,7 +175,7 @@ def _read_resources(options: Mapping[str, str], nodes: int, tasks: int) -> dict[
     found: dict[str, Any] = {}
     kind, count = _read_gpus(options, nodes, tasks)
     if count:
-        found["accelerators"] = f"{kind.upper()}:{count}" if kind else f"1GB+:{count}"
+        found["accelerators"] = f"{name_gpu(kind)}:{count}" if kind else f"1GB+:{count}"
     cores = (_read_count(options, "cpus-per-task") or 1) * tasks
     cores = max(cores, _read_count(options, "cpus-per-gpu") * count)
     if cores > 1:
@@ -187,6 +203,13 @@ def _read_gpus(options: Mapping[str, str], nodes: int, tasks: int) -> tuple[str,
                 kind, count = count, "1"
             return kind, math.ceil(int(count or 1) * factor)
     return "", 0
+
+
+def name_gpu(kind: str) -> str:
+    """Return broker's name of a GPU type: `tesla_v100` is V100, `H200_141GB` is H200, `a100-sxm4-80gb` is A100-80GB."""
+    name = GPU_FORM.sub("", GPU_PREFIX.sub("", kind.upper().replace("_", "-")))
+    base, _, size = name.rpartition("-")
+    return base if base and re.fullmatch(r"\d+GB?", size) and f"{base}-{size.rstrip('GB')}GB" not in GPU_SIZES else name
 
 
 def _read_image(options: Mapping[str, str], notes: list[str]) -> str | None:
@@ -240,29 +263,57 @@ def _note_array(text: str, name: str, notes: list[str]) -> str:
 def convert_body(lines: list[str]) -> tuple[str, list[str]]:
     """Return `run`, which defines the Slurm variables that it reads, and the `module` lines, which become comments."""
     modules, kept = [], []
-    for line in lines:
+    for line in _join_srun(lines):
         if re.match(r"\s*(module|ml)\s", line):
             modules.append(line.strip())
             line = f"# {line.strip()}"
         kept.append(_drop_srun(HOST_NAMES.sub('echo "$SKYPILOT_NODE_IPS"', line)))
-    text = "\n".join(kept).strip("\n") + "\n"
+    text = re.sub(r"[ \t]+$", "", "\n".join(kept).strip("\n"), flags=re.MULTILINE) + "\n"
+    text = re.sub(r"\A(?:#?\n)+", "", text)
     read = [name for name in VARIABLES if re.search(rf"\b{name}\b", text)]
     exports = "".join(f'export {name}="{VARIABLES[name]}"\n' for name in read)
     return exports + text, modules
 
 
+def _join_srun(lines: list[str]) -> Iterator[str]:
+    """Yield the lines; one text for an `srun` that continues in the next lines."""
+    rest = iter(lines)
+    for line in rest:
+        joined = line
+        while re.match(r"\s*(?:exec\s+|time\s+)?srun\b", joined) and joined.endswith("\\"):
+            if (following := next(rest, None)) is None:
+                break
+            joined += f"\n{following}"
+        yield joined
+
+
 def _drop_srun(line: str) -> str:
     """Remove `srun`: broker starts `run` on every node, as srun would start one task on each."""
-    found = re.match(r"(\s*(?:exec\s+|time\s+)?)(?:srun|mpirun|mpiexec)\s+(.*)$", line)
-    if not found or "srun" not in line:
+    found = re.match(rf"(\s*(?:exec\s+|time\s+)?)srun{SPACE}+(.*)$", line, re.DOTALL)
+    if not found:
         return line
     rest = found[2]
-    while option := re.match(r"(-\S+)(\s+|$)", rest):
+    while option := re.match(rf"(-\S+)({SPACE}+|$)", rest):
         word, rest = option[1], rest[option.end() :]
         takes_next = "=" not in word and not SRUN_FLAGS.match(word) and (word.startswith("--") or len(word) == 2)
-        if takes_next and (value := re.match(r"\S+(\s+|$)", rest)):
+        if takes_next and (value := re.match(rf"\S+({SPACE}+|$)", rest)):
             rest = rest[value.end() :]
     return found[1] + rest
+
+
+def _note_run(body: list[str], run: str, *, is_array: bool, notes: list[str]) -> None:
+    """Note what the program needs of Slurm and would miss without an error."""
+    known = {*VARIABLES, *(["SLURM_ARRAY_TASK_ID"] if is_array else [])}
+    code = "\n".join(line for line in run.splitlines() if not line.lstrip().startswith("#"))
+    if unset := sorted(set(SLURM_NAME.findall(code)) - known - set(re.findall(r"\b(SLURM_[A-Z_]+)=", code))):
+        notes.append(f"`{'`, `'.join(unset)}`: only Slurm sets {'it' if len(unset) == 1 else 'them'}; replace in `run`")
+    if ARGUMENTS.search(code):
+        notes.append("`run` gets no arguments: replace `$1` or `$@` by their values, or by variables in `envs`")
+    if "scontrol requeue" in code:
+        notes.append("`scontrol requeue`: remove it; a managed job is restarted after a preemption")
+    images = re.findall(r"--container-image[= ](\S+)", "\n".join(each for each in _join_srun(body) if "srun" in each))
+    if images:
+        notes.append(f"`srun --container-image={images[0]}`: set `image_id: docker:IMAGE`")
 
 
 def _note_rest(options: Mapping[str, str], tasks: int, modules: list[str], notes: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from broker.task.fields_service import PASSTHROUGH
 from broker.task.reading import Reader
 from broker.task.tables import Section
-from broker.task.yaml_reader import Marked
+from broker.task.yaml_reader import unmark
 from broker.types import (
     GATEWAYS_MAX,
     BalancerType,
@@ -152,7 +152,7 @@ def _read_probe(reader: Reader, service: Section, protocol: ServiceProtocol) -> 
     given = {name: probe.values[field] for name, field in names.items() if field in probe.values}
     return ReadinessProbe(
         path=probe.get("path", "/") if is_http else "",
-        post_data=body if body is None or isinstance(body, str) else json.dumps(_unmark(body)),
+        post_data=body if body is None or isinstance(body, str) else json.dumps(unmark(body)),
         **given,
     )
 
@@ -175,15 +175,6 @@ def _refuse_request(reader: Reader, service: Section, probe: str | Section, prot
 def _check_path(reader: Reader, section: Section, field: str, path: str) -> None:
     if field in section.marks and not path.startswith("/"):
         reader.fault(section.marks[field], f"`{field}` must start with a slash", f"write `{field}: /{path}`")
-
-
-def _unmark(value: Any) -> Any:
-    """Return a value of any shape without its positions."""
-    if isinstance(value, Marked):
-        return _unmark(value.value)
-    if isinstance(value, dict):
-        return {key: _unmark(each) for key, each in value.items()}
-    return [_unmark(each) for each in value] if isinstance(value, list) else value
 
 
 def _read_policy(reader: Reader, service: Section) -> ReplicaPolicy:

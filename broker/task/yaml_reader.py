@@ -249,6 +249,15 @@ def _read_scalar(event: Any) -> Any:
     return text if is_tagged or not event.implicit[0] else read_plain(text)
 
 
+def unmark(value: Any) -> Any:
+    """Return a value of any shape without its positions."""
+    if isinstance(value, Marked):
+        return unmark(value.value)
+    if isinstance(value, dict):
+        return {key: unmark(each) for key, each in value.items()}
+    return [unmark(each) for each in value] if isinstance(value, list) else value
+
+
 def read_plain(text: str) -> Any:
     """Return the value of an unquoted scalar."""
     if text in ("", "~", "null", "Null", "NULL"):

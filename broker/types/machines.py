@@ -41,6 +41,7 @@ class MachineSpec:
     image_id: str | None = None
     ports: tuple[str, ...] = ()  # "8080" or "8000-8010", open to any address
     labels: Mapping[str, str] = field(default_factory=dict)
+    pod_config: str = ""  # JSON, merged into pods; without effect on other clouds
     group: str = ""  # a connected job group: nodes of all its clusters can reach each other
 
 

@@ -212,5 +212,6 @@ class Task:
     notify: NotifySpec | None = None  # of managed jobs; None: as set by `[notify]` in `config.toml`
     event_callback: str | None = None  # a command that the daemon runs at each change of a managed job's status
     schedule: ScheduleSpec | None = None  # stored by `broker jobs launch`; None: one job, now
+    pod_config: str = ""  # JSON: the supported parts are merged into its pods on Kubernetes
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

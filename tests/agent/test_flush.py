@@ -53,6 +53,12 @@ def test_files_that_are_not_uploaded_are_counted_and_unknown_ones_count_as_such(
     assert list_pending() == [Pending("s3://bucket/out", 3, 7)]
 
 
+def test_lost_read_only_mount_is_restored_as_read_only(mounts: Path) -> None:
+    about = {"url": "s3://b", "target": "/d", "mode": "MOUNT", "cache": "", "socket": "", "access": "read-only"}
+    files.write_json(mounts / "mounts" / "two.json", about)
+    assert agent_flush.make_retry_script().endswith("node_mount.py MOUNT s3://b /d read-only")
+
+
 def test_wait_lasts_while_uploads_progress_and_for_the_hold_time_after(
     mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from broker import __version__
+from broker.cli import other_words
+from broker.cli.commands import COMMANDS
+from broker.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -47,3 +50,25 @@ def test_ctrl_c_during_imports_leaves_without_a_traceback(module: str, tmp_path:
     done = run("plan", "--gpus", "H100:8", PYTHONPATH=path, INTERRUPT_AT=module, BROKER_HOME=str(tmp_path))
     assert done.returncode == 130, done.stderr
     assert done.stderr == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["storage", "ls"], "No such command 'storage': write buckets to `file_mounts`"),
+        (["launch", "--cloud", "gcp", "x.yaml"], "No such option: --cloud: use `--infra CLOUD`"),
+        (["jobs", "launch", "--region", "x"], "No such option: --region: use `--infra CLOUD/REGION`"),
+        (["lanch"], "No such command 'lanch'. Did you mean 'launch', 'plan'?"),
+        (["launch", "--gpu", "x"], "No such option: --gpu (Possible options: --cpus, --gpus)"),
+    ],
+)
+def test_word_of_another_program_has_a_hint(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments)
+    assert hint in capsys.readouterr().err
+
+
+def test_words_of_other_programs_are_not_broker_s_own() -> None:
+    assert not {*other_words.COMMANDS} & {*COMMANDS}

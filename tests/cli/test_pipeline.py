@@ -142,25 +142,34 @@ def test_group_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Job group of 2 tasks: lowest cost overall\n")
 
 
-@pytest.mark.parametrize(("role", "price"), [(None, "20.00"), (GroupRole(name="rl"), "30.00")])
+@pytest.mark.parametrize(
+    ("role", "needs", "price"),
+    [
+        (None, {"b": ["a"], "c": ["b"]}, "20.00"),  # one after the other
+        (None, {"b": ["a"], "c": ["a"]}, "24.00"),  # two branches
+        (None, {"c": ["a", "b"]}, "30.00"),
+        (None, {"a": ["c"], "b": ["c"]}, "30.00"),  # in any order of the file
+        (GroupRole(name="rl"), {}, "34.00"),
+    ],
+)
 def test_price_to_confirm_is_of_the_tasks_that_run_at_a_time(
-    role: GroupRole | None, price: str, monkeypatch: pytest.MonkeyPatch
+    role: GroupRole | None, needs: dict[str, list[str]], price: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tasks of a pipeline run one after the other, those of a group together."""
+    """The tasks of a pipeline run one after the other, except in branches; those of a group run together."""
     asked = list[str]()
     monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text))
     plans = [
         Plan(
-            task=Task(group=role),
-            estimates=(make_step("a", "aws", usd).estimate,),
+            task=Task(name=name, group=role, needs=dict.fromkeys(needs.get(name, []), 0.0)),
+            estimates=(make_step(name, "aws", usd).estimate,),
             rejections=(),
             prices_as_of="",
             reason="",
         )
-        for usd in (5.0, 10.0)
+        for name, usd in {"a": 5.0, "b": 10.0, "c": 2.0}.items()
     ]
     confirm_price(plans, yes=False)
-    assert asked == [f"Start at {price} USD/h?"]
+    assert asked == [f"Start at up to {price} USD/h?"]
 
 
 def test_price_to_confirm_is_of_all_runs_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

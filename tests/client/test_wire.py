@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from broker.app.market import Market, find_cache
 from broker.app.planning import read_task
-from broker.client.wire import VERBS, decode, decode_error, encode, encode_error, find_verb, read_signature
+from broker.client.wire import (
+    VERBS,
+    check_fields,
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+    find_verb,
+    read_signature,
+)
 from broker.errors import (
     BrokerError,
     CapacityError,
@@ -37,7 +47,7 @@ run: python train.py
 
 def test_task_arrives_as_it_was_sent() -> None:
     task = read_task(TASK)
-    assert decode(encode(task, is_revealing=True), Task) == task
+    assert decode(encode(task, is_argument=True), Task) == task
 
 
 def test_plan_arrives_with_its_forecast() -> None:
@@ -51,8 +61,23 @@ def test_plan_arrives_with_its_forecast() -> None:
 
 def test_secret_is_revealed_only_on_the_way_to_the_server() -> None:
     task = read_task(TASK)
-    assert "swordfish" in str(encode(task, is_revealing=True))
+    assert "swordfish" in str(encode(task, is_argument=True))
     assert "swordfish" not in str(encode(task)) and encode(Secret(value="x")) == {"value": "***"}
+
+
+def test_field_of_a_newer_client_is_refused_and_fields_with_their_default_are_not_sent() -> None:
+    task = read_task("file_mounts: {/d: {source: 's3://b', mode: MOUNT}}\nrun: x\n")
+    (plain,) = encode(task, is_argument=True)["storage_mounts"]
+    assert "is_read_only" not in plain
+    (mount,) = task.storage_mounts
+    data = encode(replace(task, storage_mounts=(replace(mount, is_read_only=True),)), is_argument=True)
+    assert data["storage_mounts"][0]["is_read_only"] is True
+    check_fields(data, decode(data, Task), "task")
+    data["storage_mounts"][0]["is_encrypted"] = True  # a field that this version lacks
+    with pytest.raises(InvalidRequestError, match=r"`task\.storage_mounts` has the field `is_encrypted`"):
+        check_fields(data, decode(data, Task), "task")
+    with pytest.raises(InvalidRequestError, match=r"`tasks` has the field `more`"):
+        check_fields([{"run": "x", "more": 1}], decode([{"run": "x", "more": 1}], tuple[Task, ...]), "tasks")
 
 
 def test_infinite_number_is_transmitted() -> None:

@@ -29,9 +29,16 @@ class FakeTracker(BaseHTTPRequestHandler):
         status, answer = server.answer(self.path, body)
         data = json.dumps(answer).encode()
         self.send_response(status)
+        if server.location:
+            self.send_header("Location", server.location)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        server.received.append((self.path, None, dict(self.headers)))
+        self.send_error(404)
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
@@ -46,6 +53,7 @@ class Server(ThreadingHTTPServer):
         self.runs: dict[str, dict[str, Any]] = {}
         self.experiments: list[str] = []
         self.status = 200
+        self.location = ""
 
     @property
     def url(self) -> str:
@@ -149,6 +157,17 @@ def test_tracker_that_refuses_is_reported_and_the_others_get_the_line(
     forward("1", "--mlflow", server.url, code=1)  # without a run, nothing could be forwarded
     forward("1", "--mlflow", "localhost:5000", code=2)
     forward("1", code=2)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307])
+def test_redirect_is_refused_and_takes_no_login_along(
+    ended: Story, server: Server, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "swordfish")
+    server.status, server.location = status, f"{server.url}/elsewhere"
+    forward("1", "--mlflow", server.url, code=1)
+    assert f"HTTP {status}" in capsys.readouterr().err
+    assert [path for path, _, _ in server.received] == ["experiments/search"]
 
 
 def read_records(path: Path) -> list[bytes]:

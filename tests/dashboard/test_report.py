@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -39,6 +40,16 @@ def test_a_month_sums_what_was_bought_and_saved(frozen: Story) -> None:
     assert (line.preemptions, line.usd) == (1, pytest.approx(2.5))
     assert line.lost_usd == pytest.approx(2.0 * 60 / 3600), "the second attempt's start; its program reports no steps"
     assert report.saved_usd == pytest.approx(report.ondemand_usd - report.usd) and report.saved_usd >= 5.0 - 1e-9
+
+
+def test_attempt_that_is_preempted_before_its_program_starts_is_lost_money(frozen: Story) -> None:
+    job = max(frozen.store.jobs.list(), key=lambda each: each.id)
+    first, second = job.attempts
+    lost = replace(second, running_s=None, lost_s=MID_S + 2700, ended_s=MID_S + 2700, outcome=first.outcome)
+    frozen.store.jobs.put_attempt(lost)
+    report = read_report(frozen.context, read_month("2026-03", now_s=MID_S))
+    (line,) = [each for each in report.jobs if each.name == HOSTILE]
+    assert line.preemptions == 2 and line.lost_usd == pytest.approx(2.0 * 900 / 3600)
 
 
 def test_hours_are_cut_at_the_ends_of_the_month(frozen: Story) -> None:

@@ -35,6 +35,9 @@ def test_commands_run_on_the_servers_machine_only_where_the_operator_allows_it(t
     allowing.check_notify([task])
     refusing = ServerContext(tmp_path, policy=Policy())
     refusing.check_notify([ON_LOCAL])
+    allowing.check_notify([replace(ON_LOCAL, pod_config="{}")])
+    with pytest.raises(UsageError, match="the server's own access to Kubernetes"):
+        refusing.check_notify([replace(ON_LOCAL, pod_config="{}")])
     with pytest.raises(UsageError, match="would run on the server's machine"):
         refusing.check_notify([task])
     with pytest.raises(UsageError, match="would run on the server's machine"):

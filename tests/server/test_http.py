@@ -17,7 +17,7 @@ from broker.app.verbs.launching import exec_task
 from broker.client.files import upload_files, write_archive
 from broker.client.login import ServerLogin, check_login
 from broker.client.remote import RemoteSession, check_handshake
-from broker.client.wire import HEADER, VERBS
+from broker.client.wire import HEADER, PROTOCOL, VERBS
 from broker.errors import AuthError, TransientError, UsageError
 from broker.server.files import FileStore
 from broker.server.serving import choose_certificate, ensure_certificate
@@ -64,9 +64,16 @@ def test_body_that_is_not_an_object_is_refused(hosted: Hosted) -> None:
 
 
 def test_client_of_another_protocol_gets_a_hint_about_what_to_upgrade(hosted: Hosted) -> None:
-    for given, older in (("0", "client"), ("2", "server")):
-        status, answer = hosted.ask("/v1/handshake", token=hosted.tokens["viewer"], headers={HEADER: given})
+    for given, older in ((PROTOCOL - 1, "client"), (PROTOCOL + 1, "server")):
+        status, answer = hosted.ask("/v1/handshake", token=hosted.tokens["viewer"], headers={HEADER: str(given)})
         assert status == 422 and f"upgrade the {older}" in answer["error"]["hints"][0]
+
+
+def test_task_with_a_field_of_a_newer_client_is_refused(hosted: Hosted) -> None:
+    body = {"tasks": [{"run": "true", "is_from_the_future": True}]}
+    status, answer = hosted.ask("/v1/launch_jobs", body, token=hosted.tokens["admin"])
+    assert status == 400 and "does not support" in answer["error"]["message"]
+    assert not hosted.context.store.jobs.list()
 
 
 def test_metrics_are_those_of_the_dashboard(hosted: Hosted) -> None:

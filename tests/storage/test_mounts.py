@@ -17,7 +17,7 @@ from local_gang import Rig, make_task
 
 from broker.errors import InvalidRequestError
 from broker.optimizer.egress import GB_PER_GIB, EgressTable
-from broker.storage import open_bucket
+from broker.storage import node_mount, open_bucket
 from broker.storage.mounts import MountStep, add_mounts, make_script, measure_mounts, plan_mounts, price_mounts
 from broker.types import EgressPrice, Origin, RunStatus, StorageMount, Task
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3
@@ -153,6 +153,43 @@ def test_mount_takes_the_tool_that_the_node_has(
         assert [each["url"] for each in known] == [url] and f"--cache-dir {known[0]['cache']}" in call
     else:
         assert not known
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fake mount tools, which write their calls to a file; `busy` beside it lets unmounting fail."""
+    calls, live = tmp_path / "calls", tmp_path / "live"
+    scripts = {
+        "mount-s3": f'#!/bin/sh\necho mount "$@" >> {calls}; touch {live}\n',
+        "fusermount3": f'#!/bin/sh\necho unmount "$@" >> {calls}; test ! -e {tmp_path}/busy && rm {live}\n',
+    }
+    (tmp_path / "bin").mkdir()
+    for tool, script in scripts.items():
+        (tmp_path / "bin" / tool).write_text(script)
+        (tmp_path / "bin" / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(node_mount, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr("os.path.ismount", lambda place: live.exists())
+    return calls
+
+
+def test_live_mount_is_kept_only_for_the_same_bucket_and_access(mounted: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "see")
+
+    def mount_again(url: str = "s3://b", access: str = "") -> list[str]:
+        mounted.write_text("")
+        node_mount.main("MOUNT", url, place, access)
+        return [line.partition(" /")[0] for line in mounted.read_text().splitlines()]
+
+    assert mount_again() == ["mount --allow-delete --allow-overwrite b"]
+    assert mount_again() == []
+    assert mount_again(access="read-only") == ["unmount -u", "mount --read-only b"]
+    assert mount_again(access="read-only") == []
+    assert mount_again("s3://other", access="read-only") == ["unmount -u", "mount --read-only other"]
+    (tmp_path / "busy").touch()
+    with pytest.raises(node_mount.MountError, match="another mount that is in use"):
+        mount_again("s3://other")
+    assert mount_again("s3://other", access="read-only") == [], "the mount that is in use has not changed"
 
 
 def test_node_without_a_tool_names_it(node: Node) -> None:

@@ -15,7 +15,7 @@ MISSING = "`file_mounts` names a path that does not exist: `missing`"
     ("storage", "expected"),
     [
         ("source: s3://bucket/data", []),
-        ("source: here", ["`file_mounts`: this storage is not supported"]),
+        ("source: here", ["`file_mounts`: a local `source` requires the `name` of a bucket"]),
         ("{name: mine, store: s3}", []),
         ("{name: mine, store: s3, source: here}", []),
         ("{name: mine, store: s3, source: one.txt}", []),  # a file is as good as a folder
@@ -24,10 +24,13 @@ MISSING = "`file_mounts` names a path that does not exist: `missing`"
         ("{name: mine, source: s3://bucket/data}", []),
         ("{name: mine}", ["`file_mounts`: the bucket `mine` has no `store`"]),
         ("{name: mine, source: here}", ["`file_mounts`: the bucket `mine` has no `store`"]),
-        ("{name: mine, source: [here, s3://bucket/data]}", ["`file_mounts`: this storage is not supported"]),
-        ("{name: mine, store: ibm}", ["`file_mounts`: this storage is not supported"]),
+        (
+            "{name: mine, source: [here, s3://bucket/data]}",
+            ["`file_mounts`: several sources are supported only for local paths"],
+        ),
+        ("{name: mine, store: ibm}", ["`file_mounts`: the store `ibm` is not supported"]),
         ("{name: mine, store: volume}", ["`file_mounts`: volumes are not supported"]),
-        ("source: oci://bucket/data", ["`file_mounts`: this storage is not supported"]),
+        ("source: oci://bucket/data", ["`file_mounts`: `oci://` URLs are not supported"]),
         ("{name: mine, store: s3, persistent: true}", []),
     ],
 )
@@ -72,7 +75,7 @@ def test_mount_is_read_only_where_the_file_says_so(storage: str, is_read_only: b
     ("mount", "message", "hint", "blocks"),
     [
         ("s4://bucket/x", "`file_mounts`: unknown kind of URL `s4://`", "buckets begin with s3://, gs://", True),
-        ("{source: 'hf://org/model', store: hf}", "`file_mounts`: this storage is not supported", "download", True),
+        ("{source: 'hf://org/model', store: hf}", "`file_mounts`: `hf://` URLs are not supported", "download", True),
         ("{source: 's3://b/x', mount_options: -o x}", "`mount_options`: options of the mount program", "remove", True),
         (
             "{source: 's3://b/x', config: {mount_cached: {transfers: 8}}}",
@@ -86,3 +89,18 @@ def test_mount_that_is_not_carried_out_as_written_is_named(mount: str, message: 
     (notice,) = load_tasks_text(f"run: x\nfile_mounts:\n  /data: {mount}\n", "task.yaml")[0].notices
     assert notice.message.startswith(message) and notice.blocks_launch == blocks and notice.origin.line == 3
     assert (notice.hint or "").startswith(hint)
+
+
+def test_path_with_a_variable_has_one_note_about_the_variable() -> None:
+    text = "envs: {SET: here, UNSET: , EMPTY: ''}\nrun: x\n"
+    mounts = {
+        "$UNSET/x": [], "$SET/x": ["`file_mounts` names a path that does not exist: `here/x`"],
+        "${TYPO}/x": ["`file_mounts`: `TYPO` is not in `envs`"], "{source: $UNSET, name: b-c, store: s3}": [],
+        "{name: $TYPO, store: s3}": ["`file_mounts`: `TYPO` is not in `envs`"],
+        "{name: $EMPTY, store: s3}": ["`file_mounts`: the `name` or `source` of a storage is empty"],
+    }  # fmt: skip
+    for mount, expected in mounts.items():
+        (task,) = load_tasks_text(f"{text}file_mounts:\n  /data: {mount}\n", "task.yaml")
+        assert [each.message for each in task.notices if each.field != "envs"] == expected, mount
+    (task,) = load_tasks_text(f"{text}workdir: $TYPO/x\n", "task.yaml")
+    assert [each.message for each in task.notices if each.field != "envs"] == ["`workdir`: `TYPO` is not in `envs`"]

@@ -39,7 +39,7 @@ def load(text: str) -> Task:
         ("config: {docker: {run_options: [--gpus]}}", "docker", True),
         ("config: {gcp: {vpc_name: mine}}", "gcp", True),
         ("config: {kubernetes: {provision_timeout: 600}}", "kubernetes", False),
-        ("config: {kubernetes: {pod_config: {spec: null}}}", "kubernetes", True),
+        ("config: {kubernetes: {pod_config: {spec: {hostPID: true}}}}", "kubernetes", True),
         ("config: {hooks: [{run: save, events: [down]}]}", "hooks", True),
         ("api_server_access: true", "api_server_access", False),
         ("resources: {image_id: 'skypilot:gpu-ubuntu-2004'}", "image_id", True),
@@ -86,9 +86,30 @@ def test_field_that_clouds_carry_out_is_a_notice_only_of_those_that_do_not(
     assert local.message.startswith(f"`{field}` on local: ")
 
 
-def test_pod_settings_are_refused_only_where_pods_are_started() -> None:
-    (notice,) = load("run: x\nconfig: {kubernetes: {pod_config: {spec: null}}}").notices
-    assert (notice.cloud, notice.message) == ("kubernetes", "`kubernetes` on kubernetes: `pod_config` is not supported")
+def test_pod_settings_are_refused_only_in_part_and_where_pods_are_started() -> None:
+    text = "run: x\nconfig: {kubernetes: {pod_config: {spec: {hostNetwork: true, tolerations: [{key: a}]}}}}"
+    (notice,) = load(text).notices
+    assert (notice.cloud, notice.blocks_launch) == ("kubernetes", True)
+    assert notice.message == "`pod_config`: `spec.hostNetwork` is not supported"
+    assert load(text.replace("hostNetwork: true, ", "")).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("[a]", ["pod_config"]),
+        ("{spec: [a]}", ["spec"]),
+        ("{spec: {volumes: {a: b}}}", ["spec.volumes"]),
+        ("{spec: {volumes: [a]}}", ["spec.volumes"]),
+        ("{spec: {containers: [{name: ray-node, env: [{name: A, value: b}]}, {name: b}]}}", ["spec.containers.1"]),
+        ("{spec: {containers: [{image: x}]}}", ["spec.containers.0.image"]),
+        ("{spec: {initContainers: []}, status: {}}", ["status", "spec.initContainers"]),
+        ("{metadata: {labels: {a: b}, finalizers: [x]}}", ["metadata.finalizers"]),
+    ],
+)
+def test_part_of_pod_settings_that_cannot_be_merged_is_named(settings: str, expected: list[str]) -> None:
+    found = load(f"run: x\nconfig: {{kubernetes: {{pod_config: {settings}}}}}").notices
+    assert [each.message for each in found] == [f"`pod_config`: `{part}` is not supported" for part in expected]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from broker.cli.jobs_import import write_task_file
 from broker.task.loader import load_tasks
-from broker.task.sbatch import import_sbatch, read_minutes
+from broker.task.sbatch import import_sbatch, name_gpu, read_minutes
 
 SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "one GPU": (
@@ -158,3 +158,51 @@ def test_script_without_commands_has_no_run() -> None:
 @pytest.mark.parametrize("line", ["#!/bin/sh", "#!/usr/bin/env bash", "#!/usr/bin/bash -l", "#!/bin/zsh"])
 def test_script_of_any_shell_is_converted(line: str) -> None:
     assert import_sbatch(f"{line}\ntrue\n").task["run"] == "true\n"
+
+
+def test_srun_that_continues_in_the_next_lines_is_removed_whole() -> None:
+    script = (
+        "#!/bin/bash\n#SBATCH --nodes=2\nsrun --nodes=2 --kill-on-bad-exit=1 \\\n"
+        '  --container-image="$IMAGE" \\\n  bash -c "\n    train --rank $SLURM_NODEID\n  "\necho done \n'
+    )
+    found = import_sbatch(script)
+    head, run = found.task["run"].split("\n", 1)
+    assert head == 'export SLURM_NODEID="$SKYPILOT_NODE_RANK"'
+    assert run == 'bash -c "\n    train --rank $SLURM_NODEID\n  "\necho done\n'
+    assert '`srun --container-image="$IMAGE"`: set `image_id: docker:IMAGE`' in found.notes
+
+
+def test_variables_that_only_slurm_sets_are_defined_or_named() -> None:
+    """A script that finds no GPUs in `SLURM_GPUS` may end with success."""
+    found = import_sbatch("#!/bin/bash\n#SBATCH --gpus=2\n[ $SLURM_GPUS -gt 0 ] || exit 0\nx $SLURM_JOB_QOS\n")
+    script = f"{found.task['run'].replace('x $SLURM_JOB_QOS', 'echo $SLURM_GPUS')}"
+    environment = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "16\n"
+    assert "`SLURM_JOB_QOS`: only Slurm sets it; replace in `run`" in found.notes
+    own = import_sbatch("#!/bin/bash\nSLURM_MINE=1\n# $SLURM_CLUSTER_NAME\necho $SLURM_MINE\n")
+    assert not own.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "is_noted"),
+    [
+        ('python train.py "$@"', True), ("CONFIG=${1:-small.yaml}", True), ("bash $1", True), ("x ${@:2}", True),
+        ("awk '{print $1}' log", False), ("f() {\n  echo $1\n}", False), ("echo $10 $NAME", False), ("# $1", False),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_script_are_noted(line: str, is_noted: bool) -> None:
+    notes = import_sbatch(f"#!/bin/bash\n{line}\n").notes
+    assert any("`run` gets no arguments" in note for note in notes) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("tesla_v100", "V100"), ("NVIDIA_L40S", "L40S"), ("H200_141GB", "H200"), ("nvidia_a100-sxm4-80gb", "A100-80GB"),
+        ("a100_80gb", "A100-80GB"), ("nvidia_h100_80gb_hbm3", "H100"), ("rtx_2080_ti", "RTX-2080-TI"), ("a100", "A100"),
+        ("A100-PCIE-40GB", "A100"), ("v100-32gb", "V100-32GB"),
+    ],
+)  # fmt: skip
+def test_gpu_of_gres_has_the_catalog_s_name(kind: str, name: str) -> None:
+    assert name_gpu(kind) == name

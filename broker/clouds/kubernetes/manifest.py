@@ -12,6 +12,8 @@ from typing import Any
 
 from broker.errors import InvalidRequestError
 from broker.sites.kubernetes import CONTAINER_NAME, NODE_ROOT, KubernetesContext, Pool
+from broker.task.pod_config import CONTAINER as CONTAINER_PARTS
+from broker.task.pod_config import METADATA, POD
 from broker.types import NodeRequest
 from broker.types.task import CONTAINER
 
@@ -50,7 +52,7 @@ def make_pod(
     """
     gang = name_gang(request)
     name = f"{gang}-{rank}"
-    return {
+    pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -65,6 +67,41 @@ def make_pod(
         },
         "spec": _make_spec(context, pool, request, _pack(name, sources)),
     }
+    return merge_pod(pod, json.loads(request.spec.pod_config)) if request.spec.pod_config else pod
+
+
+def merge_pod(pod: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Merge the supported parts of a task's `pod_config` into its pod.
+
+    Mappings gain keys, but keep broker's values; lists gain entries, except a second mount at one path; a name or
+    policy replaces that of the context.
+    """
+    spec, own = settings.get("spec") or {}, dict(pod["spec"])
+    (container,) = own["containers"]
+    containers = spec.get("containers") or [{}]
+    merged = _merge(container, containers[0], CONTAINER_PARTS)
+    paths: dict[str, Any] = {}
+    for mount in merged["volumeMounts"]:
+        paths.setdefault(mount.get("mountPath"), mount)
+    volumes: dict[str, Any] = {}
+    for volume in (*own["volumes"], *(spec.get("volumes") or ())):
+        volumes.setdefault(volume.get("name"), volume)
+    parts = {**_merge(own, spec, POD), "containers": [{**merged, "volumeMounts": [*paths.values()]}]}
+    metadata = _merge(pod["metadata"], settings.get("metadata") or {}, METADATA)
+    return {**pod, "metadata": metadata, "spec": {**parts, "volumes": [*volumes.values()]}}
+
+
+def _merge(own: Mapping[str, Any], given: Mapping[str, Any], parts: Mapping[str, type]) -> dict[str, Any]:
+    merged = dict(own)
+    for name, kind in parts.items():
+        value = given.get(name)
+        if not isinstance(value, kind):
+            continue
+        if isinstance(value, dict):
+            merged[name] = {**value, **own.get(name, {})}
+        else:
+            merged[name] = [*own.get(name, ()), *value] if isinstance(value, list) else value
+    return merged
 
 
 def make_labels(request: NodeRequest) -> Mapping[str, str]:

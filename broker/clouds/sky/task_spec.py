@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from broker.clouds import WITHOUT_SELF_TERMINATION
@@ -38,7 +39,15 @@ def make_task(request: NodeRequest) -> dict[str, Any]:
         "num_nodes": request.placement.node_count,
         "resources": make_resources(request),
         "run": keeper.replace("@LOOK_S@", str(KEEPER_LOOK_S)),
+        **make_config(request),
     }
+
+
+def make_config(request: NodeRequest) -> dict[str, Any]:
+    """Return the settings of the task that SkyPilot applies to its pods."""
+    if not request.spec.pod_config or request.placement.offer.cloud != "kubernetes":
+        return {}
+    return {"config": {"kubernetes": {"pod_config": json.loads(request.spec.pod_config)}}}
 
 
 def make_resources(request: NodeRequest) -> dict[str, Any]:

@@ -148,3 +148,54 @@ def test_pool_that_the_last_check_did_not_find_is_an_invalid_request() -> None:
         find_pool([POOL], request)
     assert "broker check kubernetes" in caught.value.hints[0]
     assert manifest.SHM_SHARE < 1
+
+
+POD_CONFIG = {
+    "metadata": {"labels": {"team": "nlp", GANG_LABEL: "thief"}, "annotations": {"note": "x"}},
+    "spec": {
+        "nodeSelector": {"disk": "ssd", "team": "thief"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "serviceAccountName": "trainer",
+        "imagePullSecrets": [{"name": "mine"}],
+        "securityContext": {"fsGroup": 1000},
+        "volumes": [
+            {"name": "nfs", "nfs": {"server": "10.0.0.1", "path": "/srv"}},
+            {"name": "dshm", "emptyDir": {"medium": "Memory"}},
+        ],
+        "containers": [
+            {
+                "name": "ray-node",
+                "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+                "volumeMounts": [{"name": "nfs", "mountPath": "/shared"}, {"name": "dshm", "mountPath": "/dev/shm"}],
+            }
+        ],
+    },
+}
+
+
+def test_settings_of_the_task_are_merged_into_its_pod_and_do_not_replace_broker_s() -> None:
+    plain = make()
+    pod = make(request=make_request(spec=MachineSpec(pod_config=json.dumps(POD_CONFIG))))
+    spec, (container,) = pod["spec"], pod["spec"]["containers"]
+    assert pod["metadata"]["labels"] == {"team": "nlp", **plain["metadata"]["labels"]}
+    assert pod["metadata"]["annotations"] == {"note": "x", **plain["metadata"]["annotations"]}
+    assert spec["nodeSelector"] == {"disk": "ssd", **plain["spec"]["nodeSelector"]}
+    assert spec["tolerations"] == [*plain["spec"]["tolerations"], {"key": "gpu", "operator": "Exists"}]
+    assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "mine"}]
+    assert (spec["serviceAccountName"], spec["securityContext"]) == ("trainer", {"fsGroup": 1000})
+    assert [each["name"] for each in spec["volumes"]] == ["shm", "nfs", "dshm"]
+    assert container["env"] == [{"name": "NCCL_DEBUG", "value": "INFO"}]
+    assert container["volumeMounts"] == [
+        {"name": "shm", "mountPath": "/dev/shm"}, {"name": "nfs", "mountPath": "/shared"},
+    ]  # fmt: skip
+    (own,) = plain["spec"]["containers"]
+    assert {name: container[name] for name in ("name", "image", "command", "resources")} == {
+        name: own[name] for name in ("name", "image", "command", "resources")
+    }
+    assert plain["spec"]["nodeSelector"]["team"] == "vision", "the context's own selector is kept"
+
+
+def test_pod_with_settings_of_the_task_is_valid_by_the_published_schema() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    pod = make(request=make_request(spec=MachineSpec(pod_config=json.dumps(POD_CONFIG))))
+    validate.validate(pod, "1.37", strict=True)
