@@ -438,3 +438,50 @@ def test_elastic_run_that_loses_a_rank_within_an_update_reads_a_checkpoint(tmp_p
     found = {step: losses[-1] for step, losses in read_losses(tmp_path / "broken").items()}
     assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-9)
     assert {*range(1, 8), 14} <= set(found)
+
+
+HANGING = """
+import faulthandler, os, threading
+import torch
+from trainers import train
+
+reads = 0
+
+
+def leave(code, leave=os._exit):
+    if os.environ.get("RANK") == "1":  # its own watchdog ends nothing
+        faulthandler.cancel_dump_traceback_later()
+        threading.Event().wait()
+    leave(code)
+
+
+os._exit = leave
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        global reads
+        reads += 1
+        if os.environ["RANK"] == "1" and reads > 40:
+            threading.Event().wait()
+        return torch.ones(2), torch.ones(2)
+
+
+if __name__ == "__main__":
+    train(model=lambda: torch.nn.Linear(2, 2), samples=Points(), loss=torch.nn.functional.mse_loss)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_elastic_rank_whose_peer_hangs_is_ended_by_the_watchdog_alone(tmp_path: Path) -> None:
+    """The peer still sends its beats, and collectives have no limit that is due, as with NCCL in an elastic run."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    flags = ("--elastic", "1:2", "--train.steps", "1000", "--train.batch", "8", "--watchdog.timeout_s", "10")
+    done = run_script(script, *flags, "--checkpoint.every_steps", "0", "--strategy", "allreduce", workers=2)
+    assert done.returncode == 75, done.stderr
+    assert "rank 0 hangs" in done.stderr
