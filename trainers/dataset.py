@@ -1,6 +1,7 @@
 """Samples of a map-style Dataset, shuffled every epoch and addressed by their index in the whole run."""
 
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,10 @@ from torch import Tensor
 
 from trainers.data import Batch, Samples, map_tensors, permute
 from trainers.errors import TrainerError
+
+# Samples are read ahead in a thread, but datasets that share an open file, as for training and validation, must not be
+# read by two threads at once.
+ONE_READER = threading.Lock()
 
 
 class DatasetSamples:
@@ -23,18 +28,24 @@ class DatasetSamples:
                 f"`{type(dataset).__name__}` has no length. Exact resume needs a map-style Dataset, with `len()` and "
                 "`[index]`, or an object with `fingerprint` and `read(first, count)`"
             ) from None
+        if not hasattr(dataset, "__getitem__"):
+            raise TrainerError(
+                f"`{type(dataset).__name__}` has no `[index]`. Pass the Dataset itself instead of a DataLoader: "
+                "`--train.batch` and `--train.micro_batch` set the sizes, and `collate` makes a batch from items"
+            )
         if not self._count:
             raise TrainerError("the dataset is empty")
         self.fingerprint = f"{describe(self.read(0, 1))}/{self._count}/{seed}"
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
         """Return items as one batch. Their order within an epoch depends only on the seed and the epoch."""
-        items = [self._dataset[self._find_index(sample_first + offset)] for offset in range(sample_count)]
-        if self._collate is not None:
-            return self._collate(items)
-        from torch.utils.data import default_collate
+        with ONE_READER:
+            items = [self._dataset[self._find_index(sample_first + offset)] for offset in range(sample_count)]
+            if self._collate is not None:
+                return self._collate(items)
+            from torch.utils.data import default_collate
 
-        return default_collate(items)
+            return default_collate(items)
 
     def _find_index(self, sample: int) -> int:
         epoch, place = divmod(sample, self._count)

@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIA
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
+    from trainers.live_state import ChangeLock, LiveState
     from trainers.loop import Position
     from trainers.peer_checkpoint import PeerCheckpoint
     from trainers.ranks import Ranks
@@ -35,8 +36,9 @@ BEAT_S = 2.0
 SEARCH_S = 3.0
 # The death of a peer is detected at once, a vanished machine after `rendezvous.SILENCE_S_MAX`.
 CHANGE_S_MAX = 40.0
-LOCK_S_MAX = 30.0
 VOTE_S_MAX = 120.0
+HOLDING_VARIABLE = "BROKER_ELASTIC_HOLDING"  # step, index of the part and number of parts in the memory kept
+NOTHING_HELD = "[-1, 0, 1]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,7 @@ class ElasticMember:
         # File descriptors of memory from the previous world.
         self._kept = [int(number) for number in os.environ.get(STATE_VARIABLE, "").split(",") if number]
         self._peers: PeerCheckpoint | None = None
-        self._lock: Any = None
-        self._position: Position | None = None
-        self._part: Part | None = None
-        self._shared: Mapping[str, Any] = {}
-        self._fixed: Mapping[str, Any] = {}  # the part of the shared state whose tensors are never replaced
+        self._live: LiveState | None = None
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
@@ -96,18 +94,21 @@ class ElasticMember:
         )
         threading.Thread(target=self._listen, name="elastic", daemon=True).start()
 
-    def offer(self, lock: Any, position: "Position", part: "Part", shared: Mapping[str, Any]) -> None:
-        """Register the state to keep. Whenever `lock` is free, all of it belongs to the step of `position`."""
-        import torch
+    def offer(
+        self,
+        changing: "ChangeLock",
+        position: "Position",
+        part: "Part",
+        shared: Mapping[str, Any],
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Register the state to keep. Whenever `changing` is free, all of it belongs to the step of `position`.
 
-        # Requested in the middle of a step, the state dict of a sharded module would reshard its parameters.
-        self._fixed = {
-            key: holder.state_dict(keep_vars=True)
-            for key, holder in shared.items()
-            if isinstance(holder, torch.nn.Module)
-        }
-        self._lock, self._part, self._shared = lock, part, shared
-        self._position = position
+        `wait` returns when an update is done on the device.
+        """
+        from trainers.live_state import LiveState
+
+        self._live = LiveState(changing, position, part, shared, wait)
         for descriptor in self._kept:  # the state of the previous world takes as much memory again
             os.close(descriptor)
         self._kept = []
@@ -136,7 +137,7 @@ class ElasticMember:
         Then an update must not be queued before the device has received the gradients of all ranks: if a peer is lost,
         those that did not arrive are undefined.
         """
-        return self._position is not None
+        return self._live is not None
 
     def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
         """Fill the objects with the newest state that this world has in memory; return its step, or None if there is
@@ -182,10 +183,10 @@ class ElasticMember:
         self._restarting.acquire()
         if self._peers is not None:
             self._kept = self._peers.hold()
-        elif self._position is not None and self._part is not None:
-            self._kept = [self._keep_state()]
-            holding = [self._position.steps_done, self._part.index, self._part.count]
-            os.environ["BROKER_ELASTIC_HOLDING"] = json.dumps(holding)
+        elif self._live is not None:
+            kept = self._live.keep()
+            self._kept = [] if kept is None else [kept]
+            os.environ[HOLDING_VARIABLE] = NOTHING_HELD if kept is None else json.dumps(self._live.holding)
         world = self.world
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
@@ -204,26 +205,6 @@ class ElasticMember:
             os._exit(EXIT_CODE_HANDED_OVER)
         command = os.environ.get(COMMAND_VARIABLE)  # a standby has a command line of its own
         os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)
-
-    def _keep_state(self) -> int:
-        """Save the state in memory that outlives the program; return its descriptor."""
-        import torch
-
-        from trainers.ranks import abort_collectives
-        from trainers.state_transfer import keep
-
-        if not self._lock.acquire(timeout=LOCK_S_MAX):
-            print("error: the state cannot be kept because a step does not end", file=sys.stderr, flush=True)
-            os._exit(1)
-        # The lock is never released: this program must no longer change the state. On a GPU the copies wait for all
-        # that is queued before them. Of a step that waits for a lost peer, this never includes the update
-        # (`keeps_state`), so the state stays that of `position`.
-        abort_collectives()
-        kept = os.memfd_create("elastic", 0)
-        with os.fdopen(os.dup(kept), "wb") as file:
-            state = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
-            torch.save(keep(state), file)
-        return kept
 
     def _join(self) -> World:
         """Wait at the rendezvous for a world; search again if the rendezvous moves."""
@@ -249,7 +230,7 @@ class ElasticMember:
             "id": self._id,
             "port": find_free_port(),
             "order": json.loads(os.environ["BROKER_ELASTIC_ORDER"]),
-            "holding": json.loads(os.environ.get("BROKER_ELASTIC_HOLDING", "[-1, 0, 1]")),
+            "holding": json.loads(os.environ.get(HOLDING_VARIABLE, NOTHING_HELD)),
             "unit": self._unit,
         }
         hello["epoch"] = self._places.epoch

@@ -119,6 +119,7 @@ def iterate_steps(
             loss = strategy.run_schedule(model, passes)
         else:
             loss = forward_backward(model, passes, strategy, clock)
+        strategy.share_buffers(model)
         scaling.unscale(parameter for _, parameter in strategy.list_trained(model))
         norm = strategy.clip(model, config.norm_max)
         optimizer.skip_unless(torch.isfinite(norm))
@@ -153,11 +154,19 @@ def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy, clock
             with passes.precision():
                 outputs = passes.forward(model, micro_batch.inputs)
             loss = passes.loss(outputs, micro_batch.targets)
+            check_loss(loss)
             if is_last:
                 clock.watch(loss)
             (loss * scale).backward()
         total += loss.detach().double() * micro_batch.weight
     return total
+
+
+def check_loss(loss: Any) -> None:
+    """Raise TrainerError unless the loss is a scalar on the device."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TrainerError(f"the loss must be the mean over the samples, a tensor without dimensions, not {found}")
 
 
 def read_passes(

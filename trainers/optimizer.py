@@ -60,6 +60,7 @@ class Optimizer:
         self._optimizer = make(self._handles) if make else make_adamw(self._handles, config)
         self._base_rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._check_parameters()
+        self._blank: set[str] = set()  # parameters with state that only reserves names and shapes
         self._initialize_state()
         self.steps_done = 0
         self._found_inf: Tensor | None = None
@@ -103,8 +104,10 @@ class Optimizer:
         # Fused optimizers read the flag on the device; for others, the host must read it.
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             self._optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]  # as torch's GradScaler sets it
+            self._begin_blank_states()
             self._optimizer.step()
         elif self._found_inf is None or not bool(self._found_inf):
+            self._begin_blank_states()
             self._optimizer.step()
         if self._copies is not None:
             self._copies.store()
@@ -123,6 +126,8 @@ class Optimizer:
                     spread = self._spread(value, self._parameters[name])
                     state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
         updates = read_counters(counters)
+        if not updates:  # the optimizer does not count
+            updates = {name: int(name not in self._blank) for name in self._handles}
         # One number if all parameters were updated equally often: always, unless some got no gradient.
         counts = set(updates.values()) or {0}
         moves = counts.pop() if len(counts) == 1 else json.dumps(updates)
@@ -139,6 +144,9 @@ class Optimizer:
                     local(self._optimizer.state[self._handles[name]][keys.get(saved, saved)]).copy_(local(value))
             self._set_updates(updates)
         self.steps_done = state["steps_done"]
+        # Older checkpoints have 0 for all parameters of an optimizer that does not count.
+        is_blank = not self.steps_done or isinstance(moves, str)
+        self._blank = {name for name in self._blank if is_blank and not updates.get(name)}
         if self._copies is not None:
             self._copies.mark_stale()  # the parameters come from the same checkpoint
 
@@ -171,10 +179,13 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(handle),
                 }
             return
-        # Others take a step that changes nothing (as in torch.distributed.checkpoint).
+        # Others take a step that changes no parameter (as in torch.distributed.checkpoint). The state that it leaves is
+        # not always that of a new optimizer, which is therefore made anew in the first step with a gradient.
+        self._blank = {name for name, handle in self._handles.items() if handle not in self._optimizer.state}
         before = [handle.detach().clone() for handle in self._handles.values()]
+        groups = [dict(group) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
+            group.update({key: 0.0 for key in ("lr", "weight_decay") if key in group})
         for handle in self._handles.values():
             handle.grad = torch.zeros_like(handle)
         self._optimizer.step()
@@ -183,8 +194,15 @@ class Optimizer:
                 handle.copy_(value)
         self._set_updates(dict.fromkeys(self._handles, 0))
         self._drop_gradients()
-        for group, rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate
+        for group, given in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update({key: given[key] for key in ("lr", "weight_decay") if key in given})
+
+    def _begin_blank_states(self) -> None:
+        """Drop reserved state, so that the optimizer creates its own. Call it before an update."""
+        begun = self._blank.intersection(self._find_gradients())
+        for name in begun:
+            self._optimizer.state.pop(self._handles[name], None)
+        self._blank -= begun
 
     def _set_updates(self, updates: Mapping[str, int]) -> None:
         for name, handle in self._handles.items():

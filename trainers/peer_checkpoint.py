@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainers.live_state import find_buffers
 from trainers.optimizer import local
 from trainers.peer_memory import Header, PartMemory, Path, Piece, find_end, iterate_values, lay_out, open_memory
 from trainers.peer_transfer import describe, find_newest_version, transfer_parts
@@ -54,8 +55,6 @@ class PeerCheckpoint:
             for key, holder in shared.items()
             if isinstance(holder, torch.nn.Module)
         }
-        modules = [holder for holder in shared.values() if isinstance(holder, torch.nn.Module)]
-        self._buffers = find_addresses(buffer for module in modules for buffer in module.buffers())
         self._group = None if ranks.world_size == 1 else ranks.open_group(timeout_s)
         self._world = ranks.share(uuid.uuid4().hex[:8])
         self._pieces, self._sent_bytes = lay_out(self._read_state()[0])
@@ -115,7 +114,8 @@ class PeerCheckpoint:
                 memory.clear()
         tensors, others = self._read_state()
         live = {name_piece(piece): local(tensors[piece.path]) for piece in self._pieces}
-        live = hold_still(live, self._buffers)
+        modules = [self._shared[key] for key in self._fixed]
+        live = hold_still(live, find_addresses(buffer for module in modules for buffer in module.buffers()))
         header = Header(
             world=self._world,
             step=step,
@@ -160,7 +160,12 @@ class PeerCheckpoint:
 
     def _read_state(self) -> tuple[dict[Path, Tensor], dict[Path, Any]]:
         """Return tensors and other values of the state, by path."""
-        states = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
+        states = {
+            key: {**self._fixed[key], **find_buffers(holder, self._fixed[key])}
+            if key in self._fixed
+            else holder.state_dict()
+            for key, holder in self._shared.items()
+        }
         tensors: dict[Path, Tensor] = {}
         others: dict[Path, Any] = {}
         for path, value in iterate_values(states):

@@ -5,7 +5,6 @@ This module imports torch only after the flags are checked and SIGTERM is handle
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from trainers.config import RunConfig
 from trainers.elastic import Elastic, ElasticMember, join_world
 from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
+from trainers.live_state import ChangeLock
 from trainers.preemption import PreemptionNotice
 from trainers.recipe import Build
 from trainers.watchdog import Watchdog
@@ -96,7 +96,7 @@ class Session:
     watchdog: Watchdog
     ranks: "Ranks"
     member: ElasticMember | None
-    changing: threading.Lock = field(default_factory=threading.Lock)  # held while a step changes the state
+    changing: ChangeLock = field(default_factory=ChangeLock)
 
     def train(self, build: Build) -> int:
         """Build everything, resume, drive the steps; return the exit code."""
@@ -190,7 +190,10 @@ class Session:
         if peers is not None:
             peers.begin(state.position.steps_done)
         elif member is not None and part is not None:
-            member.offer(self.changing, state.position, part, state.shared)
+            # The update of sharded parameters by the user's own optimizer may wait for other ranks.
+            is_joint = part.count > 1 and state.recipe.make_optimizer is not None
+            wait = (self.ranks.wait_for_device,) if is_joint else ()
+            member.offer(self.changing, state.position, part, state.shared, *wait)
         return event
 
     def _make_restore_progress(self, progress: "Progress") -> "RestoreProgress":

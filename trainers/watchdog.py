@@ -44,6 +44,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self.start_s = timeout_s if start_s is None or not timeout_s else start_s
         self._is_over = threading.Event()
+        self._is_due = threading.Event()  # the watching thread checks at once
         self._is_watching = False
         self._beat = Beat(time_s=time.monotonic(), doing="starting", limit_s=self.start_s)
 
@@ -67,10 +68,12 @@ class Watchdog:
         self._beat = Beat(time_s=time.monotonic(), doing=doing, limit_s=limit_s)
         if is_changed and self._is_watching:
             self._arm_backstop()
+            self._is_due.set()  # or it would sleep for the period of the longer limit, and the backstop come first
 
     def stop(self) -> None:
         """Stop watching."""
         self._is_over.set()
+        self._is_due.set()
         if not self._is_watching:
             return
         self._is_watching = False
@@ -88,7 +91,11 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(self._beat.period_s):
+        while True:
+            self._is_due.wait(self._beat.period_s)
+            self._is_due.clear()
+            if self._is_over.is_set():
+                break
             self._arm_backstop()  # while this thread still runs
             if hang := self.find_hang():
                 end_hung(hang)

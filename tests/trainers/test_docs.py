@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "TRAINERS.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "TRAINERS.md"
+
+
+# Calls and names by which code takes another path on a GPU.
+GPU_MARKS = re.compile(
+    r'torch\.cuda|"cuda"|"nccl"|\.is_cuda|cudart|pin_memory|fused=True|(?<!re)\.compile\(|torchao\.|CudaStreams|non_blocking'
+)
+
+
+def test_every_module_with_a_path_for_gpus_is_in_the_list_of_those_never_executed() -> None:
+    table = PAGE.read_text().partition("| path never executed on a GPU |")[2].partition("\n\n")[0]
+    modules = [path for path in ROOT.glob("trainers/**/*.py") if path.parent.name != "frameworks"]
+    marked = {path.name for path in modules if GPU_MARKS.search(path.read_text())}
+    assert {"ranks.py", "snapshot.py", "own_time.py"} <= marked
+    assert sorted(name for name in marked if f"{name}`" not in table) == []
 
 
 def run_script(folder: Path, attempt: int) -> int:

@@ -6,21 +6,17 @@ import random
 import re
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers import long
 from trainers.config import Config, find_problem
-from trainers.elastic import ElasticMember
 from trainers.launch import parse_elastic
-from trainers.loop import Position
 from trainers.rendezvous import Member, Rendezvous, arrange
 from trainers.session import Session
 from trainers.state_transfer import Holding, find_step, plan_transfers
@@ -368,40 +364,6 @@ def test_newcomer_does_not_begin_a_run_of_its_own_at_a_new_leader() -> None:
     for place, name in enumerate("bc"):
         successor.arrive(come_from(make_member(name, order=(1, place)), generation=1, former="abc"))
     assert successor.generation == 2 and set(successor.current) == {"b", "c", "d"}
-
-
-class Weights:
-    """A state behind a collective that waits for a lost peer: it cannot be read before that is aborted."""
-
-    def __init__(self) -> None:
-        self.is_aborted = False
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.is_aborted, "the copy would wait forever"
-        return {"weight": torch.ones(2)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-def test_collectives_of_a_lost_peer_are_aborted_before_the_state_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, lock = Weights(), threading.Lock()
-
-    def abort() -> None:
-        assert lock.locked(), "the training thread may still queue an update behind what is aborted"
-        weights.is_aborted = True
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", abort)
-    member = ElasticMember.__new__(ElasticMember)  # without a rendezvous
-    member._kept, member._position = [], None
-    assert not member.keeps_state
-    member.offer(lock, Position("data"), Part(index=0, count=1), {"weights": weights})
-    assert member.keeps_state
-    with os.fdopen(member._keep_state(), "rb") as kept:
-        kept.seek(0)
-        assert torch.load(kept)["weights"]["weight"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])

@@ -1,6 +1,7 @@
 """The optimizer's state by name: what checkpoints hold, and optimizers of your own."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,50 @@ def test_state_taken_over_continues_bit_identically(make: MakeOptimizer | None) 
     assert later.learning_rate == optimizer.learning_rate
     take_steps(second, later, 4, 5)
     assert all(torch.equal(whole.state_dict()[name], value) for name, value in second.state_dict().items())
+
+
+@pytest.mark.parametrize("steps_saved", [0, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, dampening=0.5),
+        lambda named: torch.optim.Adam(named, lr=0.1, weight_decay=0.1, amsgrad=True),
+        lambda named: torch.optim.NAdam(named, lr=0.1),
+        lambda named: torch.optim.RAdam(named, lr=0.1),
+        lambda named: torch.optim.Adamax(named, lr=0.1),
+        lambda named: torch.optim.Adagrad(named, lr=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
+        lambda named: torch.optim.Adadelta(named, weight_decay=0.1),
+        lambda named: torch.optim.RMSprop(named, centered=True, momentum=0.9, weight_decay=0.1),
+        lambda named: torch.optim.ASGD(named, lr=0.1, t0=2),
+        lambda named: torch.optim.Rprop(named, lr=0.1),
+    ],
+    ids=["SGD", "dampened", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"],
+)
+def test_optimizer_of_your_own_moves_as_it_does_alone_and_after_a_restart(make: Any, steps_saved: int) -> None:
+    """The bias gets its first gradient late, as a layer that is not used at first."""
+
+    def take(model: nn.Module, optimizer: Any, first: int, count: int) -> None:
+        for step in range(first, first + count):
+            model.zero_grad()
+            for name, parameter in model.named_parameters():
+                if name != "bias" or step >= 3:
+                    generator = torch.Generator().manual_seed(step)
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+
+    def wrap(model: nn.Module) -> Optimizer:
+        return Optimizer(model.named_parameters(), CONFIG, make=lambda named: make(list(named.items())))
+
+    alone, first, second = make_model(), make_model(), make_model()
+    take(alone, make(list(alone.named_parameters())), 0, 6)
+    optimizer = wrap(first)
+    take(first, optimizer, 0, steps_saved)
+    later = wrap(second)
+    second.load_state_dict(first.state_dict())
+    later.load_state_dict(copy(optimizer.state_dict()))
+    take(second, later, steps_saved, 6 - steps_saved)
+    assert all(torch.equal(alone.state_dict()[name], value) for name, value in second.state_dict().items())
 
 
 def test_making_an_optimizer_of_your_own_changes_no_parameter() -> None:

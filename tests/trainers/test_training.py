@@ -20,6 +20,7 @@ from tests.tiers import spread
 from trainers import snapshot
 from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
+from trainers.loop import check_loss
 from trainers.training import parse_config, run_training
 
 from .conftest import HELD
@@ -28,6 +29,7 @@ from .strategies.conftest import Worlds, read_lines, read_losses
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 FLAGS = ["--train.steps", str(STEPS), "--train.batch", "8", "--train.micro_batch", "2", "--checkpoint.every_steps", "2"]
+EVALUATED = ["--evaluate.every_steps", "4", "--checkpoint.every_steps", "3"]
 HERE = "tests.trainers.test_training"
 
 
@@ -93,6 +95,29 @@ class Counting(nn.Module):
         return {"prediction": self.line(point)[:, 0] + 0.01 * self.passes}
 
 
+class Statistics(nn.Module):
+    """With BatchNorm, whose statistics are those of each rank's own samples, and buffers of other types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+        self.last = nn.Linear(6, 1)
+        self.is_odd: Tensor
+        self.unsaved: Tensor
+        self.register_buffer("is_odd", torch.tensor([False]))
+        self.register_buffer("unsaved", torch.ones(3), persistent=False)
+
+    def forward(self, point: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.is_odd = ~self.is_odd
+        for layer in self.layers:
+            point = point + layer(point * self.unsaved.sum())
+        return {"prediction": self.last(point)[:, 0]}
+
+
+def with_statistics(arguments: Sequence[str]) -> int:
+    return run_training(arguments, RECIPE | {"model": Statistics}, defaults={"train.learning_rate": 0.01})
+
+
 PASSED = threading.Event()
 
 
@@ -121,6 +146,12 @@ def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
     [
         ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
         ("with_a_buffer_and_late_copies", 1, ["--train.micro_batch", "8"]),
+        ("with_statistics", 2, ["--strategy", "ddp", *EVALUATED]),
+        pytest.param("with_statistics", 2, ["--strategy", "allreduce", *EVALUATED], marks=pytest.mark.long),
+        pytest.param("with_statistics", 2, ["--strategy", "fsdp", *EVALUATED], marks=pytest.mark.long),
+        pytest.param("with_statistics", 2, ["--strategy", "zero1", *EVALUATED], marks=pytest.mark.long),
+        pytest.param("with_statistics", 4, ["--strategy", "hsdp", "--mesh", "2x2", *EVALUATED], marks=pytest.mark.long),
+        pytest.param("with_statistics", 2, ["--strategy", "diloco", *EVALUATED], marks=pytest.mark.long),
         pytest.param("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"], marks=pytest.mark.long),
         pytest.param("with_adamw", 3, ["--strategy", "parameter_server"], marks=pytest.mark.exhaustive),
         pytest.param("with_momentum", 2, ["--strategy", "fsdp"], marks=pytest.mark.exhaustive),
@@ -145,6 +176,12 @@ def test_killed_run_of_a_foreign_model_resumes_bit_identically(
     expected = {step: losses[0] for step, losses in read_losses(tmp_path / "whole").items()}
     assert sorted(read_losses(broken)) == sorted(expected) == list(range(1, STEPS + 1))
     assert all(loss == expected[step] for step, losses in read_losses(broken).items() for loss in losses)
+    # These depend on the statistics of BatchNorm, which training losses do not.
+    validated = [
+        {line["step"]: line["validation_loss"] for line in read_lines(path) if line.get("validation_loss") is not None}
+        for path in (tmp_path / "whole", broken)
+    ]
+    assert validated[0] == validated[1]
 
 
 def test_strategies_agree_whatever_the_number_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
@@ -193,6 +230,22 @@ def test_strategy_that_cuts_models_refuses_a_foreign_one(
     assert reason in ended.errors
 
 
+def with_a_number(arguments: Sequence[str]) -> int:
+    def make() -> nn.Module:
+        model = Network()
+        model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+        return model
+
+    return run_training(arguments, RECIPE | {"model": make}, defaults={})
+
+
+@pytest.mark.parametrize("strategy", spread(["fsdp", "zero2", "hsdp"], every=3))
+def test_parameter_that_cannot_be_sharded_is_named(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
+    ended = worlds.call(tmp_path, f"{HERE}:with_a_number", [*FLAGS, "--strategy", strategy], ranks=2)
+    assert ended.codes == [1, 1] and "Traceback" not in ended.errors
+    assert "cannot shard `scale`: give it the shape (1,)" in ended.errors
+
+
 def test_every_item_comes_once_an_epoch_in_an_order_of_the_seed() -> None:
     samples, other = DatasetSamples(Points(), seed=1), DatasetSamples(Points(), seed=2)
     epochs = [samples.read(50 * epoch, 50)["target"] for epoch in (0, 1)]
@@ -210,11 +263,42 @@ def test_pairs_functions_and_own_collate() -> None:
     assert open_samples(samples, seed=3) is samples
 
 
+def test_dataset_is_never_read_by_two_threads_at_once() -> None:
+    """A file that both read would be moved by one between a seek and a read of the other."""
+    inside: list[int] = []
+
+    class Items(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            inside.append(index)
+            if len(inside) == 3:  # after the first item of each, from which the digests are made
+                other.start()
+                other.join(timeout=0.05)
+                assert len(inside) == 3, "the other thread waits"
+            return index
+
+    items = Items(range(8))
+    training, validation = DatasetSamples(items, seed=0), DatasetSamples(items, seed=1)
+    other = threading.Thread(target=lambda: validation.read(0, 2))
+    training.read(0, 2)
+    other.join(timeout=300)
+    assert len(inside) == 6
+
+
 def test_dataset_without_a_length_and_an_empty_one_are_explained() -> None:
     with pytest.raises(TrainerError, match=r"`generator` has no length\. Exact resume needs a map-style Dataset"):
         open_samples((item for item in ()), seed=0)
     with pytest.raises(TrainerError, match="empty"):
         open_samples([], seed=0)
+    with pytest.raises(TrainerError, match=r"`DataLoader` has no `\[index\]`\. Pass the Dataset itself"):
+        open_samples(torch.utils.data.DataLoader(Points()), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"), [(torch.ones(3), r"a tensor of shape \(3,\)"), (0.5, "float"), ((torch.tensor(1.0),), "tuple")]
+)
+def test_loss_that_is_not_a_mean_is_explained(loss: Any, found: str) -> None:
+    with pytest.raises(TrainerError, match=f"a tensor without dimensions, not {found}"):
+        check_loss(loss)
 
 
 def test_flags_that_cannot_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,3 +417,71 @@ def test_elastic_run_of_the_docs_example_outlives_a_rank(
     done = run_script(script, *flags, workers=2, kill_after=kill_after, kills_one_rank=True)
     assert done.returncode == 0, done.stderr
     assert "resumed from memory" in done.stdout and f"step {steps}/{steps}  finished" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_elastic_run_that_loses_a_rank_within_an_update_reads_a_checkpoint(tmp_path: Path) -> None:
+    """Half of the survivor's parameters have moved: its memory belongs to no step."""
+    flags = ["--train.steps", "14", "--train.batch", "8", "--train.micro_batch", "2", "--checkpoint.every_steps", "2"]
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "joint.py").write_text((ROOT / "tests/trainers/joint_update.py").read_text())
+    assert run_script(tmp_path / "whole/joint.py", *flags).returncode == 0
+    flags += ["--strategy", "allreduce", "--elastic", "1:2", "--log.every_steps", "1"]
+    done = run_script(tmp_path / "broken/joint.py", *flags, workers=2)
+    assert done.returncode == 0 and (tmp_path / "broken/killed").exists(), done.stderr
+    assert "a step was interrupted while it changed the state" in done.stderr
+    lines = [line for line in read_lines(tmp_path / "broken") if str(line["event"]).startswith("resumed")]
+    assert lines[0]["event"] == "resumed" and lines[0]["step"] in (4, 6), "the newest checkpoint, if it was complete"
+    expected = {step: losses[0] for step, losses in read_losses(tmp_path / "whole").items()}
+    found = {step: losses[-1] for step, losses in read_losses(tmp_path / "broken").items()}
+    assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-9)
+    assert {*range(1, 8), 14} <= set(found)
+
+
+HANGING = """
+import faulthandler, os, threading
+import torch
+from trainers import train
+
+reads = 0
+
+
+def leave(code, leave=os._exit):
+    if os.environ.get("RANK") == "1":  # its own watchdog ends nothing
+        faulthandler.cancel_dump_traceback_later()
+        threading.Event().wait()
+    leave(code)
+
+
+os._exit = leave
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        global reads
+        reads += 1
+        if os.environ["RANK"] == "1" and reads > 40:
+            threading.Event().wait()
+        return torch.ones(2), torch.ones(2)
+
+
+if __name__ == "__main__":
+    train(model=lambda: torch.nn.Linear(2, 2), samples=Points(), loss=torch.nn.functional.mse_loss)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_elastic_rank_whose_peer_hangs_is_ended_by_the_watchdog_alone(tmp_path: Path) -> None:
+    """The peer still sends its beats, and collectives have no limit that is due, as with NCCL in an elastic run."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    flags = ("--elastic", "1:2", "--train.steps", "1000", "--train.batch", "8", "--watchdog.timeout_s", "10")
+    done = run_script(script, *flags, "--checkpoint.every_steps", "0", "--strategy", "allreduce", workers=2)
+    assert done.returncode == 75, done.stderr
+    assert "rank 0 hangs" in done.stderr

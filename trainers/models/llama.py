@@ -74,7 +74,7 @@ class Attention(nn.Module):
         if config.query_key_norm:
             self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
             self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
-        # Not buffers: DDP would broadcast them at every step, though they never change.
+        # Not buffers: those are broadcast at every step, and these never change.
         self.waves = waves
         self.sequence: Sequence = WholeSequence(is_causal=not config.bidirectional)
 

@@ -16,6 +16,7 @@ from trainers.models.cuts import HasOwnLoss
 from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
 from trainers.recipe import Forward, Loss
+from trainers.strategies.buffers import SharedBuffers
 from trainers.strategies.gradients import clip_gradients
 from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
@@ -80,6 +81,7 @@ class Strategy:
         self.ranks, self.grid, self.options = ranks, grid, options
         self.share = grid.find_share()
         self._losses: list[HasOwnLoss] | None = None
+        self._buffers: SharedBuffers | None = None
 
     # The three verbs.
 
@@ -107,6 +109,14 @@ class Strategy:
             self._losses = [module for module in model.modules() if isinstance(module, HasOwnLoss)]
         for module in self._losses:
             module.loss_scale = scale
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """After the passes of a step, give all ranks the first rank's buffers, if all compute with the same model."""
+        if self.ranks.world_size == 1 or not {"replicate", "shard"}.issuperset(self.grid.axes):
+            return
+        if self._buffers is None:
+            self._buffers = SharedBuffers(model)
+        self._buffers.take_first()
 
     # For a strategy under which a rank updates only a part of parameters that it holds whole.
 

@@ -29,9 +29,13 @@ class DataParallel(Strategy):
         # search for unused parameters, though there are none, disables the rebuild.
         group = self.grid.group("replicate")
         # Gradients are views of the buckets instead of copies, which saves 4 bytes per parameter.
-        return nn.parallel.DistributedDataParallel(
+        wrapped = nn.parallel.DistributedDataParallel(
             model, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=True
         )
+        # Buffers are broadcast after each step (`share_buffers`): DDP does so before a pass, too late for a checkpoint.
+        # Set here because the constructor's argument was renamed in torch 2.13.
+        wrapped.broadcast_buffers = False
+        return wrapped
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:

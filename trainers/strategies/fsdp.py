@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from trainers.errors import TrainerError
 from trainers.strategies.base import Strategy
 
 
@@ -23,6 +24,11 @@ class FullyShardedDataParallel(Strategy):
         self._roots: list[Any] = []
         if all(self.grid.size(axis) == 1 for axis in self.AXES):
             return model
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise TrainerError(
+                    f"`{'hsdp' if len(self.AXES) > 1 else 'fsdp'}` cannot shard `{name}`: give it the shape (1,)"
+                )
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         units = find_units(model)
