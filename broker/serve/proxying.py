@@ -92,7 +92,9 @@ class Proxy:
         counts.in_flight += 1
         request[METER] = meter = ResponseMeter(clock=self._clock)
         try:
-            return await self._route(request)
+            answer = await self._route(request)
+            meter.status = answer.status  # also that of a refusal, which no replica made
+            return answer
         except ClientGoneError:
             return web.Response(status=499)  # the client has left
         finally:
@@ -179,11 +181,14 @@ class Proxy:
             headers["content-length"] = str(request.content_length)
         data = (body or None) if isinstance(body, bytes) else body.read()
         url = URL(route.base_url + path, encoded=True)  # as the client wrote it
+        meter = request[METER]
+        was_sent, meter.is_sent = meter.is_sent, True
         try:
             return await self.session.request(
                 request.method, url, headers=headers, data=data, timeout=self._timeout, allow_redirects=False
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            meter.is_sent = was_sent
             self.table.exclude(route, f"the connection failed: {error}")
             raise ReplicaLostError("the replica refused the connection", was_sent=False) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
