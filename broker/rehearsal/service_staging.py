@@ -21,6 +21,7 @@ def choose_service(task: Task, *, note: Callable[[str], None]) -> Task:
     """
     spec = check_service(task)
     check_library(spec)
+    assert task.run is not None, "checked with the service"
     if spec.gateway is not None:
         note("note: gateways are not rehearsed; the balancer runs on this machine")
     if spec.tls is not None or spec.is_tls_passed:

@@ -70,9 +70,10 @@ def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_service_without_replicas_starts_one_for_a_request(shell: Shell) -> None:
-    policy = "replica_policy: {min_replicas: 0, max_replicas: 2, target_requests_in_flight_per_replica: 4}"
+    policy = "replica_policy: {min_replicas: 0, max_replicas: 1, target_requests_in_flight_per_replica: 4}"
     done = shell.run("rehearse", shell.write("web.yaml", TASK.replace("replicas: 2", policy)), "--for", "20m")
     assert "* service: scaled to 1" in done.stdout and "replica 1 is ready" in done.stdout
+    assert "Cannot connect" not in done.stdout, "the first request is sent once the balancer listens"
     assert not shell.find_processes()
 
 
