@@ -110,6 +110,8 @@ def check_service(task: Task) -> ServiceSpec:
         raise UsageError(
             "the task has no `service:`", hints=["for example `service: {readiness_probe: /, replicas: 2}`"]
         )
+    if task.run is None:
+        raise UsageError("the task has no `run:`", hints=["add `run:`: the program that serves requests"])
     if spec.probe is None:
         raise UsageError("`service` requires `readiness_probe`", hints=["for example `readiness_probe: /health`"])
     policy = spec.policy

@@ -104,7 +104,10 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         self.report_events()
         ready = sum(each.is_ready for each in replicas)
         self.failure = service.failure or next((each.seen.error for each in reversed(replicas) if each.seen.error), "")
-        self.requests.is_sending = self.spec.protocol is ServiceProtocol.HTTP and bool(self.watch.placements)
+        # A service without replicas starts one for a request. The balancer reports once it listens.
+        is_listening = find_folder(self.context.config, service).load.exists()
+        is_asked = bool(self.watch.placements) or (not service.wanted and is_listening)
+        self.requests.is_sending = self.spec.protocol is ServiceProtocol.HTTP and is_asked
         if self._full_s is None and service.wanted and ready >= service.wanted:
             self._full_s = self.context.clock.now_s()
         is_full = self._full_s is not None and len(replicas) >= service.wanted

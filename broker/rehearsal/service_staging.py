@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from broker.app.services import check_library, check_service, drop_job_limits, drop_notice
-from broker.errors import BrokerError, UsageError
+from broker.errors import BrokerError
 from broker.rehearsal.service_result import ServiceRehearsal
 from broker.rehearsal.service_verdict import list_bad
 from broker.types import ServiceProtocol, Task
@@ -21,8 +21,7 @@ def choose_service(task: Task, *, note: Callable[[str], None]) -> Task:
     """
     spec = check_service(task)
     check_library(spec)
-    if task.run is None:
-        raise UsageError("the task has no `run:`", hints=["add `run:`: the program that serves requests"])
+    assert task.run is not None, "checked with the service"
     if spec.gateway is not None:
         note("note: gateways are not rehearsed; the balancer runs on this machine")
     if spec.tls is not None or spec.is_tls_passed:

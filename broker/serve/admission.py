@@ -129,6 +129,8 @@ class Gate:
 
     def charge(self, key: ApiKey, prompt_tokens: int, completion_tokens: int) -> None:
         """Count the tokens of a response."""
+        if not prompt_tokens and not completion_tokens:
+            return
         used = self._used.get(key.id, KeyUsage())
         self._used[key.id] = replace(
             used,

@@ -38,6 +38,7 @@ class GatewayLink:
         self.load = load  # times are by our clock
         self._exchange, self._clock = exchange, clock
         self._meter = DemandMeter()
+        self.last = Demand()  # the demand when the gateway was last heard
         self._place: tuple[str, int] | None = None  # the cluster, and the attempt that created it
         self._digests: Mapping[str, str] | None = None  # None: the machine was not queried yet
         self._load_text = ""
@@ -50,7 +51,10 @@ class GatewayLink:
 
     def measure(self) -> Demand:
         """Return the demand at this gateway, which is unknown while it does not report."""
-        return self._meter.measure(self.load if self.is_heard() else None)
+        if not self.is_heard():
+            return self._meter.measure(None)
+        self.last = self._meter.measure(self.load)
+        return self.last
 
     def push(self, cluster: Cluster, files: Mapping[str, str]) -> asyncio.Task[None] | None:
         """Begin a call if files differ from those on the machine, or the last call was long ago; return it.
@@ -59,7 +63,7 @@ class GatewayLink:
         """
         place = cluster.name, cluster.attempt
         if place != self._place:
-            self._place, self._digests, self._load_text = place, None, ""
+            self._place, self._digests, self._load_text, self.last = place, None, "", Demand()
             self.stop()
         if self._call is not None and not self._call.done():
             return self._call

@@ -35,6 +35,9 @@ ANSWER_S = 0.2  # a step waits this long for answers: those of an open session t
 FAILURES_MAX = 3  # in a row, before any gateway was reached
 BACKOFF_S_MAX = 300.0
 SAVE_EVERY_S = 1.0
+# After this time, a silent gateway counts with its last load. Until then, its load is unknown, and no replica is
+# removed. Its machine answers the job's controller meanwhile: otherwise, it would have been replaced.
+SILENT_S_MAX = 600.0
 
 WriteProgram = Callable[..., Path]  # `gateway_task.write_program`
 
@@ -106,6 +109,7 @@ class Gateways:
         self._failures = {number: 0 for number in NUMBERS}
         self._failed: set[int] = set()  # jobs that are counted
         self._next_start_s = {number: -math.inf for number in NUMBERS}
+        self._silent_since_s: dict[int, float] = {}
         self._saved_s = -math.inf
         self._saved_usage: dict[int, UsageBook] = {}
 
@@ -121,9 +125,9 @@ class Gateways:
 
     def measure(self) -> Demand:
         """Return the demand at all gateways."""
-        found = [link.measure() for link in self._links.values()]
         serving = [each.number for each in self._tries if each.may_serve]
-        heard = [number for number, link in self._links.items() if link.is_heard()]
+        silent, long_silent = self._find_silent(serving)
+        found = [link.last if number in long_silent else link.measure() for number, link in self._links.items()]
         return Demand(
             qps=sum(each.qps for each in found),
             in_flight=sum(each.in_flight for each in found),
@@ -131,8 +135,15 @@ class Gateways:
             tpot_p95_s=find_largest(each.tpot_p95_s for each in found),
             settled_count=max((each.settled_count for each in found), default=0),
             ready_count=max((each.ready_count for each in found), default=0),
-            is_known=bool(serving) and set(serving) <= set(heard),
+            is_known=bool(serving) and silent <= long_silent,
         )
+
+    def _find_silent(self, serving: Sequence[int]) -> tuple[set[int], set[int]]:
+        """Return those of the serving gateways that do not report, and those that have not for long."""
+        now_s = self._clock.now_s()
+        silent = {number for number in serving if number not in self._links or not self._links[number].is_heard()}
+        self._silent_since_s = {number: self._silent_since_s.get(number, now_s) for number in silent}
+        return silent, {number for number in silent if now_s - self._silent_since_s[number] >= SILENT_S_MAX}
 
     async def follow(self, service: Service, task: Task, spec: GatewaySpec) -> None:
         """Observe the gateways, push the last routing file, and take over what they report."""

@@ -106,7 +106,12 @@ class HaproxyControl:
         if setpriv := shutil.which("setpriv"):  # the kernel sends the signal when this process is gone
             argv = [setpriv, "--pdeathsig", "USR1", *argv]
         (self._folder / SOCKET).unlink(missing_ok=True)
-        self._process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, cwd=self._folder)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv, stdin=asyncio.subprocess.DEVNULL, cwd=self._folder
+            )
+        except OSError as error:  # for example, no more processes
+            raise StateError(f"haproxy did not start: {error}") from error
         try:
             async with asyncio.timeout(START_S):
                 while self._process.returncode is None and not await self._find_current():
@@ -142,8 +147,7 @@ class HaproxyControl:
         A configuration that is refused changes nothing: the old worker keeps serving. Raises NoAnswerError.
         """
         before = {each.pid for each in await self.list_workers()}
-        assert self._process is not None
-        if self._process.returncode is not None:
+        if self._process is None or self._process.returncode is not None:
             raise NoAnswerError
         self._process.send_signal(signal.SIGUSR2)
         deadline_s = asyncio.get_running_loop().time() + START_S
@@ -183,7 +187,10 @@ class HaproxyControl:
     async def _ask(self, command: str) -> str:
         """Send one command and return the answer. Raises NoAnswerError."""
         # The name of a socket has at most 107 bytes; a state folder may have more.
-        handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise NoAnswerError from error
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{handle}/{SOCKET}")

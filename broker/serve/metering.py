@@ -53,6 +53,7 @@ class ResponseMeter:
         self._parser: EventParser | None = None
         self._body = bytearray()
         self._has_usage = self._is_left = False
+        self.is_sent = False  # to a replica, which may have computed the prompt
         self.replica = 0
         self.prompt_tokens = self.completion_tokens = 0
 
@@ -89,8 +90,8 @@ class ResponseMeter:
         self._events += 1
 
     def leave(self) -> None:
-        """Record that the client has left; its prompt counts all the same."""
-        self._is_left = True
+        """Record that the client has left; a prompt that was sent counts all the same."""
+        self._is_left = self.is_sent
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Take the numbers of a journal, which counts tokens across replicas, if it knows the ids."""

@@ -182,11 +182,14 @@ class Proxy:
             headers["content-length"] = str(request.content_length)
         data = (body or None) if isinstance(body, bytes) else body.read()
         url = URL(route.base_url + path, encoded=True)  # as the client wrote it
+        meter = request[METER]
+        was_sent, meter.is_sent = meter.is_sent, True
         try:
             return await self.session.request(
                 request.method, url, headers=headers, data=data, timeout=self._timeout, allow_redirects=False
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            meter.is_sent = was_sent
             self.table.exclude(route, f"the connection failed: {error}")
             raise ReplicaLostError("the replica refused the connection", was_sent=False) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

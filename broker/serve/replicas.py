@@ -45,9 +45,10 @@ def find_port(task: Task) -> int:
     if task.service.port is not None:
         return task.service.port
     ports = {port for each in task.resources for port in each.ports}
-    if len(ports) == 1 and (port := ports.pop()).isdigit():
-        return int(port)
-    why = "names no port" if not ports else "names several ports"
+    is_several = len(ports) > 1 or any(not each.isdigit() for each in ports)  # also a range, such as `8080-8090`
+    if ports and not is_several:
+        return int(ports.pop())
+    why = "names several ports" if is_several else "names no port"
     raise UsageError(f"the task {why} for its replicas", hints=["add `ports: 8080` below `service`"])
 
 

@@ -39,6 +39,7 @@ class BackendRoute:
         self.backend = backend
         self.base_url = make_url(backend)
         self.is_ready = False
+        self.is_gone = False  # the table has it no more
         self.since_s = now_s
         self.in_flight = 0
         self.breaks = 0
@@ -99,6 +100,9 @@ class RouteTable:
                 route = BackendRoute(backend, now_s=self._clock.now_s())
             route.backend = backend
             self.routes[backend.number] = route
+        for number, route in before.items():
+            if self.routes.get(number) is not route:  # nothing that waits for a connection may get one
+                route.is_ready, route.is_gone = False, True
         addresses = {each.base_url for each in self.routes.values()}
         return [each for each in before.values() if each.base_url not in addresses]
 

@@ -156,12 +156,16 @@ class TcpPath:
                 return None
             try:
                 async with asyncio.timeout(CONNECT_S):
-                    return await asyncio.open_connection(
+                    opened = await asyncio.open_connection(
                         backend.host, backend.port, ssl=self._context if backend.is_encrypted else None
                     )
             except (TimeoutError, OSError) as error:
                 self._table.exclude(route, f"the connection failed: {str(error) or type(error).__name__}")
                 return None
+        if route.is_gone:  # since then, `cut` would not find the connection
+            _cut(opened[1].transport)
+            return None
+        return opened
 
     async def _join(self, route: BackendRoute, client: _Client, replica: Ends) -> None:
         """Copy in both directions until both have ended; a reset of one end resets the other."""
@@ -174,7 +178,9 @@ class TcpPath:
         assert task is not None
         users.add(task)
         try:
-            is_whole = await _run(up, down) and await client.close()
+            has_ended = await _run(up, down)
+            users.discard(task)  # the replica may go: what is left is for the client to take
+            is_whole = has_ended and await client.close()
         finally:
             users.discard(task)
             if is_whole:

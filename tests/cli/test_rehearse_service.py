@@ -70,6 +70,16 @@ def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+def test_a_service_without_replicas_starts_one_for_a_request(shell: Shell) -> None:
+    policy = "replica_policy: {min_replicas: 0, max_replicas: 1, target_requests_in_flight_per_replica: 4}"
+    done = shell.run("rehearse", shell.write("web.yaml", TASK.replace("replicas: 2", policy)), "--for", "20m")
+    assert "* service: scaled to 1" in done.stdout and "replica 1 is ready" in done.stdout
+    assert "Cannot connect" not in done.stdout, "the first request is sent once the balancer listens"
+    assert not shell.find_processes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_service_whose_program_ends_is_reported(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("web.yaml", BROKEN), code=1)
     assert "BAD start: not all replicas became ready: `run` exited with code 3" in done.stdout

@@ -19,7 +19,7 @@ from broker.errors import TransientError
 from broker.runtime.reports import Exchanged
 from broker.serve import gateways
 from broker.serve.files import Load, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
-from broker.serve.gateways import find_cluster, list_tries, read_loads
+from broker.serve.gateways import SILENT_S_MAX, find_cluster, list_tries, read_loads
 from broker.serve.keys import KeyUsage, UsageBook, create_key, read_usage
 from broker.serve.observing import observe
 from broker.types import Cluster, GatewaySpec, JobStatus, ServiceEventKind, Task
@@ -160,6 +160,23 @@ def test_silent_gateway_keeps_the_replicas_that_its_load_required(tmp_path: Path
     world.in_flight = {}
     world.settle(60)
     assert len(world.list_ready()) == 1
+
+
+def test_gateway_that_stays_silent_counts_with_its_last_load(tmp_path: Path) -> None:
+    task = make_gateway_task(count=1, replicas_max=4, target_in_flight=2.0, downscale_delay_s=10.0)
+    world = GatewayWorld(tmp_path, task)
+    world.settle(10)
+    first, second = world.name_clusters()
+    assert first and second
+    world.in_flight = {first: 3, second: 4}
+    world.settle(10)
+    world.silent.add(first)
+    world.in_flight = {first: 0, second: 1}
+    world.settle(60)
+    assert len(world.list_ready()) == 4
+    world.clock.now += SILENT_S_MAX
+    world.settle(60)
+    assert len(world.list_ready()) == 2, "for the three that it had, and one"
 
 
 def test_lost_gateway_is_replaced_while_the_other_is_instructed(tmp_path: Path) -> None:

@@ -15,10 +15,18 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from broker.clock import SystemClock
+from broker.errors import StateError
 from broker.serve.balancer import Balancer
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
 from broker.serve.haproxy_config import render
-from broker.serve.haproxy_control import ServerFigures, Worker, parse_figures, parse_workers
+from broker.serve.haproxy_control import (
+    HaproxyControl,
+    NoAnswerError,
+    ServerFigures,
+    Worker,
+    parse_figures,
+    parse_workers,
+)
 from broker.types import BalancerType, ReadinessProbe, ServiceProtocol, TlsFiles
 from tests.serve.live_bed import draw_free_port
 from tests.serve.stand_in import StandIn
@@ -92,6 +100,23 @@ replicas,BACKEND,4,4,39,2,,
         ServerFigures(name="r1", in_flight=3, broken=2), ServerFigures(name="r2", in_flight=1, broken=0)
     )  # fmt: skip
     assert parse_figures("# pxname,svname,qcur,scur,stot,\nclients,FRONTEND,,1,40,\n").arrivals == 40
+
+
+def test_haproxy_that_cannot_be_started_or_asked_is_an_error_that_its_controller_handles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start_nothing(*argv: str, **options: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    async def run() -> None:
+        monkeypatch.setattr("broker.serve.haproxy_control.find_haproxy", lambda: "/usr/sbin/haproxy")
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start_nothing)
+        with pytest.raises(StateError, match="no more processes"):
+            await HaproxyControl(tmp_path).start()
+        with pytest.raises(NoAnswerError):
+            await HaproxyControl(tmp_path / "gone").list_workers()
+
+    asyncio.run(run())
 
 
 class HaproxyBed:

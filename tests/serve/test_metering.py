@@ -23,9 +23,12 @@ class HeldClock:
         raise AssertionError
 
 
-def test_prompt_of_a_client_that_left_counts() -> None:
+def test_prompt_of_a_client_that_left_counts_if_a_replica_has_it() -> None:
     meter = ResponseMeter(clock=HeldClock())
+    meter.leave()  # while it waited for a replica
     assert meter.end(prompt_bytes=400).prompt_tokens == 0
+    meter.is_sent = True
+    assert meter.end(prompt_bytes=400).prompt_tokens == 0, "the client stays"
     meter.leave()
     assert meter.end(prompt_bytes=400).prompt_tokens == 100
 

@@ -15,10 +15,12 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from broker.clock import SystemClock
+from broker.serve.answers import METER
 from broker.serve.balancer import Balancer
 from broker.serve.bodies import PassedBody
 from broker.serve.files import Backend, Routing, ServiceFolder
 from broker.serve.losses import ClientGoneError
+from broker.serve.metering import ResponseMeter
 from broker.serve.probing import probe_request
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ReadinessProbe
@@ -120,6 +122,31 @@ def test_client_that_leaves_frees_the_replica(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+def test_prompt_of_a_client_that_leaves_while_no_replica_is_ready_costs_nothing(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        bed.stands[0].is_healthy = False
+        await bed.until_ready(0)
+        body = b'{"prompt": "hello", "max_tokens": 4}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+        _, writer = await send_raw(bed, head + body)
+        await until(lambda: bed.balancer.path.counts.waiting == 1)
+        writer.transport.abort()
+        await until(lambda: not bed.balancer.path.counts.in_flight)
+
+    window = play(tmp_path, scene, count=1).window
+    assert (window.requests, window.prompt_tokens_s) == (1, 0.0)
+
+
+def test_request_that_no_replica_answers_is_an_error_in_the_figures(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        await bed.stands[0].kill()
+        async with bed.client.get(f"{bed.url}/a") as response:
+            assert response.status in (502, 503)
+
+    load = play(tmp_path, scene, count=1)
+    assert (load.window.requests, load.window.errors) == (1, 1)
+
+
 def test_uploads_that_clients_cut_off_are_not_the_fault_of_the_replica(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         route = bed.balancer.table.routes[1]
@@ -149,6 +176,7 @@ def test_upload_that_cannot_be_read_is_not_the_fault_of_the_replica(tmp_path: Pa
     async def scene(bed: Bed) -> None:
         proxy, route = bed.balancer.path._proxy, bed.balancer.table.routes[1]  # type: ignore[attr-defined]
         request = make_mocked_request("POST", "/a", headers={"host": "a"})
+        request[METER] = ResponseMeter(clock=SystemClock())
         with pytest.raises(ClientGoneError):
             await proxy.send(route, request, "/a", PassedBody(DamagedContent()))  # type: ignore[arg-type]
         assert route.breaks == 0

@@ -256,6 +256,59 @@ def test_connection_to_a_vanished_machine_is_reset_and_others_stay(tmp_path: Pat
     assert play(tmp_path, scene).broken == 1
 
 
+def test_client_takes_the_rest_at_its_pace_when_the_replica_that_sent_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_closing, is_gone = asyncio.Event(), asyncio.Event()
+    close = tcp_path._Client.close
+
+    async def close_late(client: tcp_path._Client) -> bool:
+        is_closing.set()
+        await is_gone.wait()
+        return await close(client)
+
+    monkeypatch.setattr(tcp_path._Client, "close", close_late)
+
+    async def scene(bed: Bed) -> None:
+        bed.echoes[0].answer = b"all of it"
+        client = await bed.open()
+        client.writer.write_eof()
+        await is_closing.wait()
+        bed.balancer.adopt(replace(bed.balancer._routing, generation=2, backends=()))
+        is_gone.set()
+        assert await client.reader.read() == b"all of it"
+
+    assert play(tmp_path, scene, count=1).broken == 0
+
+
+def test_connection_that_is_opened_while_its_replica_goes_is_given_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(bed: Bed) -> None:
+        balancer = bed.balancer
+        opens: list[int] = []
+        is_open = asyncio.Event()
+        connect = asyncio.open_connection
+
+        async def open_slowly(host: str, port: int, **options: Any) -> Any:
+            opened = await connect(host, port, **options)
+            opens.append(port)
+            if len(opens) == 1:
+                routing = balancer._routing
+                left = tuple(each for each in routing.backends if each.port != port)
+                balancer.adopt(replace(routing, generation=2, backends=left))
+                is_open.set()
+            return opened
+
+        monkeypatch.setattr(tcp_path.asyncio, "open_connection", open_slowly)
+        reader, writer = await connect("127.0.0.1", bed.port)
+        await is_open.wait()
+        assert int(await reader.readline()) in {each.port for each in bed.echoes} - {opens[0]}
+        writer.close()
+
+    play(tmp_path, scene)
+
+
 def test_silent_half_of_a_connection_is_closed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_path, "HALF_OPEN_S_MAX", 0.05)
 

@@ -96,6 +96,11 @@ def test_words_are_accepted_in_any_case() -> None:
             "service: {replica_policy: {min_replicas: 1, dynamic_on_demand_fallback: true}}",
             "did you mean `dynamic_ondemand_fallback`",
         ),
+        ("service: {replica_policy: {min_replicas: 1, spot_policy: a}}", "write `dynamic_ondemand_fallback: true`"),
+        ("service: {replica_policy: {min_replicas: 1, auto_restart: false}}", "replicas are always restarted"),
+        ("service: {replica_policy: {min_replicas: 1, init_replicas: 2}}", "unknown field `init_replicas`"),
+        ("service: {replica_policy: {min_replicas: 1, queue_length_threshold: 4}}", "`queue_length_threshold`"),
+        ("service: {external_load_balancers: [{resources: {cloud: aws}}]}", "unknown field `external_load_balancers`"),
     ],
 )
 def test_service_that_cannot_be_run_is_refused_in_one_sentence(text: str, message: str) -> None:
@@ -110,12 +115,14 @@ def test_service_that_cannot_be_run_is_refused_in_one_sentence(text: str, messag
     [
         ("service: {replica_policy: {min_replicas: 1, max_replicas: 2}}", "requires a target load"),
         ("resources: {ports: [1, 2]}\nservice: {replicas: 1}", "names several ports"),
+        ("resources: {ports: 8080-8090}\nservice: {replicas: 1}", "names several ports"),
         ("resources: {cpus: 2}\nservice: {replicas: 1}", "names no port"),
+        ("run:\nservice: {replicas: 1}", "has no `run:`"),
     ],
 )
-def test_service_without_a_target_or_port_is_refused_by_serve_up(text: str, message: str) -> None:
+def test_service_without_a_target_port_or_program_is_refused_by_serve_up(text: str, message: str) -> None:
     body = text if "resources" in text else f"resources: {{ports: 8080}}\n{text}"
-    (task,) = load_tasks_text(f"run: x\n{body}", "task.yaml")
+    (task,) = load_tasks_text(body if "run" in text else f"run: x\n{body}", "task.yaml")
     with pytest.raises(UsageError, match=message):
         check_service(task)
 
