@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
@@ -20,6 +21,8 @@ from broker.cli.render import print_json, print_note
 from broker.cli.terminal import Bar, show_progress, show_wait
 from broker.formatting import format_usd
 from broker.types import Autostop, Plan
+
+EXACT_TASKS_MAX = 40  # the search takes time that grows exponentially with wide pipelines
 
 
 def make_callbacks(show: Callable[[Sequence[Plan]], None], *, yes: bool) -> Callbacks:
@@ -53,6 +56,8 @@ def find_usd_hour_max(plans: Sequence[Plan]) -> float:
     if any(plan.task.group is not None for plan in plans) or len(tasks) < len(plans):
         return sum(plan.choice.placement.usd_hour for plan in plans)
     needed = {name: _find_needed(name, tasks) for name in tasks}
+    if len(tasks) > EXACT_TASKS_MAX:
+        return _bound_usd_hour(tasks, needed)
 
     def search(names: Sequence[str]) -> float:
         if not names:
@@ -63,6 +68,18 @@ def find_usd_hour_max(plans: Sequence[Plan]) -> float:
         return taken if len(apart) == len(others) else max(taken, search(others))
 
     return search([*tasks])
+
+
+def _bound_usd_hour(tasks: Mapping[str, Plan], needed: Mapping[str, AbstractSet[str]]) -> float:
+    """Return an upper bound: of a chain of tasks, each of which needs the one before it, one runs at a time."""
+    chains: list[list[str]] = []
+    for name in sorted(tasks, key=lambda each: len(needed[each])):
+        chain = next((each for each in chains if each[-1] in needed[name]), None)
+        if chain is None:
+            chains.append([name])
+        else:
+            chain.append(name)
+    return sum(max(tasks[name].choice.placement.usd_hour for name in chain) for chain in chains)
 
 
 def _find_needed(name: str, tasks: Mapping[str, Plan]) -> set[str]:

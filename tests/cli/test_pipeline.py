@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.cli.launch import confirm_price
+from broker.cli.launch import confirm_price, find_usd_hour_max
 from broker.cli.pipeline import show_pipeline
 from broker.types import (
     Estimate,
@@ -170,6 +170,23 @@ def test_price_to_confirm_is_of_the_tasks_that_run_at_a_time(
     ]
     confirm_price(plans, yes=False)
     assert asked == [f"Start at up to {price} USD/h?"]
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_price_to_confirm_of_a_long_pipeline_counts_each_branch_once(branches: int) -> None:
+    """More tasks than the exact search takes."""
+    plans = [
+        Plan(
+            task=Task(name=f"{branch}-{step}", needs={f"{branch}-{step - 1}": 0.0} if step else {}),
+            estimates=(make_step("a", "aws", 2.0 + (step == 30)).estimate,),
+            rejections=(),
+            prices_as_of="",
+            reason="",
+        )
+        for branch in range(branches)
+        for step in range(60)
+    ]
+    assert find_usd_hour_max(plans) == pytest.approx(branches * find_usd_hour_max(plans[30:31]))
 
 
 def test_price_to_confirm_is_of_all_runs_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
