@@ -80,6 +80,7 @@ class Ready:
 
     tasks: tuple[Task, ...]
     plans: tuple[Plan, ...]
+    is_priced: bool = False  # whether the price was accepted, which the target may not require
 
 
 def prepare(
@@ -110,7 +111,8 @@ def prepare(
     if is_dryrun:
         return Ready(tasks=tasks, plans=plans)
     tasks = fetch_repositories(context, tasks)
-    if target.check(plans):
+    is_priced = target.check(plans)
+    if is_priced:
         check_programs(context, plans)
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
@@ -118,7 +120,7 @@ def prepare(
         context.admit([plan.choice for plan in plans], demand or LaunchSize())
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
-    return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)
+    return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans, is_priced=is_priced)
 
 
 def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -244,6 +246,15 @@ async def start_cluster(
     name, (task,), (plan,) = target.name, ready.tasks, ready.plans
     context.check_owner(Owned.CLUSTER, name)  # it may have been created while the user read the price
     known = context.store.clusters.get(name)
+
+    def claim() -> None:
+        if not ready.is_priced:
+            raise UsageError(
+                f"cluster `{name}` ended while the launch was prepared; nothing was started",
+                hints=["repeat the command to launch it again, at the price that it then shows"],
+            )
+        context.own(Owned.CLUSTER, name)
+
     cluster = await context.provisioner.up(
         name,
         plan,
@@ -251,7 +262,7 @@ async def start_cluster(
         on_event=lambda event: context.note(describe_event(event)),
         hedge=hedge,
         retry_until_up=retry_until_up,
-        on_claimed=lambda: context.own(Owned.CLUSTER, name),
+        on_claimed=claim,
     )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(

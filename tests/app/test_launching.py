@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from broker.app.container import Context, load_entry
 from broker.app.jobs import JobTarget
-from broker.app.launching import Callbacks, ClusterTarget, Target, match_alternative, prepare
+from broker.app.launching import Callbacks, ClusterTarget, Target, match_alternative, prepare, start_cluster
 from broker.app.lazy_clouds import LazyClouds
 from broker.app.planning import read_task
 from broker.clouds.base import NeedsPrograms
@@ -110,6 +111,25 @@ def test_a_running_cluster_adds_no_cost(context: Context, task: Task) -> None:
     recorder = Recorder()
     prepare(context, [bare], target, callbacks=recorder.make())
     assert recorder.calls == ["show"]
+
+
+@pytest.mark.parametrize("status", [ClusterStatus.STOPPED, None])
+def test_a_cluster_that_ends_during_a_launch_is_not_replaced_without_a_price(
+    context: Context, task: Task, status: ClusterStatus | None
+) -> None:
+    bare = replace(task, storage_mounts=())
+    target = ClusterTarget.of(context, bare, name="dev")
+    (plan,) = prepare(context, [bare], target).plans
+    cluster = Cluster(name="dev", status=ClusterStatus.UP, placement=plan.choice.placement, attempt=1, nodes=())
+    context.store.clusters.put(cluster)
+    ready = prepare(context, [bare], target)
+    if status is None:
+        context.store.clusters.delete("dev")
+    else:
+        context.store.clusters.put(replace(cluster, status=status))
+    with pytest.raises(UsageError, match="`dev` ended while the launch was prepared"):
+        asyncio.run(start_cluster(context, target, ready, hedge=1))
+    assert not context.store.intents.list_open("dev")
 
 
 def test_a_name_that_no_cluster_can_have_is_refused(context: Context, task: Task) -> None:
