@@ -23,7 +23,7 @@ POOL = "replicas"
 WEIGHT_MAX = 256  # HAProxy's
 SHARE_UNITS = 10_000
 BALANCING = {"round_robin": "roundrobin"}  # all others: the less busy of two drawn ones
-DRAIN_S = 120  # after a reload, the old process serves its open connections for this long, as a drained replica does
+OLD_WORKER_S = 3600  # for which a worker that was replaced by a reload serves its open connections
 TUNNEL_S = 24 * 3600
 HALF_OPEN_S = 300
 
@@ -73,7 +73,7 @@ def _name_share(version: int) -> str:
 def _render_global() -> list[str]:
     return [
         "global",
-        f"    hard-stop-after {DRAIN_S}s",
+        f"    hard-stop-after {OLD_WORKER_S}s",
         "    ssl-default-bind-options ssl-min-ver TLSv1.2",
         "    tune.ssl.default-dh-param 2048",
     ]
