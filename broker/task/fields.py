@@ -191,9 +191,9 @@ TASK = Table(
             "`restart-group` if another task reads this task's addresses from variables, otherwise `keep-going`.",
         ),
         "service": Field(
-            shape=SERVICE, about="Serve the task behind a load balancer.",
+            shape=SERVICE, about="Serve the task behind a load balancer (`broker serve up`).",
             later=Later(
-                message="this command starts or plans one replica only",
+                message="a service is neither a cluster nor a managed job; the plan is for one replica",
                 hint="serve it with `broker serve up`, or remove `service` to run one replica as a cluster",
                 applies=lambda value: True,
             ),

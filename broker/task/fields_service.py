@@ -16,7 +16,9 @@ READINESS_PROBE = Table(
     about="Readiness check of a replica.",
     fields={
         "path": Field(shape=Text(), about="URL path; required with `protocol: http`.", examples=("/health",)),
-        "initial_delay_seconds": Field(shape=_SECONDS, about="Delay before the first probe."),
+        "initial_delay_seconds": Field(
+            shape=_SECONDS, about="Time in which a started replica must become ready; otherwise it is replaced."
+        ),
         "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
         "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
         "consecutive_failure_threshold_timeout": Field(

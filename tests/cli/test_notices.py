@@ -13,7 +13,7 @@ def test_plan_continues_with_notes_on_unsupported_fields(shell: Any) -> None:
     done = shell.run("plan", path)
     assert "Choice:" in done.stdout
     assert done.stderr.splitlines() == [
-        f"note: {path}:2:1: `service`: this command starts or plans one replica only "
+        f"note: {path}:2:1: `service`: a service is neither a cluster nor a managed job; the plan is for one replica "
         "(serve it with `broker serve up`, or remove `service` to run one replica as a cluster)"
     ]
     assert json.loads(shell.run("plan", path, "--json").stdout)
@@ -23,7 +23,7 @@ def test_launch_refuses_with_the_place_before_anything_starts(shell: Any) -> Non
     path = shell.write("serve.yaml", SERVED)
     for command in (["launch", path, "-y"], ["jobs", "launch", path, "-y"]):
         done = shell.run(*command, code=2)
-        assert f"error: {path}:2:1: `service`: this command starts or plans one replica only" in done.stderr
+        assert f"error: {path}:2:1: `service`: a service is neither a cluster nor a managed job; " in done.stderr
         assert "    2 | service:" in done.stderr
         assert "hint: serve it with `broker serve up`" in done.stderr
     assert shell.read_json("status")["clusters"] == []
