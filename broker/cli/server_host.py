@@ -176,7 +176,9 @@ def down(
 
 
 def import_local(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would move without moving it.")] = False,
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", "--dry-run", help="List what would move without moving it.")
+    ] = False,
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -195,7 +197,7 @@ def import_local(
         for noun, names in (("job", work.jobs), ("cluster", work.clusters), ("service", work.services)):
             for name in names:
                 print_line(f"{noun} {name}")
-    if dry_run:
+    if dryrun:
         return
     options.confirm("Move this to the server?", yes=yes)
     server = move(context, make_hosting())

@@ -80,7 +80,7 @@ def check_moved(hosted: Hosted, pid: int) -> None:
 def test_job_keeps_its_process_over_the_move_and_ends_on_the_server(hosted: Hosted) -> None:
     pid = start_job(hosted)
     hosted.up()
-    listed = hosted.run("server", "import-local", "--dry-run").stdout
+    listed = hosted.run("server", "import-local", "--dryrun").stdout
     assert listed.splitlines()[0] == "job 1 hold RUNNING" and listed.count("cluster job-1-") == 1
     assert not (hosted.home / "moved.json").exists()
     hosted.run("server", "import-local")
