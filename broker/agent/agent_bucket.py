@@ -135,9 +135,10 @@ def send(url: str, content: bytes | None, variables: Mapping[str, str]) -> bytes
         request = make_azure_request(bucket, key, content, variables)
     else:
         raise Refused(f"unsupported bucket scheme {scheme}://")
+    opener = urllib.request.build_opener(agent_login.RefusesRedirects)
     for attempt in range(1, TRIES + 1):
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            with opener.open(request, timeout=ANSWER_S) as answer:
                 body: bytes = answer.read()
                 return body
         except urllib.error.HTTPError as error:

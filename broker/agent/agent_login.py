@@ -37,6 +37,14 @@ class Refused(Exception):
     """A missing login or refused request, reported as one line in the runner's log."""
 
 
+class RefusesRedirects(urllib.request.HTTPRedirectHandler):
+    """Raise a redirect as an HTTPError: urllib would send the login along, to whatever server it names."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """Return None: do not follow."""
+        return None
+
+
 def find_s3_login(variables: Mapping[str, str]) -> dict[str, str]:
     """Return keys from the environment, else from AWS's files, else from the machine's role (IMDSv2)."""
     if variables.get("AWS_ACCESS_KEY_ID") and variables.get("AWS_SECRET_ACCESS_KEY"):
@@ -116,7 +124,7 @@ def find_google_token(variables: Mapping[str, str]) -> str:
             raise Refused(f"no login for gs://: `{path}` has the unknown type `{key.get('type')}`")
         url = str(key.get("token_uri") or TOKEN_URL)
         request = urllib.request.Request(url, data=urllib.parse.urlencode(grant).encode(), method="POST")
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with urllib.request.build_opener(RefusesRedirects).open(request, timeout=ANSWER_S) as answer:
             return str(json.loads(answer.read().decode("utf-8"))["access_token"])
     except urllib.error.HTTPError as error:
         raise Refused(f"no login for gs://: Google refused `{path}`: HTTP {error.code}") from error
@@ -194,7 +202,7 @@ def read_items(data: bytes) -> list[tuple[int, bytes]]:
 
 def ask(request: urllib.request.Request) -> str:
     """Return the metadata server's answer, bypassing any proxy of the environment."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), RefusesRedirects)
     with opener.open(request, timeout=METADATA_S) as answer:
         text: str = answer.read().decode("utf-8")
         return text

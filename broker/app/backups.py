@@ -40,7 +40,8 @@ CONFIRM_S = 20.0
 EPOCHS, STATES = "epochs", "states"
 NONCE_BYTES = 12
 BOUND = b"broker state backup 1"  # authenticated with the archive
-FILES = ("owner", "config.toml", "server/certificate.pem", "server/admin.token")
+# `moved-in` is the word of a move (hosting/host_program.py): a laptop that repeats it must find it in a restored state.
+FILES = ("owner", "config.toml", "server/certificate.pem", "server/admin.token", "moved-in")
 FOLDERS = ("keys", "secrets", "service-secrets")
 # Certificates that running replicas trust, and API keys, without which a service would be open.
 SERVICE_FILES = ("serve/*/*.pem", "serve/*/keys.json", "serve/*/usage*.json", "serve/*/canary.json")

@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -319,6 +318,13 @@ def has_work(database: str) -> bool:
     """Return whether a state has jobs, clusters or launches of its own, or services or schedules."""
     if not os.path.exists(database):
         return False
+    try:
+        import sqlite3  # absent from the minimal Python of some systems; every other verb works without it
+    except ImportError:
+        raise RequestError(
+            "the Python of that machine has no `sqlite3`, which shows whether the server has jobs of its own",
+            "install it, for example with `apt-get install python3`, and repeat the command",
+        ) from None
     connection = sqlite3.connect(database, timeout=STOP_S)
     try:
         known = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

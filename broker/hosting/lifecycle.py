@@ -90,8 +90,14 @@ class Hosting:
         return self._install_and_start(begun, machine)
 
     def upgrade(self) -> HostedServer:
-        """Replace the server's program with the one that runs here; jobs continue. Raises StateError if that fails."""
+        """Replace the server's program with the one that runs here; jobs continue. Raises StateError if that fails,
+        and UsageError for a server that is being removed."""
         server = self.get()
+        if server.status is HostedStatus.ENDING:  # its state may be deleted already, and an empty one would look whole
+            raise UsageError(
+                "the server is being removed: `broker server down` was interrupted",
+                hints=["complete the removal with `broker server down`", "or set it up again with `broker server up`"],
+            )
         machine = self.find_machine(server)
         return self._install_and_start(server, machine)
 

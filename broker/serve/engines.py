@@ -35,7 +35,8 @@ class EngineFacts:
         if version not in self._contexts:
             timeout = aiohttp.ClientTimeout(total=ASK_S)
             try:
-                async with session.get(route.base_url + MODELS, timeout=timeout) as response:
+                address = route.base_url + MODELS  # a redirect could lead to any server that this machine reaches
+                async with session.get(address, timeout=timeout, allow_redirects=False) as response:
                     tokens = parse_context(await response.content.read(BODY_BYTES_MAX))
             except (aiohttp.ClientError, TimeoutError, OSError):
                 return None

@@ -54,6 +54,7 @@ class Metadata:
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, bytes]] = []
         self.codes: list[int] = []
+        self.redirect = ""
         around = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,6 +64,8 @@ class Metadata:
                 code, text = around.respond(self.path, {k.lower(): v for k, v in self.headers.items()})
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
+                if around.redirect:
+                    self.send_header("Location", around.redirect)
                 self.end_headers()
                 self.wfile.write(text.encode())
 
@@ -131,6 +134,24 @@ def test_object_is_read_and_a_missing_one_is_none(metadata: Metadata, url: str, 
     metadata.codes = [403]
     with pytest.raises(agent_login.Refused, match="HTTP 403"):
         agent_bucket.get(url, variables)
+
+
+@pytest.mark.parametrize("url", ["s3://b/k", "gs://b/k"])
+def test_redirect_takes_no_login_to_another_server(metadata: Metadata, url: str) -> None:
+    other = Metadata()
+    variables = {
+        "AWS_ENDPOINT_URL": metadata.url, "STORAGE_EMULATOR_HOST": metadata.url, "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1",
+    }  # fmt: skip
+    metadata.redirect = other.url
+    metadata.codes = [307]
+    with pytest.raises(agent_login.Refused, match="HTTP 307"):
+        agent_bucket.get(url, variables)
+    with pytest.raises(urllib.error.HTTPError):
+        metadata.codes = [302]
+        agent_login.ask(urllib.request.Request(f"{metadata.url}/x", headers={"X-aws-ec2-metadata-token": "imds"}))
+    assert other.seen == []
+    other.close()
 
 
 @pytest.fixture(scope="module")

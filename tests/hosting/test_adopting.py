@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from broker.app.backups import pack_state, unpack
 from broker.app.container import Context
 from broker.app.moving import MovedTo, read_moved, write_moved
 from broker.clock import SystemClock
@@ -124,6 +127,28 @@ def test_adoption_killed_at_its_last_rename_is_completed(
     store.close()
     assert "has_work" not in host.adopt()
     assert (host.state / "owner").read_text() == "the laptop's installation"
+
+
+def test_restored_server_knows_the_move_that_its_backup_includes(host: HostProgram, tmp_path: Path) -> None:
+    """The laptop did not receive the answer. If it took its own jobs for work of the server, both would run them."""
+    host.adopt()
+    add_job(store := host.open())
+    store.close()
+    archive = pack_state(host.state)
+    shutil.rmtree(host.state)
+    unpack(archive, host.state)
+    assert host.adopt() == {"is_new": False}
+
+
+def test_only_adopting_needs_sqlite_on_the_machine(host: HostProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The minimal Python of some systems has none, and broker itself runs under another Python there."""
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    for path in PROGRAMS:
+        exec(compile(path.read_text(), path.name, "exec"), host.names)  # noqa: S102 - as the machine does
+    host.names["stop"] = lambda folder: None
+    assert host.names["read_status"](str(host.folder))["is_running"] is False
+    with pytest.raises(host.names["RequestError"], match="has no `sqlite3`"):
+        host.adopt()
 
 
 class HostingInMemory:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import StateError, TransientError
+from broker.errors import StateError, TransientError, UsageError
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
 from broker.sites.openssh import Completed
@@ -69,3 +69,14 @@ def test_own_host_that_does_not_answer_is_given_up_only_by_force(tmp_path: Path)
     hosting.take_down(is_forced=True)
     assert record.read() is None
     assert "no answer" in notes[-1]
+
+
+def test_server_that_is_being_removed_is_not_upgraded(tmp_path: Path) -> None:
+    """Its state may be gone: the upgrade would install an empty server, and forget that `down` was requested."""
+    hosting, _, record, _ = make(tmp_path, cluster=None)
+    with pytest.raises(StateError):
+        hosting.take_down(is_forced=False)
+    with pytest.raises(UsageError, match="is being removed"):
+        hosting.upgrade()
+    left = record.read()
+    assert left is not None and left.status is HostedStatus.ENDING
