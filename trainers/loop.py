@@ -104,8 +104,8 @@ def iterate_steps(
     """Train from `position` to the last step and yield after each step. While suspended, all state is consistent.
 
     `before_change` is called before parameters are updated: a checkpoint may still be copying them. Outside `changing`
-    parameters, moments and `position` belong to the same step. A request to stop is reduced with the loss, so that
-    all ranks see it at the same step; `is_read_due` must therefore return the same on all ranks.
+    parameters, moments, `scaling` and `position` belong to the same step. A request to stop is reduced with the loss,
+    so that all ranks see it at the same step; `is_read_due` must therefore return the same on all ranks.
     """
     device_log, clock = DeviceLog(config), clock or WorkClock()
     while position.steps_done < config.steps:
@@ -123,10 +123,10 @@ def iterate_steps(
         scaling.unscale(parameter for _, parameter in strategy.list_trained(model))
         norm = strategy.clip(model, config.norm_max)
         optimizer.skip_unless(torch.isfinite(norm))
-        is_overflow = scaling.is_on and scaling.note(is_finite=bool(torch.isfinite(norm)))
 
         before_change()
         with changing or nullcontext():
+            is_overflow = scaling.is_on and scaling.note(is_finite=bool(torch.isfinite(norm)))
             strategy.step(model, optimizer, loss)
             position.advance(config.batch)
         clock.end()

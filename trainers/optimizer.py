@@ -102,10 +102,10 @@ class Optimizer:
             for name, gradient in self._find_gradients().items():
                 self._handles[name].grad = local(gradient)
         # Fused optimizers read the flag on the device; for others, the host must read it.
-        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
+        if getattr(self._optimizer, "_step_supports_amp_scaling", False) and not self._is_beginning():
             self._optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]  # as torch's GradScaler sets it
-            self._begin_blank_states()
             self._optimizer.step()
+            self._optimizer.found_inf = None  # type: ignore[attr-defined]
         elif self._found_inf is None or not bool(self._found_inf):
             self._begin_blank_states()
             self._optimizer.step()
@@ -126,11 +126,12 @@ class Optimizer:
                     spread = self._spread(value, self._parameters[name])
                     state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
         updates = read_counters(counters)
-        if not updates:  # the optimizer does not count
-            updates = {name: int(name not in self._blank) for name in self._handles}
+        # Of parameters that the optimizer does not count, only the first update matters.
+        begun = {name: int(name not in self._blank) for name in self._handles}
         # One number if all parameters were updated equally often: always, unless some got no gradient.
-        counts = set(updates.values()) or {0}
-        moves = counts.pop() if len(counts) == 1 else json.dumps(updates)
+        counts = set((updates or begun).values()) or {0}
+        is_equal = len(counts) == 1 and not (self.steps_done and self._blank)
+        moves = counts.pop() if is_equal else json.dumps(begun | updates)
         return {**state, "steps_done": self.steps_done, "moves_done": moves}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,9 +145,9 @@ class Optimizer:
                     local(self._optimizer.state[self._handles[name]][keys.get(saved, saved)]).copy_(local(value))
             self._set_updates(updates)
         self.steps_done = state["steps_done"]
-        # Older checkpoints have 0 for all parameters of an optimizer that does not count.
+        # Older checkpoints have 0 for all parameters of an optimizer that does not count, or do not name them.
         is_blank = not self.steps_done or isinstance(moves, str)
-        self._blank = {name for name in self._blank if is_blank and not updates.get(name)}
+        self._blank = {name for name in self._blank if is_blank and updates.get(name) == 0}
         if self._copies is not None:
             self._copies.mark_stale()  # the parameters come from the same checkpoint
 
@@ -197,11 +198,23 @@ class Optimizer:
         for group, given in zip(self._optimizer.param_groups, groups, strict=True):
             group.update({key: given[key] for key in ("lr", "weight_decay") if key in given})
 
+    def _is_beginning(self) -> bool:
+        return bool(self._blank) and not self._blank.isdisjoint(self._find_gradients())
+
     def _begin_blank_states(self) -> None:
-        """Drop reserved state, so that the optimizer creates its own. Call it before an update."""
+        """Drop reserved state, so that the optimizer creates its own. Call it before an update that is not skipped.
+
+        torch's fused optimizers begin without state for all parameters or for none: fused SGD allocates momenta of all
+        of them, does not fill them in a step that `found_inf` skips, and takes no mixture. Those that begin later
+        keep the zeros reserved for them.
+        """
         begun = self._blank.intersection(self._find_gradients())
-        for name in begun:
-            self._optimizer.state.pop(self._handles[name], None)
+        for group in self._optimizer.param_groups:
+            values = {id(value) for value in group["params"] if value.grad is not None}
+            names = {name for name, handle in self._handles.items() if id(handle) in values}
+            if not group.get("fused") or names <= begun:
+                for name in names & begun:
+                    self._optimizer.state.pop(self._handles[name], None)
         self._blank -= begun
 
     def _set_updates(self, updates: Mapping[str, int]) -> None:

@@ -16,8 +16,7 @@ from broker.frozen import frozen
 from broker.locks import is_locked
 from broker.serve.files import Load, ServiceFolder, read_file
 from broker.serve.gateway_task import check_places
-from broker.serve.gateways import list_service_jobs, read_loads
-from broker.serve.merging import merge_loads
+from broker.serve.gateways import list_service_jobs, read_merged_load
 from broker.serve.observing import observe, read_load
 from broker.serve.processes import launch_process
 from broker.serve.replicas import draw_ports, find_folder, find_port, is_local
@@ -356,7 +355,7 @@ def _describe(context: Context, service: Service) -> ServiceLine:
 def _read_load(context: Context, service: Service, *, has_gateways: bool) -> Load | None:
     folder = find_folder(context.config, service)
     if has_gateways:
-        return merge_loads(list(read_loads(folder, now_s=context.clock.now_s()).values()), is_complete=False)
+        return read_merged_load(folder, now_s=context.clock.now_s())
     return read_file(folder.load, Load) if is_locked(folder.lock) else None
 
 

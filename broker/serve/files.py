@@ -143,9 +143,13 @@ class Load:
 
 @frozen
 class GatewayBook:
-    """The newest load that each gateway reported, by its number; times are by the controller's clock."""
+    """The newest load that each gateway reported, by its number; times are by the controller's clock.
+
+    `ended` has the responses of earlier balancers under that number.
+    """
 
     loads: Mapping[int, Load] = field(default_factory=dict)
+    ended: Mapping[int, LoadTotals] = field(default_factory=dict)
 
 
 @frozen

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -14,9 +15,9 @@ import msgspec
 from broker.clock import Clock
 from broker.errors import CloudError
 from broker.runtime.reports import Exchanged
-from broker.serve.files import Load, encode
+from broker.serve.files import Load, LoadTotals, encode
 from broker.serve.keys import UsageBook
-from broker.serve.merging import shift_times
+from broker.serve.merging import merge_totals, shift_times
 from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter
 from broker.serve.scaling import Demand
 from broker.types import Cluster
@@ -31,15 +32,20 @@ Exchange = Callable[[Cluster, Mapping[str, str], Sequence[str]], Awaitable[Excha
 
 
 class GatewayLink:
-    """One gateway as the controller knows it. `usage` is what it reported last, also to an earlier controller."""
+    """One gateway as the controller knows it. `usage` and `load` are what it reported last, also to an earlier
+    controller; `ended` are the responses of balancers that it had before its present one."""
 
-    def __init__(self, exchange: Exchange, *, usage: UsageBook, load: Load | None, clock: Clock) -> None:
-        self.usage = usage
+    def __init__(
+        self, exchange: Exchange, *, usage: UsageBook, load: Load | None, ended: LoadTotals, clock: Clock
+    ) -> None:
+        self.usage, self.ended = usage, ended
         self.load = load  # times are by our clock
         self._exchange, self._clock = exchange, clock
         self._meter = DemandMeter()
-        self.last = Demand()  # the demand when the gateway was last heard
+        # The demand when the gateway was last heard.
+        self.last = Demand() if load is None else replace(self._meter.measure(load), qps=load.window.qps)
         self._place: tuple[str, int] | None = None  # the cluster, and the attempt that created it
+        self._is_replaced = False  # the load is that of an earlier machine
         self._digests: Mapping[str, str] | None = None  # None: the machine was not queried yet
         self._load_text = ""
         self._asked_s = -math.inf
@@ -63,7 +69,9 @@ class GatewayLink:
         """
         place = cluster.name, cluster.attempt
         if place != self._place:
-            self._place, self._digests, self._load_text, self.last = place, None, "", Demand()
+            if self._place is not None:
+                self.last, self._is_replaced = Demand(), True
+            self._place, self._digests, self._load_text = place, None, ""
             self.stop()
         if self._call is not None and not self._call.done():
             return self._call
@@ -108,7 +116,14 @@ class GatewayLink:
         is_first = not self._load_text  # it may be left from before the machine was restarted
         self._load_text = text
         if load is not None and not is_first:
+            if self.load is not None and (self._is_replaced or _has_restarted(self.load, load)):
+                self.ended = merge_totals([self.ended, self.load.totals])
+            self._is_replaced = False
             self.load = shift_times(load, self._clock.now_s() - load.time_s)
+
+
+def _has_restarted(old: Load, new: Load) -> bool:
+    return old.pid != new.pid or new.arrivals < old.arrivals
 
 
 def _decode(text: str, kind: type[T]) -> T | None:

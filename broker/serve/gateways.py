@@ -18,11 +18,11 @@ from broker.clock import Clock
 from broker.errors import StateError
 from broker.frozen import frozen
 from broker.provision.refusals import draw_backoff_s
-from broker.serve.files import GatewayBook, Load, Routing, ServiceFolder, encode, read_file, write_file
+from broker.serve.files import GatewayBook, Load, LoadTotals, Routing, ServiceFolder, encode, read_file, write_file
 from broker.serve.gateway_link import OTHER_USAGE, Exchange, GatewayLink
 from broker.serve.gateway_task import find_listener, find_places, make_files, make_gateway_task
 from broker.serve.keys import UsageBook, add_usage
-from broker.serve.merging import find_largest, merge_loads
+from broker.serve.merging import find_largest, merge_loads, merge_totals
 from broker.serve.observing import LOAD_AGE_S_MAX, name_region
 from broker.serve.replicas import LOCAL
 from broker.serve.scaling import Demand
@@ -90,10 +90,24 @@ def find_cluster(store: Store, job: Job | None) -> Cluster | None:
 
 def read_loads(folder: ServiceFolder, *, now_s: float) -> Mapping[int, Load]:
     """Return the recent loads of gateways, as a controller saved them last; none if they cannot be read."""
+    loads = read_book(folder).loads
+    return {number: each for number, each in loads.items() if now_s - each.time_s <= LOAD_AGE_S_MAX}
+
+
+def read_book(folder: ServiceFolder) -> GatewayBook:
+    """Return what a controller saved last, however old; nothing if it cannot be read."""
     with suppress(StateError):
-        book = read_file(folder.gateways, GatewayBook) or GatewayBook()
-        return {number: each for number, each in book.loads.items() if now_s - each.time_s <= LOAD_AGE_S_MAX}
-    return {}
+        return read_file(folder.gateways, GatewayBook) or GatewayBook()
+    return GatewayBook()
+
+
+def read_merged_load(folder: ServiceFolder, *, now_s: float) -> Load | None:
+    """Return the joint load of the gateways that report. Its totals are those of all gateways that ever did, so that
+    they never fall: Prometheus would take that for a restart of all of them, and count what is left once more."""
+    load = merge_loads(list(read_loads(folder, now_s=now_s).values()), is_complete=False)
+    book = read_book(folder)
+    totals = merge_totals([*book.ended.values(), *(each.totals for each in book.loads.values())])
+    return load and replace(load, totals=totals)
 
 
 class Gateways:
@@ -231,8 +245,11 @@ class Gateways:
             usage = None
             with suppress(StateError):
                 usage = read_file(self._folder.gateway_usage(number), UsageBook)
-            load = read_loads(self._folder, now_s=self._clock.now_s()).get(number)
-            self._links[number] = GatewayLink(self._exchange, usage=usage or UsageBook(), load=load, clock=self._clock)
+            book = read_book(self._folder)
+            self._links[number] = GatewayLink(
+                self._exchange, usage=usage or UsageBook(), load=book.loads.get(number),
+                ended=book.ended.get(number, LoadTotals()), clock=self._clock,
+            )  # fmt: skip
         return self._links[number]
 
     def _add_usage_but(self, number: int) -> UsageBook:
@@ -251,4 +268,5 @@ class Gateways:
         loads = {number: link.load for number, link in self._links.items() if link.load is not None}
         if loads and self._clock.now_s() - self._saved_s >= SAVE_EVERY_S:
             self._saved_s = self._clock.now_s()
-            write_file(self._folder.gateways, GatewayBook(loads=loads))
+            ended = {number: link.ended for number, link in self._links.items() if link.ended.responses}
+            write_file(self._folder.gateways, GatewayBook(loads=loads, ended=ended))

@@ -11,7 +11,7 @@ import csv
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from broker.errors import StateError
@@ -22,6 +22,7 @@ SOCKET = "haproxy.sock"
 SYSTEM_PATH = "/usr/sbin:/usr/local/sbin"  # not in the PATH of users on Debian
 ANSWER_S = 5.0
 ANSWER_BYTES_MAX = 16 << 20
+SESSIONS_AT_ONCE = 100  # in one command, which has at most 16 KiB
 LOOK_S = 0.05
 START_S = 15.0
 END_S = 10.0
@@ -88,6 +89,17 @@ def parse_figures(text: str) -> WorkerFigures:
             broken = int(row.get("srv_abrt") or 0)
             servers.append(ServerFigures(name=kind, in_flight=int(row["scur"] or 0), broken=broken))
     return WorkerFigures(arrivals=arrivals, queued=queued, servers=tuple(servers))
+
+
+def parse_sessions(text: str) -> Mapping[str, str]:
+    """Read the answer to `show sess`: the server of each session, by the session's id."""
+    found = {}
+    for line in text.splitlines():
+        key, _, rest = line.partition(":")
+        for word in rest.split():
+            if word.startswith("srv="):
+                found[key] = word.removeprefix("srv=")
+    return found
 
 
 class HaproxyControl:
@@ -164,6 +176,22 @@ class HaproxyControl:
     async def set_state(self, server: str, state: str) -> None:
         """Set the state of `BACKEND/SERVER` in the current worker. Raises NoAnswerError."""
         await self._ask(f"@1 set server {server} state {state}")
+
+    async def end_sessions(self, names: Collection[str]) -> None:
+        """End the sessions of old workers at these servers. Raises NoAnswerError.
+
+        One by one: `shutdown sessions server` is refused by a worker that no longer listens.
+        """
+        for worker in await self.list_workers():
+            if not worker.is_old:
+                continue
+            figures = await self.read_figures(worker)
+            if not any(each.name in names and each.in_flight for each in figures.servers):
+                continue
+            sessions = parse_sessions(await self._ask(f"@!{worker.pid} show sess"))
+            ended = [f"@!{worker.pid} shutdown session {key}" for key, name in sessions.items() if name in names]
+            for start in range(0, len(ended), SESSIONS_AT_ONCE):
+                await self._ask(";".join(ended[start : start + SESSIONS_AT_ONCE]))
 
     async def list_workers(self) -> Sequence[Worker]:
         """List the workers, old ones included. Raises NoAnswerError."""

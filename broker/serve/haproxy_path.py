@@ -48,6 +48,7 @@ class HaproxyPath:
         self._changed = asyncio.Event()
         self.is_applying = False  # a change is on its way to HAProxy
         self._served = ""  # the structure that the running worker has
+        self._gone: list[str] = []  # servers to which old workers may have connections
         self._ended: dict[int, tuple[int, int]] = {}  # arrivals and broken ones by worker, of all so far
 
     @contextlib.asynccontextmanager
@@ -78,7 +79,12 @@ class HaproxyPath:
         self._changed.set()
 
     def cut(self, gone: Sequence[BackendRoute]) -> None:
-        """Do nothing: HAProxy's old worker keeps their connections until they end, or until the longest drain."""
+        """End the connections to them once the new worker has taken over, in a task of its own.
+
+        They may be to machines that vanished, which the old worker would keep for an hour.
+        """
+        self._gone += [config.name_server(each.backend) for each in gone]
+        self._changed.set()
 
     def wake(self) -> None:
         """Enable the servers of ready replicas, and disable the others, in a task of its own."""
@@ -147,12 +153,16 @@ class HaproxyPath:
 
     async def _apply(self) -> None:
         """Bring HAProxy to the present routing and readiness. Raises NoAnswerError, StateError."""
+        gone = self._gone[:]
         self._write_config()  # also for a process that starts later
         structure = self._describe_structure()
         if structure != self._served:
             if not await self._control.reload():
                 raise StateError("the configuration was not applied; see the log of the balancer")
             self._served = structure
+        if gone:
+            await self._control.end_sessions(gone)
+            del self._gone[: len(gone)]  # not those of a later routing file
         ready = self._list_ready()
         for name, backends in config.group_backends(self._routing).items():
             for each in backends:

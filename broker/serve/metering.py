@@ -23,6 +23,7 @@ BODY_BYTES_MAX = 4 << 20  # the usage of a larger response is not read
 CODES_MAX = 40  # status codes that are counted one by one; further ones are counted by class, such as `5xx`
 CLIENT_GONE = 499  # as nginx logs a request whose client has left
 SWITCHED = 101  # a WebSocket: its duration is not that of a response
+TOKENS_MAX = 1_000_000_000  # of one response; more is an error of the engine, and would stay in the totals for good
 PROMPT_BYTES_PER_TOKEN = 4  # assumed if a response states no usage: about that of English text
 
 
@@ -54,6 +55,7 @@ class ResponseMeter:
         self._body = bytearray()
         self._has_usage = self._is_left = False
         self.is_sent = False  # to a replica, which may have computed the prompt
+        self.is_switched = False  # to a WebSocket
         self.replica = 0
         self.prompt_tokens = self.completion_tokens = 0
 
@@ -103,8 +105,10 @@ class ResponseMeter:
         """Return the sample; `prompt_bytes` is the size of the request.
 
         `status` is what the client got: without a replica, or after the last one failed, the balancer's own response.
-        None: the client has left.
+        None: the client has left; one with an open WebSocket got all of its response before.
         """
+        if self.is_switched:
+            status = SWITCHED
         if self._body and len(self._body) <= BODY_BYTES_MAX:
             self._read_usage(bytes(self._body))
         if not self._has_usage and (self._events or self._is_left):
@@ -132,7 +136,11 @@ class ResponseMeter:
         if not isinstance(usage, dict):
             return
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
-        if isinstance(prompt, int) and isinstance(completion, int) and min(prompt, completion) >= 0:
+        if (
+            isinstance(prompt, int)
+            and isinstance(completion, int)
+            and 0 <= min(prompt, completion) <= max(prompt, completion) <= TOKENS_MAX
+        ):
             self.prompt_tokens, self.completion_tokens = prompt, completion
             self._has_usage = True
 

@@ -98,6 +98,9 @@ class Proxy:
             return answer
         except ClientGoneError:
             return web.Response(status=CLIENT_GONE)
+        except Exception:
+            status = 500  # aiohttp's response to an error that is not handled
+            raise
         finally:
             counts.in_flight -= 1
             sample = meter.end(status=status, prompt_bytes=request.content_length or 0)

@@ -8,7 +8,7 @@ import aiohttp
 from aiohttp import WSMsgType, web
 from yarl import URL
 
-from broker.serve.answers import make_request_headers
+from broker.serve.answers import METER, make_request_headers
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.routes import BackendRoute, RouteTable
 
@@ -63,6 +63,7 @@ async def join_websockets(request: web.BaseRequest, replica: aiohttp.ClientWebSo
             await client.prepare(request)
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError from error
+        request[METER].is_switched = True
         copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((client, replica), (replica, client))]
         try:
             await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)

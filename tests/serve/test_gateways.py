@@ -18,8 +18,8 @@ import pytest
 from broker.errors import TransientError
 from broker.runtime.reports import Exchanged
 from broker.serve import gateways
-from broker.serve.files import Load, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
-from broker.serve.gateways import SILENT_S_MAX, find_cluster, list_tries, read_loads
+from broker.serve.files import Load, LoadTotals, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
+from broker.serve.gateways import SILENT_S_MAX, find_cluster, list_tries, read_loads, read_merged_load
 from broker.serve.keys import KeyUsage, UsageBook, create_key, read_usage
 from broker.serve.observing import observe
 from broker.types import Cluster, GatewaySpec, JobStatus, ServiceEventKind, Task
@@ -43,6 +43,7 @@ class GatewayWorld(World):
         self.files: dict[str, dict[str, str]] = {}
         self.silent: set[str] = set()  # clusters that do not answer
         self.in_flight: dict[str, int] = {}
+        self.answered: dict[str, int] = {}  # requests
         self.calls = 0
         super().__init__(folder, task or make_gateway_task())
 
@@ -70,7 +71,8 @@ class GatewayWorld(World):
                 loads = {each.number: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0) for each in routing.backends}
                 load = Load(
                     generation=routing.generation, time_s=self.clock.now + AHEAD_S, pid=1, replicas=loads,
-                    in_flight=self.in_flight.get(name, 0),
+                    in_flight=self.in_flight.get(name, 0), arrivals=self.answered.get(name, 0),
+                    totals=LoadTotals(responses={"200": self.answered.get(name, 0)}),
                 )  # fmt: skip
                 held["load.json"] = msgspec.json.encode(load).decode()
 
@@ -177,6 +179,52 @@ def test_gateway_that_stays_silent_counts_with_its_last_load(tmp_path: Path) -> 
     world.clock.now += SILENT_S_MAX
     world.settle(60)
     assert len(world.list_ready()) == 2, "for the three that it had, and one"
+
+
+def test_gateway_that_stays_silent_counts_with_its_last_load_at_the_next_controller(tmp_path: Path) -> None:
+    task = make_gateway_task(count=1, replicas_max=4, target_in_flight=2.0, downscale_delay_s=10.0)
+    world = GatewayWorld(tmp_path, task)
+    world.settle(10)
+    first, second = world.name_clusters()
+    assert first and second
+    world.in_flight = {first: 3, second: 1}
+    world.settle(10)
+    world.silent.add(first)
+    world.settle(10)
+    for _ in range(2):  # the second one reads what the first one saved
+        world.controller = world.make_controller()
+        world.settle(60)
+        world.clock.now += SILENT_S_MAX
+        world.settle(60)
+        assert len(world.list_ready()) == 2, "for the three that it had, and one"
+
+
+def test_responses_of_gateways_are_never_counted_twice_and_never_fall(tmp_path: Path) -> None:
+    world = GatewayWorld(tmp_path)
+
+    def count() -> int:
+        world.settle(20)
+        load = read_merged_load(world.folder, now_s=world.clock.now)
+        assert load is not None
+        return load.totals.responses["200"]
+
+    world.settle(10)
+    first, second = world.name_clusters()
+    assert first and second
+    world.answered = {first: 5, second: 7}
+    assert count() == 12
+    world.silent.add(first)
+    assert count() == 12, "the silent one has answered its five"
+    world.fail(1)
+    assert count() == 12
+    replaced = world.name_clusters()[0]
+    assert replaced not in (None, first)
+    world.answered = {str(replaced): 2, second: 8}
+    assert count() == 15
+    world.controller = world.make_controller()
+    assert count() == 15
+    world.answered[second] = 3  # its balancer was started again
+    assert count() == 18
 
 
 def test_lost_gateway_is_replaced_while_the_other_is_instructed(tmp_path: Path) -> None:

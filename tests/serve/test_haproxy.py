@@ -222,6 +222,31 @@ def test_reload_drops_no_request_and_open_ones_still_count_for_their_replica(tmp
 
 
 @needs_haproxy
+def test_connections_to_a_replica_that_is_gone_end_and_those_to_others_continue(tmp_path: Path) -> None:
+    """Its machine may have vanished without closing them."""
+
+    async def scene(bed: HaproxyBed) -> None:
+        gone, left = bed.stands
+        for each in bed.stands:
+            each.gate.clear()
+        slow = [asyncio.ensure_future(bed.ask("/slow")) for _ in range(16)]
+        while len(gone.seen) + len(left.seen) < 16:
+            await asyncio.sleep(0.01)
+        count = len(left.seen)
+        assert 0 < count < 16
+        routing = bed.balancer._routing
+        bed.balancer.adopt(replace(routing, generation=2, backends=routing.backends[1:]))
+        async with asyncio.timeout(300):
+            while sum(each.done() for each in slow) < 16 - count:
+                await asyncio.sleep(0.01)
+        left.gate.set()
+        results = await asyncio.gather(*slow, return_exceptions=True)
+        assert results.count(200) == count
+
+    play(tmp_path, scene)
+
+
+@needs_haproxy
 def test_haproxy_that_dies_is_started_again(tmp_path: Path) -> None:
     async def scene(bed: HaproxyBed) -> None:
         path: Any = bed.balancer.path

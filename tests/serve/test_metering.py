@@ -40,6 +40,15 @@ def test_body_that_is_nested_without_an_end_has_no_usage() -> None:
     assert meter.end(prompt_bytes=400).prompt_tokens == 0
 
 
+def test_absurd_number_of_tokens_is_not_counted() -> None:
+    """It would stay in the totals for good, and be too large for the numbers of `/metrics`."""
+    meter = ResponseMeter(clock=HeldClock())
+    meter.begin(1, "application/json")
+    meter.feed(b'{"usage": {"prompt_tokens": 1%s, "completion_tokens": 1}}' % (b"0" * 400))
+    sample = meter.end(status=200)
+    assert (sample.prompt_tokens, sample.completion_tokens) == (0, 0)
+
+
 times = st.none() | st.sampled_from([0.1, 0.2, 0.3])
 samples = st.tuples(
     st.sampled_from([0.0, 1.0, 30.0, 61.0]),

@@ -147,6 +147,31 @@ def test_request_that_no_replica_answers_is_an_error_in_the_figures(tmp_path: Pa
     assert (load.window.requests, load.window.errors) == (1, 1)
 
 
+def test_websocket_whose_client_breaks_off_was_opened_and_has_no_duration(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        head = b"GET /socket HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        key = b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        reader, writer = await send_raw(bed, head + key)
+        assert (await reader.readline()).split()[1] == b"101"
+        await until(lambda: bool(bed.stands[0].headers))
+        writer.transport.abort()
+        await until(lambda: not bed.balancer.path.counts.in_flight)
+
+    totals = play(tmp_path, scene, count=1).totals
+    assert dict(totals.responses) == {"101": 1} and not sum(totals.request.counts)
+
+
+def test_error_of_the_balancer_itself_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(bed: Bed) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("broker.serve.proxying.is_websocket", lambda request: 1 / 0)
+            async with bed.client.get(f"{bed.url}/a") as response:
+                assert response.status == 500
+
+    load = play(tmp_path, scene, count=1)
+    assert (dict(load.totals.responses), load.window.errors) == ({"500": 1}, 1)
+
+
 def test_uploads_that_clients_cut_off_are_not_the_fault_of_the_replica(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         route = bed.balancer.table.routes[1]

@@ -113,6 +113,89 @@ def test_optimizer_of_your_own_moves_as_it_does_alone_and_after_a_restart(make: 
     assert all(torch.equal(alone.state_dict()[name], value) for name, value in second.state_dict().items())
 
 
+def take_some(model: nn.Module, optimizer: Any, step: int, *, but: str = "") -> None:
+    """Take a step in which one parameter gets no gradient."""
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        if name != but:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+    optimizer.step()
+
+
+def fused_sgd(named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+
+
+def test_fused_optimizer_whose_first_steps_are_skipped_begins_as_if_they_had_not_been_taken() -> None:
+    """Its momenta were left as the allocator gave them: fused SGD fills them in its first step unless it is skipped."""
+    alone, model = make_model(), make_model()
+    bare = fused_sgd(dict(alone.named_parameters()))
+    optimizer = Optimizer(model.named_parameters(), CONFIG, make=fused_sgd)
+    for step in range(2):
+        optimizer.skip_unless(torch.tensor(False))
+        take_some(model, optimizer, step)
+    later = Optimizer(model.named_parameters(), CONFIG, make=fused_sgd)
+    later.load_state_dict(copy(optimizer.state_dict()))
+    for step in range(2, 5):
+        take_some(alone, bare, step)
+        later.skip_unless(torch.tensor(True))
+        take_some(model, later, step)
+    assert all(torch.equal(alone.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def test_fused_optimizer_takes_a_parameter_whose_first_gradient_comes_late_also_after_a_skipped_step() -> None:
+    model = make_model()
+    optimizer = Optimizer(model.named_parameters(), CONFIG, make=fused_sgd)
+    take_some(model, optimizer, 0, but="bias")
+    optimizer.skip_unless(torch.tensor(False))
+    take_some(model, optimizer, 1, but="bias")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    take_some(model, optimizer, 2)
+    assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Mixed(torch.optim.Optimizer):
+    """Momentum without a counter for matrices, as in Muon; for others, a counter of updates."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None and value.dim() > 1:
+                    kept = self.state[value].setdefault("momentum", torch.ones_like(value))
+                    value.sub_(group["lr"] * kept.mul_(0.9).add_(value.grad))
+                elif value.grad is not None:
+                    count = self.state[value].setdefault("step", torch.zeros(()))
+                    value.sub_(group["lr"] / count.add_(1) * value.grad)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_momentum_without_a_counter_is_kept_beside_parameters_that_were_updated_less_often(is_older: bool) -> None:
+    def make(named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        return Mixed(list(named.values()))
+
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    torch.manual_seed(3)
+    parted = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    optimizer = Optimizer(whole.named_parameters(), CONFIG, make=make)
+    for step in range(2):
+        take_some(whole, optimizer, step, but="1.bias")
+    later = Optimizer(parted.named_parameters(), CONFIG, make=make)
+    parted.load_state_dict(whole.state_dict())
+    state = copy(optimizer.state_dict())
+    if is_older:  # only the counted ones were named
+        state["moves_done"] = '{"0.bias": 2, "1.weight": 2, "1.bias": 0}'
+    later.load_state_dict(state)
+    for step in range(2, 4):
+        take_some(whole, optimizer, step)
+        take_some(parted, later, step)
+    assert all(torch.equal(whole.state_dict()[name], value) for name, value in parted.state_dict().items())
+
+
 def test_making_an_optimizer_of_your_own_changes_no_parameter() -> None:
     model, untouched = make_model(), make_model()
     Optimizer(model.named_parameters(), CONFIG, make=sgd)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ def make_model(seed: int = 0, **changes: Any) -> nn.Module:
     return create_language_model(config.kind, config)
 
 
+NO_SCALING = LossScale("float32")
+
+
 class Numbers:
     """Samples that count up; some steps are poisoned."""
 
@@ -60,6 +63,8 @@ def take_steps(
     config: TrainConfig,
     loss_of: Callable[..., Tensor],
     is_read_due: Callable[[int], bool] = lambda step: True,
+    scaling: LossScale = NO_SCALING,
+    changing: AbstractContextManager[Any] | None = None,
 ) -> Iterator[StepReport]:
     return iterate_steps(
         config,
@@ -71,7 +76,8 @@ def take_steps(
         ranks=ALONE,
         is_stop_asked=lambda: False,
         before_change=lambda: None,
-        scaling=LossScale("float32"),
+        scaling=scaling,
+        changing=changing,
         is_read_due=is_read_due,
     )
 
@@ -98,6 +104,23 @@ def test_nan_step_changes_nothing_and_the_run_continues() -> None:
         assert report.reading.skipped_steps == ((3,) if is_unmoved else ()) and is_unmoved == (report.step == 3)
         before = state
     assert report.step == 6 and report.reading.loss < 6.0
+
+
+def test_scale_of_the_loss_changes_with_the_parameters() -> None:
+    """An elastic run that loses a rank before the update takes the step again, and would change the scale twice."""
+    scaling, seen = LossScale("float16"), list[float]()
+
+    class Changing:
+        def __enter__(self) -> None:
+            seen.append(scaling.factor)
+
+        def __exit__(self, *error: object) -> None:
+            seen.append(scaling.factor)
+
+    config = TrainConfig(steps=2, batch=4, micro_batch=4, on_nan="skip", warmup_steps=0)
+    for _ in take_steps(make_model(), config, Poison(1), scaling=scaling, changing=Changing()):
+        pass
+    assert seen == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
 
 
 def test_steps_are_read_together_where_asked_and_the_last_one_always() -> None:

@@ -21,6 +21,9 @@ from trainers import snapshot
 from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
 from trainers.loop import check_loss
+from trainers.ranks import join_ranks, leave_ranks
+from trainers.strategies import create_strategy
+from trainers.strategies.options import StrategyOptions
 from trainers.training import parse_config, run_training
 
 from .conftest import HELD
@@ -182,6 +185,23 @@ def test_killed_run_of_a_foreign_model_resumes_bit_identically(
         for path in (tmp_path / "whole", broken)
     ]
     assert validated[0] == validated[1]
+
+
+def share_buffers_of_ranks(arguments: Sequence[str]) -> int:
+    """Return 0 if each rank gets the number of the first rank of its island."""
+    ranks = join_ranks(start_s=300.0, checkpoint_s=300.0)
+    strategy = create_strategy(arguments[0], ranks, StrategyOptions(mesh=arguments[1]))
+    model = nn.BatchNorm1d(2)
+    model.running_mean = torch.full((2,), float(ranks.rank))
+    strategy.share_buffers(model)
+    leave_ranks()
+    return 0 if model.running_mean.tolist() == [2.0 * (ranks.rank // 2)] * 2 else 1
+
+
+@pytest.mark.parametrize("strategy", spread(["diloco+ddp", "gossip+fsdp", "diloco+allreduce"], every=3))
+def test_ranks_of_an_island_share_their_buffers(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
+    ended = worlds.call(tmp_path, f"{HERE}:share_buffers_of_ranks", [strategy, "2x2"], ranks=4)
+    assert ended.codes == [0] * 4, ended.errors
 
 
 def test_strategies_agree_whatever_the_number_of_ranks(worlds: Worlds, tmp_path: Path) -> None:

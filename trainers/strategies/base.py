@@ -111,12 +111,16 @@ class Strategy:
             module.loss_scale = scale
 
     def share_buffers(self, model: nn.Module) -> None:
-        """After the passes of a step, give all ranks the first rank's buffers, if all compute with the same model."""
-        if self.ranks.world_size == 1 or not {"replicate", "shard"}.issuperset(self.grid.axes):
+        """After the passes of a step, give ranks that compute with the same model the buffers of their first rank.
+
+        These are all ranks, or those of an island. Ranks that compute parts of a model are left alone.
+        """
+        axes = [axis for axis in ("replicate", "shard") if self.grid.size(axis) > 1]
+        if not axes or not {"replicate", "shard", "island"}.issuperset(self.grid.axes):
             return
         if self._buffers is None:
             self._buffers = SharedBuffers(model)
-        self._buffers.take_first()
+        self._buffers.take_first([self.grid.group(each) for each in axes] if self.grid.size("island") > 1 else [None])
 
     # For a strategy under which a rank updates only a part of parameters that it holds whole.
 

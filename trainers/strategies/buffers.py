@@ -1,8 +1,12 @@
-"""Buffers that forward passes change, such as BatchNorm's statistics: every rank takes those of the first.
+"""Buffers that forward passes change, such as BatchNorm's statistics: every rank takes those of the first one
+that computes with the same model.
 
 Each rank's passes change its own. If they stayed different, a checkpoint would hold those of one rank or another, and
 a resumed run would evaluate with other statistics than an uninterrupted one.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +25,11 @@ class SharedBuffers:
             if name not in module._non_persistent_buffers_set  # has no public name (torch 2.13)
         ]
 
-    def take_first(self) -> None:
-        """Replace the values by those of the first rank, in one message. A collective call if there are any buffers."""
+    def take_first(self, groups: Sequence[Any]) -> None:
+        """Replace the values by those of the first rank of each group in turn; None: all ranks.
+
+        One message for each group: a collective call if there are any buffers.
+        """
         tensors = [getattr(module, name).detach() for module, name in self._places]
         # The longest elements first, because views of bytes must be aligned.
         tensors = sorted(filter(Tensor.numel, tensors), key=Tensor.element_size, reverse=True)
@@ -30,7 +37,8 @@ class SharedBuffers:
             return
         parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         flat = torch.cat(parts)
-        dist.broadcast(flat, 0)
+        for group in groups:
+            dist.broadcast(flat, group=group, group_src=0)
         with torch.no_grad():
             for tensor, part in zip(tensors, flat.split([len(part) for part in parts]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
