@@ -344,7 +344,7 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
         os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     # Register before mounting, so that the agent waits for all writes to the mount.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
-    about |= {"socket": str(control) if remote_control else "", "access": "read-only" if is_read_only else ""}
+    about.update(socket=str(control) if remote_control else "", access="read-only" if is_read_only else "")
     write_whole(MOUNTS / f"{name}.json", json.dumps(about))
     argv = ["rclone", "mount", RCLONE[scheme] + rest, str(place), "--daemon", "--daemon-wait", "60s", *flags]
     run([*argv, "--cache-dir", str(cache), *remote_control])

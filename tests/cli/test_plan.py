@@ -158,7 +158,7 @@ def test_a_cloud_without_prices_explains_how_to_add_them() -> None:
     shown = broker("plan", "--infra", "k8s/mine", "--gpus", "H100:8")
     assert shown.returncode == 0 and "has no offers of kubernetes yet" in shown.stderr
     assert "`broker catalog import DIR`" in shown.stderr and shown.stdout == ""
-    assert "kubernetes.yaml` and run `broker check kubernetes`" in shown.stderr
+    assert "kubernetes.yaml` (" in shown.stderr and "run `broker check kubernetes`" in shown.stderr
     assert "`broker catalog update --cloud vast`" in broker("plan", "--infra", "vast", "--gpus", "H100:8").stderr
     assert "`broker catalog update --cloud runpod`" in broker("plan", "--gpus", "A4000").stderr
     assert "no offers of" not in broker("plan", "--infra", "aws", "--gpus", "H100:7").stderr

@@ -193,8 +193,8 @@ def test_the_keyboard_alone_reaches_a_job_and_cancels_it(chromium: Any, served: 
     tab.page.keyboard.press("Enter")
     tab.page.get_by_role("heading", name="Job 1: train").wait_for()
     tab_to(tab, "textContent", "Cancel job 1")
-    tab.page.keyboard.press("Enter")
-    tab.page.wait_for_load_state()
+    with tab.page.expect_navigation():
+        tab.page.keyboard.press("Enter")
     assert story.store.jobs.is_cancel_requested(1)
     tab.context.close()
 
