@@ -118,13 +118,14 @@ def test_request_id_of_another_users_schedule_is_refused(hosted: Hosted) -> None
     name = next(NAMES)
     task = Task(run="true", resources=TASK.resources, schedule=ScheduleSpec(cron="0 2 * * *"))
 
-    def add(user: str, schedule: str) -> object:
+    def add(user: str, schedule: str, confirm: Callable[[Any], object] = lambda plans: None) -> object:
         return hosted.open(user).call(
             schedule_job, task=task, schedule=schedule, request_id=name, hedge=1, is_dryrun=False,
-            show=lambda plans: None, confirm=lambda plans: None,
+            show=lambda plans: None, confirm=confirm,
         )  # fmt: skip
 
-    add("user", f"{name}-a")
+    with pytest.raises(DeniedError):  # added while the other reads the price
+        add("other", f"{name}-b", confirm=lambda plans: add("user", f"{name}-a"))
     with pytest.raises(DeniedError):
         add("other", f"{name}-b")
     hosted.context.store.schedules.remove(hosted.context.store.schedules.get(f"{name}-a"))  # type: ignore[arg-type]
