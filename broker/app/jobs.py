@@ -141,6 +141,8 @@ def retry_group(
 
     check_names(None, request_id)
     members = _find_group(context, wanted)
+    for each in members:
+        context.check_owner(Owned.JOB, str(each.id))
     given = {name: Secret(value=value) for name, value in secrets.items()}
     again = submit(
         context.store, members, secrets=given, request_id=request_id, check=lambda tasks: _check_again(context, tasks),

@@ -98,9 +98,11 @@ def add_schedule(
     ready = prepare(context, [replace(task, schedule=None)], target, callbacks=callbacks, is_dryrun=is_dryrun)
     if is_dryrun:
         return None
-    return context.store.schedules.add(
+    added = context.store.schedules.add(
         name, ready.tasks[0], spec, next_s=next_s, request_id=request_id, hedge=hedge, payee=context.payee
     )
+    context.check_owner(Owned.SCHEDULE, added.name)  # another user's, with this ID, added while the price was read
+    return added
 
 
 def find_schedule(context: Context, name: str) -> JobSchedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -59,15 +60,16 @@ def find_usd_hour_max(plans: Sequence[Plan]) -> float:
     if len(tasks) > EXACT_TASKS_MAX:
         return _bound_usd_hour(tasks, needed)
 
-    def search(names: Sequence[str]) -> float:
+    @cache  # branches are independent, so the same rest is reached by many ways
+    def search(names: tuple[str, ...]) -> float:
         if not names:
             return 0.0
         first, others = names[0], names[1:]
-        apart = [each for each in others if first not in needed[each] and each not in needed[first]]
+        apart = tuple(each for each in others if first not in needed[each] and each not in needed[first])
         taken = tasks[first].choice.placement.usd_hour + search(apart)
         return taken if len(apart) == len(others) else max(taken, search(others))
 
-    return search([*tasks])
+    return search((*tasks,))
 
 
 def _bound_usd_hour(tasks: Mapping[str, Plan], needed: Mapping[str, AbstractSet[str]]) -> float:

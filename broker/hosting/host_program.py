@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
     from broker.hosting.host_supervisor import (
+        add_setting,
         forget,
         last_line,
         make_environment,
@@ -99,7 +100,7 @@ def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
 def install(folder: str, request: dict[str, Any], content: bytes) -> object:
     """Unpack the wheel, find or install a Python, and write the settings.
 
-    Existing releases, keys and state stay; only the configuration is replaced.
+    Existing releases, keys, settings and state stay.
     """
     digest = request["digest"]
     release = os.path.join(folder, "releases", digest)
@@ -112,15 +113,18 @@ def install(folder: str, request: dict[str, Any], content: bytes) -> object:
         os.rename(aside, release)
     state = os.path.join(folder, "state")
     os.makedirs(state, mode=0o700, exist_ok=True)
-    if request.get("config"):
-        write_text(os.path.join(state, "config.toml"), request["config"])
     for name, text in request.get("files", {}).items():
         if not os.path.exists(os.path.join(state, name)):
             write_text(os.path.join(state, name), text)
     python = find_python(folder, release, request)
     write_text(os.path.join(release, "python.path"), python)
-    if request.get("restore_from") and not os.path.exists(os.path.join(state, "state.db")):
+    is_restored = bool(request.get("restore_from")) and not os.path.exists(os.path.join(state, "state.db"))
+    if is_restored:  # before the settings: a file that exists is not restored, and the policy and logins are in it
         restore(folder, release, python, request["restore_from"])
+    add_setting(
+        os.path.join(state, "config.toml"), request.get("config") or "", is_replacing=is_restored,
+        before=lambda: stop(folder),
+    )  # fmt: skip
     return {"python": python}
 
 
@@ -321,10 +325,7 @@ def has_work(database: str) -> bool:
     try:
         import sqlite3  # absent from the minimal Python of some systems; every other verb works without it
     except ImportError:
-        raise RequestError(
-            "the Python of that machine has no `sqlite3`, which shows whether the server has jobs of its own",
-            "install it, for example with `apt-get install python3`, and repeat the command",
-        ) from None
+        raise RequestError("that machine's Python has no `sqlite3`", "install it: `apt-get install python3`") from None
     connection = sqlite3.connect(database, timeout=STOP_S)
     try:
         known = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

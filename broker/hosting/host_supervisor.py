@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Callable
 
 REPLACED = "state/server/replaced"  # written by a server that another one has replaced
 RESTART_S_MAX = 30.0
@@ -104,6 +104,19 @@ def write_bytes(path: str, content: bytes) -> None:
 def write_json(path: str, value: object) -> None:
     """Replace a file with JSON, atomically."""
     write_text(path, json.dumps(value))
+
+
+def add_setting(path: str, line: str, *, is_replacing: bool, before: Callable[[], object]) -> None:
+    """Add a line `NAME = VALUE`, if any, to a TOML file, before its tables; call `before` first unless it is there.
+
+    The other lines are the operator's and stay. A line with this name stays, too, unless `is_replacing`.
+    """
+    name = line.partition("=")[0].strip()
+    lines = read_text(path).splitlines()
+    others = [each for each in lines if each.partition("=")[0].strip() != name]
+    if name and (is_replacing or len(others) == len(lines)):
+        before()
+        write_text(path, "".join("%s\n" % each for each in (line.strip(), *others)))
 
 
 def forget(path: str) -> None:

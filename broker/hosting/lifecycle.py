@@ -83,6 +83,13 @@ class Hosting:
                 f"this installation already has a server on {known.infra}",
                 hints=["see `broker server status`", "remove it with `broker server down`"],
             )
+        if known is not None and wanted.config not in ("", known.config):
+            if known.config:
+                raise UsageError(
+                    "this server has another location for its backups",
+                    hints=["change `backup` in `config.toml` in its state folder, and restart it"],
+                )
+            known = replace(known, config=wanted.config)
         begun = known or wanted
         self._record.write(begun)
         machine = self._machines.ensure(begun)

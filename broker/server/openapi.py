@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from broker import __version__
-from broker.client.wire import HEADER, LINES, PROTOCOL, VERBS, read_signature
+from broker.client.wire import ASKED, HEADER, LINES, PROTOCOL, VERBS, Signature, read_signature
 from broker.errors import BrokerError
 
 ERROR = {
@@ -54,7 +54,7 @@ def describe_api() -> dict[str, Any]:
                 "summary": " ".join(text.partition("\n\n")[0].split()),
                 "description": f"Requires the role `{verb.role.value}`. Callbacks: {callbacks}.",
                 "tags": [verb.target.split(":")[0].rpartition(".")[2]],
-                "parameters": [{"name": HEADER, "in": "header", "schema": {"const": str(PROTOCOL)}}],
+                "parameters": _describe_parameters(signature),
                 "requestBody": {"required": bool(required), "content": {"application/json": {"schema": body}}},
                 "responses": _describe_answers(next(found)),
             }
@@ -69,6 +69,14 @@ def describe_api() -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _describe_parameters(signature: Signature) -> list[dict[str, Any]]:
+    header = {"name": HEADER, "in": "header", "schema": {"const": str(PROTOCOL)}}
+    if not signature.callbacks.keys() & set(ASKED):
+        return [header]
+    text = "`true` accepts the price in advance; otherwise a client that reads no frames is refused"
+    return [header, {"name": "yes", "in": "query", "description": text, "schema": {"type": "string"}}]
 
 
 def _describe_answers(result: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +104,7 @@ def _describe_others() -> dict[str, Any]:
         "required": True,
         "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     }
+    request_id = {**digest, "name": "id", "schema": {"type": "string", "pattern": "^[0-9a-f]{32}$"}}
     done = {"200": {"description": "done"}, "default": {"description": "error"}}
     open_to_all: list[Any] = []
     return {
@@ -128,12 +137,20 @@ def _describe_others() -> dict[str, Any]:
             },
         },
         "/v1/answers/{id}": {
-            "parameters": [{**digest, "name": "id", "schema": {"type": "string", "pattern": "^[0-9a-f]{32}$"}}],
+            "parameters": [request_id],
             "post": {
                 "operationId": "answer",
                 "requestBody": {"content": {"application/json": {"schema": {
                     "type": "object", "properties": {"is_accepted": {"type": "boolean"}},
                 }}}},
+                "responses": done,
+            },
+        },
+        "/v1/cancel/{id}": {
+            "parameters": [request_id],
+            "post": {
+                "operationId": "cancel",
+                "summary": "Interrupt a running verb, as Ctrl-C in a command; `id` is in its first frame.",
                 "responses": done,
             },
         },

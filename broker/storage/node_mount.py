@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
@@ -30,11 +29,9 @@ REGION_S = 10.0
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of bucket providers, with the machine's own login.
 RCLONE = {
-    "s3": ":s3,provider=AWS,env_auth=true:",
-    "r2": ":s3,provider=Cloudflare,env_auth=true:",
-    "gs": ":gcs,env_auth=true:",
-    "az": ":azureblob,env_auth=true:",
-}
+    "s3": ":s3,provider=AWS,env_auth=true:", "r2": ":s3,provider=Cloudflare,env_auth=true:",
+    "gs": ":gcs,env_auth=true:", "az": ":azureblob,env_auth=true:",
+}  # fmt: skip
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
 MOUNTS = pathlib.Path.home() / ".broker" / "mounts"  # read by the agent
 RC_SOCKET_VERSION = (1, 62)  # of rclone: the first whose remote control supports a Unix socket
@@ -64,8 +61,7 @@ def main(mode: str, url: str, target: str, access: str = "") -> None:
 
 def make_room(target: str) -> pathlib.Path:
     """Return the target as a path whose parent exists; outside the home folder, creating it may require root."""
-    place = pathlib.Path(target).expanduser()
-    place = place if place.is_absolute() else pathlib.Path.home() / place
+    place = pathlib.Path.home() / pathlib.Path(target).expanduser()  # an absolute target stays as it is
     if "BROKER_NODE_DIR" in os.environ and pathlib.Path.home() not in (place, *place.parents):
         raise MountError(f"`{target}` is outside the home folder of a local node; use a path below `~/`")
     try:
@@ -128,8 +124,7 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
                 jobs.append(pool.submit(fetch, obstore, store, each, find_inside(place, inside)))
         for job in jobs:
             job.result()
-    total = sum(each["size"] for each in entries)
-    print(f"{len(jobs)} files, {total / 2**30:.2f} GiB from `{url}`", flush=True)
+    print(f"{len(jobs)} files, {sum(each['size'] for each in entries) / 2**30:.2f} GiB from `{url}`", flush=True)
 
 
 def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
@@ -169,8 +164,7 @@ def fetch_whole(file: pathlib.Path, fill: Callable[[pathlib.Path], object]) -> N
         fill(aside)
         aside.replace(file)
     finally:
-        if aside.exists():
-            aside.unlink()
+        aside.unlink(missing_ok=True)
 
 
 def import_obstore() -> bool:
@@ -198,9 +192,8 @@ def open_store(url: str) -> tuple[Any, str]:
     bucket, _, path = rest.partition("/")
     options: dict[str, Any] = {}
     if scheme == "r2":
-        names = {"endpoint": "endpoint", "access_key_id": "key", "secret_access_key": "secret"}
         login = find_r2_login()
-        options = {name: login[short] for name, short in names.items()}
+        options = {"endpoint": login["endpoint"], "access_key_id": login["key"], "secret_access_key": login["secret"]}
         options.update(region="auto", client_options={"allow_http": login["endpoint"].startswith("http://")})
         scheme = "s3"
     elif scheme == "s3":
@@ -238,10 +231,8 @@ def find_region(bucket: str) -> "str | None":
     try:
         with urllib.request.urlopen(request, timeout=REGION_S) as answer:
             headers = answer.headers
-    except urllib.error.HTTPError as error:
-        headers = error.headers
-    except OSError:
-        return None
+    except OSError as error:  # an HTTPError has the header, too
+        headers = getattr(error, "headers", {})
     region: str | None = headers.get("x-amz-bucket-region")
     return region
 
@@ -257,9 +248,7 @@ def find_r2_login() -> dict[str, str]:
     key = os.environ.get("R2_ACCESS_KEY_ID") or profile.get("aws_access_key_id", "")
     secret = os.environ.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
     if not (endpoint and key and secret):
-        raise MountError(
-            "no login for r2:// on this node: set R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY"
-        )
+        raise MountError("no login for r2://: set R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY")
     return {"endpoint": endpoint, "key": key, "secret": secret}
 
 
@@ -303,8 +292,8 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
     record = MOUNTS / f"{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.mounted"
     if os.path.ismount(place) and read_text(record) in ("", wanted):  # empty: not mounted by this program
         return
-    if os.path.ismount(place) and not unmount(place):
-        raise MountError(f"`{place}` has another mount that is in use; wait until its run ends, or change the path")
+    if os.path.ismount(place):
+        release_mount(place, read_text(record).rsplit(" ", 2)[0])
     MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
     place.mkdir(parents=True, exist_ok=True)
     bucket, _, path = rest.partition("/")
@@ -371,6 +360,17 @@ def drop_dead_mount(place: pathlib.Path) -> None:
     except OSError as error:
         if error.errno == errno.ENOTCONN:
             unmount(place, "-z")
+
+
+def release_mount(place: pathlib.Path, url: str) -> None:
+    """Unmount another mount. Raises MountError if it is in use, or has written files that nothing would upload."""
+    name = hashlib.sha256(f"{url} {place}".encode()).hexdigest()[:16]
+    entries = [read_text(each) for each in (MOUNTS / name / "vfsMeta").rglob("*") if each.is_file()]
+    if not all(re.search(r'"Dirty":\s*false', each) for each in entries):
+        raise MountError(f"`{place}` has files that are not in `{url}` yet; repeat the command once they are")
+    if not unmount(place):
+        raise MountError(f"`{place}` has another mount that is in use; wait until its run ends, or change the path")
+    (MOUNTS / f"{name}.json").unlink(missing_ok=True)  # by it, the agent would mount it again over its successor
 
 
 def unmount(place: pathlib.Path, *flags: str) -> bool:

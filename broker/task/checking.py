@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -138,6 +139,7 @@ def check_task(task: Task, file: str = "task") -> Task:
             *_check_values(task),
             *_check_numbers(task),
             *_check_schedule(task),
+            *_check_pod_config(task),
         ]
     ]
     if issues:
@@ -198,6 +200,15 @@ def _check_schedule(task: Task) -> Iterator[_Fault]:
         from broker.task.due_times import list_faults
 
         yield from ((f"`schedule.{field}`: {message}", hint) for field, message, hint in list_faults(task.schedule))
+
+
+def _check_pod_config(task: Task) -> Iterator[_Fault]:
+    try:
+        is_valid = not task.pod_config or isinstance(json.loads(task.pod_config), dict)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        yield "`pod_config` must be a JSON object", None
 
 
 def _check_places(task: Task) -> Iterator[_Fault]:

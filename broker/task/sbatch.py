@@ -65,6 +65,12 @@ SLURM_NAME = re.compile(r"\bSLURM_[A-Z_]+\b")
 # The arguments of the script: anywhere as a whole; one of them outside functions, which are indented.
 ARGUMENTS = re.compile(r"""\$[@*]|\$\{[@*]|^[^\s#'][^#'\n]*\$(?:\{[1-9][:}-]|[1-9]\b)""", re.MULTILINE)
 SPACE = r"(?:\s|\\\n)"  # between the words of a command, which may continue in the next line
+WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
+SRUN_NAMES = {
+    "-N": "--nodes", "-n": "--ntasks", "-w": "--nodelist", "-x": "--exclude", "-r": "--relative", "-D": "--chdir",
+}  # fmt: skip
+# Options of `srun` that change what it starts, without a counterpart.
+SRUN_UNSERVED = {"--chdir", "--container-mounts", "--container-workdir", "--multi-prog"}
 # Parts of a GPU's name in gres.conf that are not in broker's: nvidia_l40s, tesla_v100, h100-80gb-hbm3, a100-sxm4-80gb.
 GPU_PREFIX = re.compile(r"^(?:(?:NVIDIA|TESLA|GEFORCE|QUADRO)-)+")
 GPU_FORM = re.compile(r"-(?:SXM\d?|PCIE|NVL|HBM\d\w?)(?=-|$)")
@@ -110,6 +116,7 @@ def import_sbatch(text: str) -> Imported:
     else:
         notes.append("the script has no commands; add `run`")
     _note_run(body, run, is_array="array" in options, notes=notes)
+    _note_srun(body, run, nodes, notes)
     _note_rest(options, tasks, modules, notes)
     if found := next(filter(OTHER_SYSTEMS.match, body), None):
         notes.append(f"only `#SBATCH` lines are converted, not `{found.strip()[:60]}`")
@@ -289,16 +296,46 @@ def _join_srun(lines: list[str]) -> Iterator[str]:
 
 def _drop_srun(line: str) -> str:
     """Remove `srun`: broker starts `run` on every node, as srun would start one task on each."""
+    found = _split_srun(line)
+    return line if found is None else found[0] + found[2]
+
+
+def _split_srun(line: str) -> tuple[str, dict[str, str], str] | None:
+    """Split `srun` into what precedes it, its options by their long names, and its command; None for another line."""
     found = re.match(rf"(\s*(?:exec\s+|time\s+)?)srun{SPACE}+(.*)$", line, re.DOTALL)
     if not found:
-        return line
-    rest = found[2]
-    while option := re.match(rf"(-\S+)({SPACE}+|$)", rest):
+        return None
+    options, rest = dict[str, str](), found[2]
+    while option := re.match(rf"(-{WORD})({SPACE}+|$)", rest):
         word, rest = option[1], rest[option.end() :]
+        name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         takes_next = "=" not in word and not SRUN_FLAGS.match(word) and (word.startswith("--") or len(word) == 2)
-        if takes_next and (value := re.match(rf"\S+({SPACE}+|$)", rest)):
-            rest = rest[value.end() :]
-    return found[1] + rest
+        if takes_next and (following := re.match(rf"({WORD})({SPACE}+|$)", rest)):
+            value, rest = following[1], rest[following.end() :]
+        options[SRUN_NAMES.get(name, name)] = value
+    return found[1], options, rest
+
+
+def _note_srun(body: list[str], run: str, nodes: int, notes: list[str]) -> None:
+    """Note each `srun` that broker starts elsewhere or differently, because its options are removed."""
+    for line in _join_srun(body):
+        found = _split_srun(line)
+        if found is None:
+            continue
+        _, options, command = found
+        counts = [options[name] for name in ("--nodes", "--ntasks") if options.get(name, "").isdigit()]
+        is_partial = bool(options.keys() & {"--nodelist", "--exclude", "--relative"}) or any(
+            int(count) < nodes for count in counts
+        )
+        if nodes > 1 and is_partial:
+            shown = command.partition("\n")[0].strip()[:40]
+            notes.append(
+                f"`srun` starts `{shown}` on some nodes only, but `run` starts on all: test `$SKYPILOT_NODE_RANK`"
+            )
+        names = options.keys() & SRUN_UNSERVED | ({"--export"} if "=" in options.get("--export", "") else set())
+        notes.extend(f"`srun {name}={options[name]}` has no counterpart; write it into `run`" for name in sorted(names))
+    if any(re.search(r"\bsrun\b", line) for line in run.splitlines() if not line.lstrip().startswith("#")):
+        notes.append("`srun` after another command in its line is not converted; remove it")
 
 
 def _note_run(body: list[str], run: str, *, is_array: bool, notes: list[str]) -> None:

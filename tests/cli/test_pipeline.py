@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -187,6 +188,34 @@ def test_price_to_confirm_of_a_long_pipeline_counts_each_branch_once(branches: i
         for step in range(60)
     ]
     assert find_usd_hour_max(plans) == pytest.approx(branches * find_usd_hour_max(plans[30:31]))
+
+
+def test_price_to_confirm_of_many_branches_takes_few_steps() -> None:
+    """Without it, the price of 40 tasks in 13 branches is shown after a million steps."""
+    plans = [
+        Plan(
+            task=Task(name=f"{branch}-{step}", needs={f"{branch}-{step - 1}": 0.0} if step else {}),
+            estimates=(make_step("a", "aws", 1.0 + step).estimate,),
+            rejections=(),
+            prices_as_of="",
+            reason="",
+        )
+        for branch in range(13)
+        for step in range(3)
+    ]
+    calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+        assert calls < 10_000
+
+    sys.setprofile(count)
+    try:
+        found = find_usd_hour_max(plans)
+    finally:
+        sys.setprofile(None)
+    assert found == pytest.approx(13 * plans[2].choice.placement.usd_hour)
 
 
 def test_price_to_confirm_is_of_all_runs_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,35 @@ def test_only_adopting_needs_sqlite_on_the_machine(host: HostProgram, monkeypatc
         host.adopt()
 
 
+def install(host: HostProgram, config: str, **more: Any) -> str:
+    (host.folder / "releases/d").mkdir(parents=True, exist_ok=True)
+    host.names["find_python"] = lambda folder, release, request: "python3"
+    host.names["install"](str(host.folder), {"digest": "d", "config": config, **more}, b"")
+    return (host.state / "config.toml").read_text()
+
+
+def test_upgrade_keeps_the_operators_settings_and_adds_a_backup_once(host: HostProgram) -> None:
+    """The policy and the logins of a server are in this file; without it, every task would be allowed."""
+    own = 'admin_policy = "p:f"\n[oidc]\nissuer = "https://i"\n'
+    (host.state / "config.toml").write_text(own)
+    backup = 'backup = "s3://b"\n'
+    assert install(host, "") == own and host.stops == 0
+    assert install(host, backup) == backup + own and host.stops == 1, "the server reads it when it starts"
+    assert install(host, backup) == backup + own and host.stops == 1
+    assert install(host, 'backup = "s3://other"\n') == backup + own and host.stops == 1
+
+
+def test_restored_server_has_the_settings_of_its_backup(host: HostProgram) -> None:
+    def restore(folder: str, release: str, python: str, url: str) -> None:
+        assert not (host.state / "config.toml").exists(), "a file that exists is not restored"
+        (host.state / "config.toml").write_text('backup = "s3://old"\nadmin_policy = "p:f"\n')
+
+    host.names["restore"] = restore
+    (host.state / "state.db").unlink()
+    found = install(host, 'backup = "s3://new"\n', restore_from="s3://new")
+    assert found == 'backup = "s3://new"\nadmin_policy = "p:f"\n'
+
+
 class HostingInMemory:
     """A server that was set up, and refuses to take over because it has work."""
 

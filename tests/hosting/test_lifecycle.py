@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +80,20 @@ def test_server_that_is_being_removed_is_not_upgraded(tmp_path: Path) -> None:
         hosting.upgrade()
     left = record.read()
     assert left is not None and left.status is HostedStatus.ENDING
+
+
+def test_location_of_backups_is_added_to_a_server_that_has_none(tmp_path: Path) -> None:
+    """`broker server status` says that `up --backup URL` does."""
+    hosting, _, record, _ = make(tmp_path, cluster=None)
+    known = record.read()
+    assert known is not None
+    with pytest.raises(TransientError):
+        hosting.bring_up(replace(known, config='backup = "s3://b"\n'))
+    left = record.read()
+    assert left is not None and left.config == 'backup = "s3://b"\n'
+    with pytest.raises(UsageError, match="another location for its backups"):
+        hosting.bring_up(replace(known, config='backup = "s3://other"\n'))
+    with pytest.raises(TransientError):
+        hosting.bring_up(replace(known, config=""))
+    left = record.read()
+    assert left is not None and left.config == 'backup = "s3://b"\n'

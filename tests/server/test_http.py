@@ -17,9 +17,12 @@ from broker.app.verbs.launching import exec_task
 from broker.client.files import upload_files, write_archive
 from broker.client.login import ServerLogin, check_login
 from broker.client.remote import RemoteSession, check_handshake
-from broker.client.wire import HEADER, PROTOCOL, VERBS
+from broker.client.wire import HEADER, PROTOCOL, VERBS, read_signature
 from broker.errors import AuthError, TransientError, UsageError
+from broker.server.context import Policy
 from broker.server.files import FileStore
+from broker.server.http import Server
+from broker.server.openapi import describe_api
 from broker.server.serving import choose_certificate, ensure_certificate
 from broker.types import Repository, Secret, Task
 from tests.server.conftest import Hosted
@@ -37,6 +40,21 @@ def test_api_document_describes_every_verb_and_its_answers(hosted: Hosted) -> No
         schema = document["paths"][f"/v1/{verb}"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
         assert status == 200
         jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(answer)
+
+
+def test_api_document_describes_every_route_and_how_to_accept_a_price(tmp_path: Path) -> None:
+    server = Server(tmp_path, Policy())
+    routes = {
+        (str(route.resource.canonical), route.method.lower())
+        for route in server.make_app().router.routes()
+        if route.resource is not None and route.resource not in server._pages._resources and route.method != "HEAD"
+    }
+    server.leave()
+    paths = describe_api()["paths"]
+    described = {(path, method) for path, item in paths.items() for method in item if method != "parameters"}
+    assert routes - {("/v1/{verb}", "post")} <= described
+    queried = {name for name in VERBS for each in paths[f"/v1/{name}"]["post"]["parameters"] if each["in"] == "query"}
+    assert queried == {name for name, verb in VERBS.items() if "confirm" in read_signature(verb.function).callbacks}
 
 
 @pytest.mark.parametrize(

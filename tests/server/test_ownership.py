@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from broker.app.jobs import check_names
 from broker.app.mapping import MapDriver, MapRequest
 from broker.app.sweeping import SweepDriver, SweepRequest
 from broker.app.verbs.clusters import terminate_clusters
-from broker.app.verbs.jobs import cancel_jobs, retry_job
+from broker.app.verbs.jobs import cancel_jobs, retry_group, retry_job
 from broker.app.verbs.launching import launch, launch_jobs, schedule_job
 from broker.app.verbs.services import bring_up_service, terminate_services
 from broker.errors import BrokerError, DeniedError, UsageError
@@ -26,6 +27,7 @@ from broker.state.store import Store
 from broker.types import (
     Cluster,
     ClusterStatus,
+    GroupRole,
     Job,
     JobStatus,
     Placement,
@@ -118,13 +120,14 @@ def test_request_id_of_another_users_schedule_is_refused(hosted: Hosted) -> None
     name = next(NAMES)
     task = Task(run="true", resources=TASK.resources, schedule=ScheduleSpec(cron="0 2 * * *"))
 
-    def add(user: str, schedule: str) -> object:
-        return hosted.open(user).call(
+    def add(user: str, schedule: str, confirm: Callable[[Any], None] = lambda plans: None) -> None:
+        hosted.open(user).call(
             schedule_job, task=task, schedule=schedule, request_id=name, hedge=1, is_dryrun=False,
-            show=lambda plans: None, confirm=lambda plans: None,
+            show=lambda plans: None, confirm=confirm,
         )  # fmt: skip
 
-    add("user", f"{name}-a")
+    with pytest.raises(DeniedError):  # added while the other reads the price
+        add("other", f"{name}-b", confirm=lambda plans: add("user", f"{name}-a"))
     with pytest.raises(DeniedError):
         add("other", f"{name}-b")
     hosted.context.store.schedules.remove(hosted.context.store.schedules.get(f"{name}-a"))  # type: ignore[arg-type]
@@ -221,6 +224,19 @@ def test_names_are_compared_with_owners_again_when_a_verb_acts(hosted: Hosted, o
     service = store.services.get(name)
     assert service is not None and not service.down_requested
     store.clusters.delete(name)
+
+
+def test_group_that_has_got_the_name_is_not_retried_for_another_user(hosted: Hosted, other: ServerContext) -> None:
+    name, store = next(NAMES), hosted.context.store
+    task = replace(TASK, group=GroupRole(name=name))
+    for member in ("a", "b"):
+        job = store.jobs.add(member, task, pipeline=name)
+        store.owners.put(Owned.JOB, str(job.id), "user")
+        store.jobs.set_status(job.id, JobStatus.CANCELLED)
+    count = store.jobs.count()
+    with pytest.raises(DeniedError, match="belongs to user"):
+        retry_group(other, job=name, secrets={}, request_id=None)
+    assert store.jobs.count() == count
 
 
 def test_map_of_another_user_is_not_continued(hosted: Hosted, other: ServerContext, tmp_path: Path) -> None:

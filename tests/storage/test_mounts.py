@@ -192,6 +192,28 @@ def test_live_mount_is_kept_only_for_the_same_bucket_and_access(mounted: Path, t
     assert mount_again("s3://other", access="read-only") == [], "the mount that is in use has not changed"
 
 
+def test_mount_is_replaced_once_its_written_files_are_uploaded(mounted: Path, tmp_path: Path) -> None:
+    """rclone uploads them only while it runs, and the agent's retry would mount the old bucket over the new one."""
+    place, mounts = str(tmp_path / "see"), tmp_path / "mounts"
+    rclone = tmp_path / "bin/rclone"
+    rclone.write_text(f"#!/bin/sh\necho mount >> {mounted}; touch {tmp_path}/live\n")
+    rclone.chmod(0o755)
+    node_mount.main("MOUNT_CACHED", "s3://b c/d", place)
+    (about,) = mounts.glob("*.json")
+    entry = Path(json.loads(about.read_text())["cache"]) / "vfsMeta/remote/file"
+    entry.parent.mkdir(parents=True)
+    mounted.write_text("")
+    for text in ('{"Size": 3, "Dirty": true}', "", "{"):  # the latter two: it is being written
+        entry.write_text(text)
+        with pytest.raises(node_mount.MountError, match="files that are not in `s3://b c/d` yet"):
+            node_mount.main("MOUNT", "s3://other", place)
+    assert mounted.read_text() == "" and about.exists(), "it is still mounted"
+    entry.write_text('{"Size": 3, "Dirty": false}')
+    node_mount.main("MOUNT", "s3://other", place)
+    assert [line.split()[0] for line in mounted.read_text().splitlines()] == ["unmount", "mount"]
+    assert not about.exists()
+
+
 def test_node_without_a_tool_names_it(node: Node) -> None:
     bare = replace(node, environment={"PATH": "/usr/bin:/bin"})
     done = bare.run(MountStep(target="~/see", url="s3://b/x", mode="MOUNT"))

@@ -284,8 +284,10 @@ def test_secret_on_the_line_of_another_fault_or_notice_is_not_shown() -> None:
         (Task(goal=Goal(work_hours=math.inf)), "`goal.work` must be a positive number"),
         (Task(goal=Goal(work_hours=1.0, budget_usd=-5.0)), "`goal.budget` must be a positive number"),
         (Task(max_duration_s=0.0), "`max_duration` must be a positive number"),
+        (Task(pod_config="{"), "`pod_config` must be a JSON object"),
+        (Task(pod_config="[]"), "`pod_config` must be a JSON object"),
     ],
 )
-def test_numbers_that_no_file_can_contain_are_refused_from_python(task: Task, message: str) -> None:
+def test_values_that_no_file_can_contain_are_refused_from_python(task: Task, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         check_task(task)

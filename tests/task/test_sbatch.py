@@ -172,6 +172,32 @@ def test_srun_that_continues_in_the_next_lines_is_removed_whole() -> None:
     assert '`srun --container-image="$IMAGE"`: set `image_id: docker:IMAGE`' in found.notes
 
 
+@pytest.mark.parametrize(
+    ("line", "run", "note"),
+    [
+        (
+            'srun --nodes=1 --ntasks=1 -w "$head" ray start --head &', "ray start --head &",
+            "`srun` starts `ray start --head &` on some nodes only, but `run` starts on all",
+        ),
+        ("srun -N1 -n1 python a.py", "python a.py", "`srun` starts `python a.py` on some nodes only"),
+        ("srun -n 2 --exclusive python a.py", "python a.py", ""),
+        ("srun -N $SLURM_NNODES python a.py", "python a.py", ""),
+        ("srun --export=ALL,A=1 python a.py", "python a.py", "`srun --export=ALL,A=1` has no counterpart"),
+        ("srun --export=ALL -D /data python a.py", "python a.py", "`srun --chdir=/data` has no counterpart"),
+        (
+            'srun --container-mounts="/a b:/c" --label python a.py', "python a.py",
+            '`srun --container-mounts="/a b:/c"` has no counterpart',
+        ),
+        ("srun -n2 a & srun -n2 b &", "a & srun -n2 b &", "`srun` after another command in its line is not converted"),
+    ],
+)  # fmt: skip
+def test_options_of_srun_that_change_what_it_starts_are_noted(line: str, run: str, note: str) -> None:
+    found = import_sbatch(f"#!/bin/bash\n#SBATCH --nodes=2\n{line}\n")
+    assert str(found.task["run"]).splitlines()[-1] == run
+    noted = [each for each in found.notes if "srun" in each]
+    assert len(noted) == bool(note) and all(each.startswith(note) for each in noted)
+
+
 def test_variables_that_only_slurm_sets_are_defined_or_named() -> None:
     """A script that finds no GPUs in `SLURM_GPUS` may end with success."""
     found = import_sbatch("#!/bin/bash\n#SBATCH --gpus=2\n[ $SLURM_GPUS -gt 0 ] || exit 0\nx $SLURM_JOB_QOS\n")

@@ -13,7 +13,7 @@ from typing import Any
 from broker.errors import InvalidRequestError
 from broker.sites.kubernetes import CONTAINER_NAME, NODE_ROOT, KubernetesContext, Pool
 from broker.task.pod_config import CONTAINER as CONTAINER_PARTS
-from broker.task.pod_config import METADATA, POD
+from broker.task.pod_config import METADATA, POD, find_unsupported
 from broker.types import NodeRequest
 from broker.types.task import CONTAINER
 
@@ -32,6 +32,7 @@ UNCLAIMED_S = 1800.0  # as for nodes of other clouds: longer than any boot
 SHM_SHARE = 0.5  # share of the memory, as on a machine; data loaders need more than the 64 MiB of a container runtime
 BOOT = "import base64, sys, zlib; exec(zlib.decompress(base64.b64decode(sys.argv[1])).decode())"
 GIB = 1 << 30
+SHM = "broker-shm"  # volume at /dev/shm; a task's own volume is often called `shm`, and may be mounted elsewhere
 VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 
 
@@ -67,7 +68,21 @@ def make_pod(
         },
         "spec": _make_spec(context, pool, request, _pack(name, sources)),
     }
-    return merge_pod(pod, json.loads(request.spec.pod_config)) if request.spec.pod_config else pod
+    return merge_pod(pod, _read_settings(request.spec.pod_config)) if request.spec.pod_config else pod
+
+
+def _read_settings(text: str) -> Mapping[str, Any]:
+    """Read `pod_config`. Raises InvalidRequestError for parts that a file would have been refused for: a task made in
+    Python, or by another client of a server, has no notices."""
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        raise InvalidRequestError("`pod_config` is not JSON") from None
+    if unsupported := [*find_unsupported(settings)]:
+        raise InvalidRequestError(
+            f"`pod_config`: `{unsupported[0]}` is not supported", hints=("remove it (docs/KUBERNETES.md)",)
+        )
+    return settings if isinstance(settings, dict) else {}
 
 
 def merge_pod(pod: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,10 +188,10 @@ def _make_spec(context: KubernetesContext, pool: Pool, request: NodeRequest, pro
                 "image": image.removeprefix(CONTAINER),
                 "command": ["python3", "-I", "-S", "-c", BOOT, program],
                 "resources": make_resources(pool, request),
-                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+                "volumeMounts": [{"name": SHM, "mountPath": "/dev/shm"}],
             }
         ],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _size_shm(request)}}],
+        "volumes": [{"name": SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _size_shm(request)}}],
     }
     if context.service_account:
         spec["serviceAccountName"] = context.service_account

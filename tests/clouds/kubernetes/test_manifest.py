@@ -183,16 +183,42 @@ def test_settings_of_the_task_are_merged_into_its_pod_and_do_not_replace_broker_
     assert spec["tolerations"] == [*plain["spec"]["tolerations"], {"key": "gpu", "operator": "Exists"}]
     assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "mine"}]
     assert (spec["serviceAccountName"], spec["securityContext"]) == ("trainer", {"fsGroup": 1000})
-    assert [each["name"] for each in spec["volumes"]] == ["shm", "nfs", "dshm"]
+    assert [each["name"] for each in spec["volumes"]] == [manifest.SHM, "nfs", "dshm"]
     assert container["env"] == [{"name": "NCCL_DEBUG", "value": "INFO"}]
     assert container["volumeMounts"] == [
-        {"name": "shm", "mountPath": "/dev/shm"}, {"name": "nfs", "mountPath": "/shared"},
+        {"name": manifest.SHM, "mountPath": "/dev/shm"}, {"name": "nfs", "mountPath": "/shared"},
     ]  # fmt: skip
     (own,) = plain["spec"]["containers"]
     assert {name: container[name] for name in ("name", "image", "command", "resources")} == {
         name: own[name] for name in ("name", "image", "command", "resources")
     }
     assert plain["spec"]["nodeSelector"]["team"] == "vision", "the context's own selector is kept"
+
+
+def test_volume_that_the_task_calls_shm_is_the_one_that_it_mounts() -> None:
+    """Files written to it would otherwise be in the memory of broker's own volume."""
+    claim = {"name": "shm", "persistentVolumeClaim": {"claimName": "data"}}
+    mount = {"name": "shm", "mountPath": "/data"}
+    config = {"spec": {"volumes": [claim], "containers": [{"volumeMounts": [mount]}]}}
+    spec = make(request=make_request(spec=MachineSpec(pod_config=json.dumps(config))))["spec"]
+    assert claim in spec["volumes"] and mount in spec["containers"][0]["volumeMounts"]
+    names = [each["name"] for each in spec["volumes"]]
+    assert len(set(names)) == len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"spec": {"hostNetwork": true}}', "`spec.hostNetwork` is not supported"),
+        ('{"spec": {"containers": [null]}}', "`spec.containers` is not supported"),
+        ('{"metadata": []}', "`metadata` is not supported"),
+        ("[]", "`pod_config` is not supported"),
+        ("{", "not JSON"),
+    ],
+)
+def test_settings_of_a_task_without_a_file_are_checked_too(text: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(words)):
+        make(request=make_request(spec=MachineSpec(pod_config=text)))
 
 
 def test_pod_with_settings_of_the_task_is_valid_by_the_published_schema() -> None:
