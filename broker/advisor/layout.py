@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from broker.advisor.experts import find_experts
@@ -12,13 +14,25 @@ from broker.advisor.trainer_memory import estimate_program_memory
 from broker.frozen import frozen
 from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
-from broker.optimizer.roofline import EXPERTS_HIDDEN_SHARE, Hardware, StepTime, estimate_step, find_mfu
+from broker.optimizer.roofline import (
+    EXPERTS_HIDDEN_SHARE,
+    DataTime,
+    Hardware,
+    StepTime,
+    TurnTime,
+    assemble_step,
+    bound_step,
+    count_micro_batches,
+    find_mfu,
+    time_data,
+    time_turn,
+)
 
 # A strategy with more parts must be this much faster per part: it is harder to set up and to debug.
 PART_WORTH = 0.03
 EXPERT_RANKS = (1, 2, 4, 8, 16, 32, 64)
 PIPELINES = (2, 4, 8, 16, 32, 64)
-MICRO_BATCHES = (16, 8, 4, 2, 1)
+MICRO_BATCHES = (16, 8, 4, 2, 1)  # powers of two: the time of each is an exact multiple of the last one's
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
 
 
@@ -41,6 +55,29 @@ class Training:
     def steps(self) -> float:
         """Number of optimizer steps; not rounded."""
         return self.tokens / (self.batch * self.sequence)
+
+
+@frozen
+class Variant:
+    """One way to split the work of a sharding. `need` is the total of `memory`."""
+
+    micro_batch: int
+    recompute: Recompute
+    memory: MemoryEstimate
+    need: float
+
+
+@frozen
+class ShardingChoice:
+    """A sharding with its variants, in the order in which they are preferred if they take the same time.
+
+    The time of a step is multiplied by `weight` to compare shardings; `need_min` is the least need of a variant.
+    """
+
+    sharding: Sharding
+    weight: float
+    variants: tuple[Variant, ...]
+    need_min: float
 
 
 @frozen
@@ -73,15 +110,45 @@ class Layout:
 
 def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layout | None:
     """Return the fastest layout that fits, preferring simpler ones; None if none fits. Pure."""
-    best: tuple[float, Layout] | None = None
-    for sharding in list_shardings(training, hardware.accelerators, node_count):
-        layout = _try_sharding(training, hardware, node_count, sharding)
-        if layout is not None:
-            parts = (sharding.tensor > 1) + 2 * (sharding.pipeline > 1) + (sharding.zero == 3)
-            score = layout.step.total_s * (1 + PART_WORTH * parts)
-            if best is None or score < best[0]:
-                best = score, layout
-    return best[1] if best else None
+    usable = usable_bytes(hardware.figures.memory_gib)
+    best: Layout | None = None
+    least = math.inf
+    for choice in list_choices(training, hardware.accelerators, node_count):
+        if choice.need_min > usable:
+            continue
+        found = _find_fastest(training, hardware, choice, limit_s=least / choice.weight)
+        if found is None:
+            continue
+        variant, memory, step = found
+        if step.total_s * choice.weight < least:
+            least = step.total_s * choice.weight
+            peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count
+            best = Layout(
+                hardware=hardware, node_count=node_count, sharding=choice.sharding, micro_batch=variant.micro_batch,
+                recompute=variant.recompute, memory=memory, step=step,
+                mfu=find_mfu(training.shape, step, sequence=training.sequence, batch=training.batch, peak_flops=peak),
+            )  # fmt: skip
+    return best
+
+
+@lru_cache(maxsize=512)
+def list_choices(training: Training, accelerators: int, node_count: int) -> tuple[ShardingChoice, ...]:
+    """List the shardings of a gang with their variants. Cached, because gangs of different cards share them."""
+    return tuple(_make_choice(training, sharding) for sharding in list_shardings(training, accelerators, node_count))
+
+
+def _make_choice(training: Training, sharding: Sharding) -> ShardingChoice:
+    variants = []
+    for recompute in RECOMPUTE:
+        for micro_batch in MICRO_BATCHES:
+            if can_split(training, sharding, micro_batch):
+                memory = measure_memory(training, sharding, micro_batch=micro_batch, recompute=recompute)
+                variants.append(Variant(micro_batch=micro_batch, recompute=recompute, memory=memory, need=memory.total))
+    parts = (sharding.tensor > 1) + 2 * (sharding.pipeline > 1) + (sharding.zero == 3)
+    return ShardingChoice(
+        sharding=sharding, weight=1 + PART_WORTH * parts, variants=tuple(variants),
+        need_min=min((each.need for each in variants), default=math.inf),
+    )  # fmt: skip
 
 
 def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> MemoryEstimate | None:
@@ -144,11 +211,11 @@ def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, 
     if training.trainer == "megatron":
         return measure_field_memory(
             training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
-            micro_batches=count_micro_batches(training, sharding, micro_batch),
+            micro_batches=count_micro_batches(sharding, training.batch, micro_batch),
         )  # fmt: skip
     return estimate_program_memory(
         training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
-        micro_batches=count_micro_batches(training, sharding, micro_batch), dtype=training.dtype,
+        micro_batches=count_micro_batches(sharding, training.batch, micro_batch), dtype=training.dtype,
     )  # fmt: skip
 
 
@@ -161,11 +228,6 @@ def list_activations(training: Training, layout: Layout) -> dict[Recompute, floa
     }
 
 
-def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int) -> int:
-    """Return the number of micro-batches per step on each data rank, rounded up."""
-    return max(1, -(-training.batch // (sharding.data * micro_batch)))
-
-
 def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
     """Return whether the batch can be split like this: a pipeline needs equal micro-batches, at least one per stage."""
     passes, rest = divmod(training.batch, sharding.data * micro_batch)
@@ -176,65 +238,92 @@ def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
     return micro_batch == 1 or passes >= 1
 
 
-def _try_sharding(training: Training, hardware: Hardware, node_count: int, sharding: Sharding) -> Layout | None:
-    """Return the fastest micro-batch and recomputation of one sharding that fit."""
-    usable = usable_bytes(hardware.figures.memory_gib)
-    best: Layout | None = None
-    for recompute in RECOMPUTE:
-        tried = 0
-        for micro_batch in MICRO_BATCHES:
-            if not can_split(training, sharding, micro_batch):
-                continue
-            memory = measure_memory(training, sharding, micro_batch=micro_batch, recompute=recompute)
-            if memory.total > usable:
-                continue
-            step = _time_step(training, hardware, sharding, micro_batch, recompute)
-            if recompute == "full" and training.trainer == "megatron":
-                memory, step = _keep_what_fits(training, hardware, sharding, micro_batch, memory, step)
-            if best is None or step.total_s < best.step.total_s:
-                peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count
-                mfu = find_mfu(
-                    training.shape, step, sequence=training.sequence, batch=training.batch, peak_flops=peak
-                )  # fmt: skip
-                best = Layout(
-                    hardware=hardware, node_count=node_count, sharding=sharding, micro_batch=micro_batch,
-                    recompute=recompute, memory=memory, step=step, mfu=mfu,
-                )  # fmt: skip
-            tried += 1
-            if tried == 2 and sharding.pipeline == 1:
-                break  # smaller micro-batches are only slower
-        if best is not None and sharding.pipeline == 1:
-            break  # it fits without recomputation, which is slower
+def _find_fastest(
+    training: Training, hardware: Hardware, choice: ShardingChoice, *, limit_s: float
+) -> tuple[Variant, MemoryEstimate, StepTime] | None:
+    """Return the fastest variant that fits, with its memory; None if none takes less than `limit_s`."""
+    best: tuple[Variant, MemoryEstimate, StepTime] | None = None
+    sharding, data = choice.sharding, _time_data(training, hardware, choice.sharding)
+    turns = dict[Recompute, TurnTime]()  # of one sequence
+    for each in _list_candidates(training, choice, usable_bytes(hardware.figures.memory_gib)):
+        is_partial = each.recompute == "full" and training.trainer == "megatron"  # recomputes only what does not fit
+        fastest: Recompute = "selective" if is_partial else each.recompute
+        if fastest not in turns:
+            turns[fastest] = _time_sequence(training, hardware, sharding, fastest)
+        turn = turns[fastest]
+        if bound_step(sharding, turn.total_s, data, batch=training.batch, micro_batch=each.micro_batch) >= limit_s:
+            continue
+        memory, step = each.memory, _time_step(training, hardware, sharding, each, turn, data)
+        if is_partial:
+            full = _time_sequence(training, hardware, sharding, "full")
+            slow = _time_step(training, hardware, sharding, each, full, data)
+            memory, step = _keep_what_fits(training, hardware, sharding, each, fast=step, slow=slow)
+        if step.total_s < limit_s:
+            best, limit_s = (each, memory, step), step.total_s
     return best
 
 
-def _time_step(
-    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, recompute: Recompute
-) -> StepTime:
+def _list_candidates(training: Training, choice: ShardingChoice, usable: float) -> list[Variant]:
+    """Return the variants that fit and may be the fastest.
+
+    Without stages, recomputation and smaller micro-batches only take time, except that the smaller of two micro-batches
+    may divide the batch more evenly. Stages have a smaller bubble with smaller micro-batches.
+    """
+    fitting = [each for each in choice.variants if each.need <= usable]
+    if not fitting or choice.sharding.pipeline > 1:
+        return fitting
+    largest = fitting[0]
+    is_even = training.batch % (choice.sharding.data * largest.micro_batch) == 0
+    is_first_fastest = is_even and not (largest.recompute == "full" and training.trainer == "megatron")
+    return [each for each in fitting if each.recompute == largest.recompute][: 1 if is_first_fastest else 2]
+
+
+def _time_sequence(training: Training, hardware: Hardware, sharding: Sharding, recompute: Recompute) -> TurnTime:
+    """Time a micro-batch of one sequence; those of larger ones are multiples."""
     is_megatron = training.trainer == "megatron"
-    return estimate_step(
-        training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
-        micro_batch=micro_batch, recompute="none" if is_megatron and recompute == "selective" else recompute,
-        dtype=training.dtype,
-        # Gradients are accumulated in float32, by Megatron-LM too.
-        gradient_bytes=2 if training.dtype == "fp16" and not is_megatron else 4,
-        # The bundled trainer's `allreduce` does not overlap.
-        is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor * sharding.pipeline * sharding.expert == 1,
+    return time_turn(
+        training.shape, sharding, hardware, sequence=training.sequence, micro_batch=1,
+        recompute="none" if is_megatron and recompute == "selective" else recompute, dtype=training.dtype,
         experts_hidden_share=EXPERTS_HIDDEN_SHARE if is_megatron else 0.0,
     )  # fmt: skip
 
 
+def _time_data(training: Training, hardware: Hardware, sharding: Sharding) -> DataTime:
+    is_megatron = training.trainer == "megatron"
+    return time_data(
+        training.shape, sharding, hardware, dtype=training.dtype,
+        # Gradients are accumulated in float32, by Megatron-LM too.
+        gradient_bytes=2 if training.dtype == "fp16" and not is_megatron else 4,
+        # The bundled trainer's `allreduce` does not overlap.
+        is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor * sharding.pipeline * sharding.expert == 1,
+    )  # fmt: skip
+
+
+def _time_step(
+    training: Training,
+    hardware: Hardware,
+    sharding: Sharding,
+    variant: Variant,
+    sequence_turn: TurnTime,
+    data: DataTime,
+) -> StepTime:
+    return assemble_step(
+        training.shape, sharding, hardware, sequence_turn.scale(variant.micro_batch), data,
+        sequence=training.sequence, batch=training.batch, micro_batch=variant.micro_batch,
+    )  # fmt: skip
+
+
 def _keep_what_fits(
-    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: MemoryEstimate, slow: StepTime
+    training: Training, hardware: Hardware, sharding: Sharding, variant: Variant, *, fast: StepTime, slow: StepTime
 ) -> tuple[MemoryEstimate, StepTime]:
     """Recompute only as many blocks as needed (Megatron-LM's `--recompute-method block`).
 
-    Memory and time are interpolated linearly between recomputing all blocks and none.
+    Memory and time are interpolated linearly between recomputing all blocks, `slow`, and none, `fast`.
     """
-    kept = measure_memory(training, sharding, micro_batch=micro_batch, recompute="selective")
+    full = variant.memory
+    kept = measure_memory(training, sharding, micro_batch=variant.micro_batch, recompute="selective")
     spare = usable_bytes(hardware.figures.memory_gib) - full.total
     share = min(1.0, spare / (kept.total - full.total)) if kept.total > full.total else 1.0
-    fast = _time_step(training, hardware, sharding, micro_batch, "selective")
     step = StepTime(**{
         name: getattr(slow, name) + share * (getattr(fast, name) - getattr(slow, name))
         for name in (

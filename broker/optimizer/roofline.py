@@ -7,6 +7,7 @@ bytes.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from broker.frozen import frozen
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Dtype, Recompute, Sharding
@@ -35,6 +36,7 @@ PCIE_GBS = 20.0  # between cards without NVLink: PCIe 4.0 x16 carries 32 at most
 EXPERTS_HIDDEN_SHARE = 0.8  # share of the expert traffic that overlaps other work: our assumption
 # share of the gradient traffic that never overlaps: the last bucket has nothing to overlap with
 EXPOSED_SHARE_MIN = 0.1
+ROUNDING = 1e-9  # a bound is lowered by more than the rounding errors of the sums that it is compared with
 
 
 @frozen
@@ -78,6 +80,45 @@ class StepTime:
         return self.compute_s + self.memory_s + parallel + self.update_s
 
 
+class TurnTime(NamedTuple):
+    """Seconds of one micro-batch on one stage, by cause as in `StepTime`; a search creates thousands of them."""
+
+    compute_s: float
+    memory_s: float
+    tensor_s: float
+    exchange_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds between two micro-batches."""
+        return self.compute_s + self.memory_s + self.tensor_s + self.exchange_s
+
+    def scale(self, factor: int) -> TurnTime:
+        """Return the time of a micro-batch with `factor` times as many sequences; exact for a power of two."""
+        return TurnTime(
+            self.compute_s * factor, self.memory_s * factor, self.tensor_s * factor, self.exchange_s * factor
+        )
+
+
+class DataTime(NamedTuple):
+    """What data ranks send to each other, and the optimizer: the same for every micro-batch of a sharding."""
+
+    byte_s: float  # seconds of one byte of every parameter once around the ring
+    bytes_per_step: int
+    bytes_per_turn: int  # of weights under full sharding, which overlap with the turns
+    weight_bytes: int
+    is_overlapped: bool
+    update_s: float
+
+    def find_exposed_s(self, turn_s: float, micro_batches: int) -> float:
+        """Return the seconds of a step that do not overlap with computation."""
+        sent = self.byte_s * (self.bytes_per_turn * micro_batches + self.bytes_per_step)
+        if not self.is_overlapped:
+            return sent
+        hidden = turn_s * micro_batches if self.bytes_per_turn else turn_s * 2 / 3
+        return max(sent - hidden, sent * EXPOSED_SHARE_MIN)
+
+
 def estimate_step(
     shape: ModelShape,
     sharding: Sharding,
@@ -102,36 +143,83 @@ def estimate_step(
     The pipeline takes (m + (p - 1) / v) turns for m micro-batches in v chunks per rank: a bubble of (p - 1) / (v m)
     (Narayanan 2021, section 2.2).
     """
-    micro_batches = max(1, math.ceil(batch / (sharding.data * micro_batch)))
+    turn = time_turn(
+        shape, sharding, hardware, sequence=sequence, micro_batch=micro_batch, recompute=recompute, dtype=dtype,
+        is_flash=is_flash, experts_hidden_share=experts_hidden_share,
+    )  # fmt: skip
+    data = time_data(
+        shape, sharding, hardware, dtype=dtype, gradient_bytes=gradient_bytes, is_overlapped=is_overlapped
+    )  # fmt: skip
+    return assemble_step(shape, sharding, hardware, turn, data, sequence=sequence, batch=batch, micro_batch=micro_batch)
+
+
+def time_turn(
+    shape: ModelShape,
+    sharding: Sharding,
+    hardware: Hardware,
+    *,
+    sequence: int,
+    micro_batch: int,
+    recompute: Recompute,
+    dtype: Dtype = "bf16",
+    is_flash: bool = True,
+    experts_hidden_share: float = EXPERTS_HIDDEN_SHARE,
+) -> TurnTime:
+    """Time one micro-batch on one stage: the part of a step that is proportional to the sequences of a micro-batch."""
     tokens = float(micro_batch * sequence) / sharding.context
-    compute = _compute_s(shape, sharding, hardware, sequence, tokens, recompute, dtype)
-    memory = _memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash=is_flash)
-    tensor = _tensor_s(shape, sharding, hardware, tokens, recompute, dtype)
-    exchange = _exchange_s(shape, sharding, hardware, tokens, BYTES_PER_PARAMETER[dtype][0], experts_hidden_share)
-    turn = compute + memory + tensor + exchange
+    return TurnTime(
+        compute_s=_compute_s(shape, sharding, hardware, sequence, tokens, recompute, dtype),
+        memory_s=_memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash=is_flash),
+        tensor_s=_tensor_s(shape, sharding, hardware, tokens, recompute, dtype),
+        exchange_s=_exchange_s(
+            shape, sharding, hardware, tokens, BYTES_PER_PARAMETER[dtype][0], experts_hidden_share
+        ),
+    )  # fmt: skip
+
+
+def assemble_step(
+    shape: ModelShape,
+    sharding: Sharding,
+    hardware: Hardware,
+    turn: TurnTime,
+    data: DataTime,
+    *,
+    sequence: int,
+    batch: int,
+    micro_batch: int,
+) -> StepTime:
+    """Return the time of a step with turns of `micro_batch` sequences."""
+    micro_batches = count_micro_batches(sharding, batch, micro_batch)
     pipeline = 0.0
     if sharding.pipeline > 1:
-        sent = 2 * tokens * shape.width * BYTES_PER_PARAMETER[dtype][0] / sharding.tensor * sharding.interleave
-        pipeline = turn * (sharding.pipeline - 1) / sharding.interleave
+        tokens = float(micro_batch * sequence) / sharding.context
+        sent = 2 * tokens * shape.width * data.weight_bytes / sharding.tensor * sharding.interleave
+        pipeline = turn.total_s * (sharding.pipeline - 1) / sharding.interleave
         pipeline += micro_batches * sent / (_network_share(hardware, hardware.accelerators) * 1e9)
     return StepTime(
-        compute_s=compute * micro_batches,
-        memory_s=memory * micro_batches,
-        tensor_s=tensor * micro_batches,
+        compute_s=turn.compute_s * micro_batches,
+        memory_s=turn.memory_s * micro_batches,
+        tensor_s=turn.tensor_s * micro_batches,
         pipeline_s=pipeline,
-        data_s=_data_s(
-            shape,
-            sharding,
-            hardware,
-            turn,
-            micro_batches,
-            BYTES_PER_PARAMETER[dtype][0],
-            gradient_bytes or BYTES_PER_PARAMETER[dtype][1],
-            is_overlapped=is_overlapped,
-        ),
-        update_s=_update_s(shape, sharding, hardware, dtype),
-        exchange_s=exchange * micro_batches,
+        data_s=data.find_exposed_s(turn.total_s, micro_batches),
+        update_s=data.update_s,
+        exchange_s=turn.exchange_s * micro_batches,
     )
+
+
+def bound_step(sharding: Sharding, sequence_s: float, data: DataTime, *, batch: int, micro_batch: int) -> float:
+    """Return seconds that `assemble_step` never falls below: all but the transfers between stages.
+
+    `sequence_s` is the total of a turn with one sequence.
+    """
+    turn_s, micro_batches = sequence_s * micro_batch, count_micro_batches(sharding, batch, micro_batch)
+    turns = micro_batches + (sharding.pipeline - 1) / sharding.interleave
+    return (turn_s * turns + data.find_exposed_s(turn_s, micro_batches) + data.update_s) * (1 - ROUNDING)
+
+
+def count_micro_batches(sharding: Sharding, batch: int, micro_batch: int) -> int:
+    """Return the number of micro-batches per step on each data rank, rounded up."""
+    return max(1, -(-batch // (sharding.data * micro_batch)))
 
 
 def find_mfu(shape: ModelShape, step: StepTime, *, sequence: int, batch: int, peak_flops: float) -> float:
@@ -212,30 +300,33 @@ def _exchange_s(
     return seconds
 
 
-def _data_s(
-    shape: ModelShape, sharding: Sharding, hardware: Hardware, turn_s: float, micro_batches: int, weight_bytes: int,
-    gradient_bytes: int, *, is_overlapped: bool,
-) -> float:  # fmt: skip
-    """Time the gradients (and weights under stage 3) between data ranks, less what overlaps computation.
+def time_data(
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, *, dtype: Dtype, gradient_bytes: int | None = None,
+    is_overlapped: bool = True,
+) -> DataTime:  # fmt: skip
+    """Time the exchange of gradients (and weights under stage 3) between data ranks, and the optimizer.
 
     Stage 0 sends 2 x the gradients once per step, stages 1 and 2 gradients and weights, overlapping the last backward
     pass; stage 3 gathers the weights twice per micro-batch and scatters the gradients once per step (Rajbhandari 2020,
     section 7.2), overlapping all of it. A ring crosses a node's network once, regardless of the number of its cards.
     """
-    d = sharding.replicas
-    if d == 1:
-        return 0.0
-    own = count_own_parameters(shape, sharding)
-    is_inside = sharding.accelerators <= hardware.accelerators
-    rings = min(sharding.tensor * sharding.pipeline, hardware.accelerators)
-    gbs = hardware.link_gbs if is_inside else min(hardware.link_gbs, _network_share(hardware, rings))
-    byte_s = own * (d - 1) / d / (gbs * 1e9)  # one byte of every parameter once around the ring
-    if sharding.zero == 3:
-        sent, hidden = byte_s * (2 * weight_bytes * micro_batches + gradient_bytes), turn_s * micro_batches
-    else:
-        back = weight_bytes if sharding.zero else gradient_bytes  # the part that each rank updated, or the sums
-        sent, hidden = byte_s * (gradient_bytes + back), turn_s * 2 / 3
-    return max(sent - hidden, sent * EXPOSED_SHARE_MIN) if is_overlapped else sent
+    weight_bytes, gradient_bytes = BYTES_PER_PARAMETER[dtype][0], gradient_bytes or BYTES_PER_PARAMETER[dtype][1]
+    d, byte_s = sharding.replicas, 0.0
+    if d > 1:
+        is_inside = sharding.accelerators <= hardware.accelerators
+        rings = min(sharding.tensor * sharding.pipeline, hardware.accelerators)
+        gbs = hardware.link_gbs if is_inside else min(hardware.link_gbs, _network_share(hardware, rings))
+        byte_s = count_own_parameters(shape, sharding) * (d - 1) / d / (gbs * 1e9)
+    is_full = sharding.zero == 3
+    back = weight_bytes if sharding.zero else gradient_bytes  # the part that each rank updated, or the sums
+    return DataTime(
+        byte_s=byte_s,
+        bytes_per_step=gradient_bytes if is_full else gradient_bytes + back,
+        bytes_per_turn=2 * weight_bytes if is_full else 0,
+        weight_bytes=weight_bytes,
+        is_overlapped=is_overlapped,
+        update_s=_update_s(shape, sharding, hardware, dtype),
+    )
 
 
 def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: Dtype) -> float:
