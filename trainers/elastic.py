@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,7 @@ from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIA
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
-    from trainers.live_state import ChangeLock, LiveState
-    from trainers.loop import Position
+    from trainers.live_state import LiveState
     from trainers.peer_checkpoint import PeerCheckpoint
     from trainers.ranks import Ranks
     from trainers.state_transfer import Holding
@@ -94,21 +93,9 @@ class ElasticMember:
         )
         threading.Thread(target=self._listen, name="elastic", daemon=True).start()
 
-    def offer(
-        self,
-        changing: "ChangeLock",
-        position: "Position",
-        part: "Part",
-        shared: Mapping[str, Any],
-        wait: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Register the state to keep. Whenever `changing` is free, all of it belongs to the step of `position`.
-
-        `wait` returns when an update is done on the device.
-        """
-        from trainers.live_state import LiveState
-
-        self._live = LiveState(changing, position, part, shared, wait)
+    def offer(self, live: "LiveState") -> None:
+        """Register the state to keep."""
+        self._live = live
         for descriptor in self._kept:  # the state of the previous world takes as much memory again
             os.close(descriptor)
         self._kept = []

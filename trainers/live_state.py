@@ -98,7 +98,9 @@ class LiveState:
         from trainers.state_transfer import keep
 
         if not self._changing.end_changes():
-            message = "note: a step was interrupted while it changed the state, which is therefore read anew"
+            message = (
+                "note: a step was interrupted while it changed the state, which is therefore read from a checkpoint"
+            )
             print(message, file=sys.stderr, flush=True)
             return None
         # On a GPU the copies wait for all that is queued before them. Of a step that waits for a lost peer, this never

@@ -181,7 +181,7 @@ class Optimizer:
                 }
             return
         # Others take a step that changes no parameter (as in torch.distributed.checkpoint). The state that it leaves is
-        # not always that of a new optimizer, which is therefore made anew in the first step with a gradient.
+        # not always that of a new optimizer, which is therefore created in the first step with a gradient.
         self._blank = {name for name, handle in self._handles.items() if handle not in self._optimizer.state}
         before = [handle.detach().clone() for handle in self._handles.values()]
         groups = [dict(group) for group in self._optimizer.param_groups]

@@ -16,7 +16,7 @@ from trainers.config import RunConfig
 from trainers.elastic import Elastic, ElasticMember, join_world
 from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
-from trainers.live_state import ChangeLock
+from trainers.live_state import ChangeLock, LiveState
 from trainers.preemption import PreemptionNotice
 from trainers.recipe import Build
 from trainers.watchdog import Watchdog
@@ -193,7 +193,7 @@ class Session:
             # The update of sharded parameters by the user's own optimizer may wait for other ranks.
             is_joint = part.count > 1 and state.recipe.make_optimizer is not None
             wait = (self.ranks.wait_for_device,) if is_joint else ()
-            member.offer(self.changing, state.position, part, state.shared, *wait)
+            member.offer(LiveState(self.changing, state.position, part, state.shared, *wait))
         return event
 
     def _make_restore_progress(self, progress: "Progress") -> "RestoreProgress":

@@ -33,8 +33,8 @@ class Permissions:
         user."""
 
     def check_owner(self, kind: Owned, name: str) -> None:
-        """Accept a change of what has this name. A server raises DeniedError if it belongs to another user; a name
-        that is not in use belongs to nobody."""
+        """Accept a change of what has this name. A server raises DeniedError if it belongs to another user. A name that
+        is not in use has no owner."""
 
     def check_requests(self, request_ids: Iterable[str]) -> None:
         """Accept request IDs, in the transaction that uses them. A server raises DeniedError for an ID of another

@@ -290,7 +290,7 @@ def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
     """Replace the empty state with that of another machine, once: a repeated call with the same word changes nothing.
 
     The next `start` creates a new token, because those of the empty state are gone. A state that has got work since the
-    sender looked is kept: nobody else knows of its jobs and machines. The server is stopped in either case.
+    sender looked is kept: its jobs and machines are recorded nowhere else. The server is stopped in either case.
     """
     state, aside = os.path.join(folder, "state"), os.path.join(folder, "state.new")
     if request["word"] in (read_text(os.path.join(folder, MARK)), read_text(os.path.join(state, MARK))):

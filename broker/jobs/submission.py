@@ -42,7 +42,7 @@ def submit_tasks(
 
 
 def list_request_ids(request_id: str, count: int) -> Sequence[str]:
-    """Return the request ID of each job of a launch with so many tasks."""
+    """Return the request ID of each job of a launch with `count` tasks."""
     return [request_id] if count == 1 else [f"{request_id}/{index}" for index in range(count)]
 
 

@@ -104,7 +104,7 @@ def test_updates_of_prices_log_in_the_same_format_and_outlive_a_typo(
     monkeypatch.setenv("BROKER_HOME", str(tmp_path))
     updated: list[object] = []
     monkeypatch.setattr("broker.cli.updater.update_due_clouds", lambda context, on_result: updated.append(context))
-    for name in ("signal.alarm", "os.nice"):  # of the process, which goes on with other tests
+    for name in ("signal.alarm", "os.nice"):  # of the process, which other tests use after this one
         monkeypatch.setattr(f"broker.cli.updater.{name}", lambda value: None)
     updater()
     assert updated and type(given["handlers"][0].formatter) is form

@@ -164,14 +164,20 @@ def test_silent_gateway_keeps_the_replicas_that_its_load_required(tmp_path: Path
     assert len(world.list_ready()) == 1
 
 
-def test_gateway_that_stays_silent_counts_with_its_last_load(tmp_path: Path) -> None:
+def make_loaded_pair(folder: Path, first_load: int, second_load: int) -> tuple[GatewayWorld, str, str]:
+    """Return a service whose two gateways have reported these requests in flight, and the names of their clusters."""
     task = make_gateway_task(count=1, replicas_max=4, target_in_flight=2.0, downscale_delay_s=10.0)
-    world = GatewayWorld(tmp_path, task)
+    world = GatewayWorld(folder, task)
     world.settle(10)
     first, second = world.name_clusters()
     assert first and second
-    world.in_flight = {first: 3, second: 4}
+    world.in_flight = {first: first_load, second: second_load}
     world.settle(10)
+    return world, first, second
+
+
+def test_gateway_that_stays_silent_counts_with_its_last_load(tmp_path: Path) -> None:
+    world, first, second = make_loaded_pair(tmp_path, 3, 4)
     world.silent.add(first)
     world.in_flight = {first: 0, second: 1}
     world.settle(60)
@@ -182,13 +188,7 @@ def test_gateway_that_stays_silent_counts_with_its_last_load(tmp_path: Path) -> 
 
 
 def test_gateway_that_stays_silent_counts_with_its_last_load_at_the_next_controller(tmp_path: Path) -> None:
-    task = make_gateway_task(count=1, replicas_max=4, target_in_flight=2.0, downscale_delay_s=10.0)
-    world = GatewayWorld(tmp_path, task)
-    world.settle(10)
-    first, second = world.name_clusters()
-    assert first and second
-    world.in_flight = {first: 3, second: 1}
-    world.settle(10)
+    world, first, _ = make_loaded_pair(tmp_path, 3, 1)
     world.silent.add(first)
     world.settle(10)
     for _ in range(2):  # the second one reads what the first one saved

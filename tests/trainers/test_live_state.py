@@ -159,7 +159,7 @@ def test_update_waits_for_all_gradients_once_state_is_offered() -> None:
     member._kept, member._live = [], None
     assert not member.keeps_state
     run = Run()
-    member.offer(run.changing, run.position, WHOLE, run.shared)
+    member.offer(LiveState(run.changing, run.position, WHOLE, run.shared))
     assert member.keeps_state
 
 
