@@ -104,7 +104,8 @@ class ReplicaWatch:
                 self._lost.add(node.node_id)
                 number, place = self._places[node.node_id]
                 key = cloud.name, node.preemption
-                known = self._losses.get(key, ReplicaLoss(time_s=node.ended_s, replicas=(), place=place))
+                first = ReplicaLoss(time_s=node.ended_s, replicas=(), place=place, counted=len(self.counts))
+                known = self._losses.get(key, first)
                 self._losses[key] = replace(
                     known,
                     time_s=min(known.time_s, node.ended_s),

@@ -24,11 +24,15 @@ class ReadyCount:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoss:
-    """The loss of replicas whose machines one market preempted at the same time."""
+    """The loss of replicas whose machines one market preempted at the same time.
+
+    `counted`: observations before it. The simulated clock may stand still, so that times do not tell which were.
+    """
 
     time_s: float
     replicas: tuple[int, ...]
     place: str
+    counted: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +84,10 @@ def measure_uptime(counts: Sequence[ReadyCount], losses: Sequence[ReplicaLoss]) 
 
 
 def _measure_recovery_s(counts: Sequence[ReadyCount], loss: ReplicaLoss) -> float | None:
-    before = next((each for each in reversed(counts) if each.time_s < loss.time_s), None)
-    if before is None:
+    if not loss.counted:
         return None
+    before, after = counts[loss.counted - 1], counts[loss.counted :]
     needed = min(before.ready, before.wanted)
-    after = [each for each in counts if each.time_s >= loss.time_s]
     if after and after[0].ready >= needed:
         return 0.0
     return next((each.time_s - loss.time_s for each in after if each.ready >= needed), None)

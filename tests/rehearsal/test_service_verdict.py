@@ -23,7 +23,9 @@ from broker.rehearsal.uptime import Recovery, ReplicaLoss, Uptime
 
 
 def make_recovery(recovery_s: float | None, *replicas: int) -> Recovery:
-    return Recovery(loss=ReplicaLoss(time_s=0, replicas=replicas or (1,), place="aws a"), recovery_s=recovery_s)
+    return Recovery(
+        loss=ReplicaLoss(time_s=0, replicas=replicas or (1,), place="aws a", counted=1), recovery_s=recovery_s
+    )
 
 
 UPTIME = Uptime(wanted=2, start_s=60.0, served_s=7200.0, kept_share=0.99, shares={1: 1.0, 2: 0.99})
