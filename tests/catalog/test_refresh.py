@@ -22,6 +22,7 @@ from broker.errors import AuthError, NoOfferError, SourceError, StateError, Usag
 from broker.task.loader import load_tasks_text
 from broker.types import Offer
 from tests.catalog.market import NO_LOGIN, NOW_S, read
+from tests.tiers import spread
 
 DAY_S = 86400.0
 
@@ -75,20 +76,26 @@ def test_new_prices_are_used_by_the_next_command_and_dated(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [
-        (Source(lambda offers: []), "only 0 offers"),
-        (Source(lambda offers: offers[: len(offers) // 3]), "rejected"),
-        (Source(scale(0.0)), "rejected"),
-        (Source(scale(float("nan"))), "rejected"),
-        (Source(scale(30.0)), "another unit or currency"),
-        (Source(lambda offers: [replace(each, zone="other", ondemand_usd_hour=40.0) for each in offers]), "currency"),
-        (Source(lambda offers: [replace(each, region="") for each in offers]), "lacks cloud, region"),
-        (Source(lambda offers: [replace(each, instance_type="") for each in offers]), "lacks cloud, region"),
-        (Source(lambda offers: [replace(each, cloud="aws") for each in offers]), "lacks cloud, region"),
-        (Source(lambda offers: [replace(each, ondemand_usd_hour=None) for each in offers]), "has no price"),
-        (Source(scale(1.1), SourceError("the page broke off")), "broke off"),
-        (Source(scale(1.1), NO_LOGIN), "no login here"),
-    ],
+    spread(
+        [
+            (Source(lambda offers: []), "only 0 offers"),
+            (Source(lambda offers: offers[: len(offers) // 3]), "rejected"),
+            (Source(scale(0.0)), "rejected"),
+            (Source(scale(float("nan"))), "rejected"),
+            (Source(scale(30.0)), "another unit or currency"),
+            (
+                Source(lambda offers: [replace(each, zone="other", ondemand_usd_hour=40.0) for each in offers]),
+                "currency",
+            ),
+            (Source(lambda offers: [replace(each, region="") for each in offers]), "lacks cloud, region"),
+            (Source(lambda offers: [replace(each, instance_type="") for each in offers]), "lacks cloud, region"),
+            (Source(lambda offers: [replace(each, cloud="aws") for each in offers]), "lacks cloud, region"),
+            (Source(lambda offers: [replace(each, ondemand_usd_hour=None) for each in offers]), "has no price"),
+            (Source(scale(1.1), SourceError("the page broke off")), "broke off"),
+            (Source(scale(1.1), NO_LOGIN), "no login here"),
+        ],
+        every=3,
+    ),
     ids=[
         "empty",
         "cut short",

@@ -14,6 +14,7 @@ from tests.fuzz import __main__ as program
 from tests.fuzz import engine, registry
 from tests.fuzz.engine import HangError, make_inputs, try_input
 from tests.fuzz.registry import MODULES, TARGETS, load_target
+from tests.tiers import spread
 
 ROOT = Path(__file__).parent.parent.parent
 # Inputs in addition to the seeds: a few seconds each.
@@ -23,7 +24,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", spread(list(TARGETS), every=2))
 def test_target_survives_a_seeded_run(name: str) -> None:
     target, seeds = load_target(name)
     for number, data in enumerate(itertools.islice(make_inputs(seeds, seed=13), len(seeds) + COUNTS[name])):

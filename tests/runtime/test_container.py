@@ -14,7 +14,7 @@ from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.agent import agent_container
 from broker.types import Resources, RunStatus, Secret, Task
-from tests.tiers import long
+from tests.tiers import long, spread
 
 CANARY = "canary-in-a-container-0815"
 
@@ -134,11 +134,14 @@ def test_notice_and_cancel_reach_the_program_inside_and_leave_nothing(rig: Rig, 
 
 @pytest.mark.parametrize(
     ("flaw", "words"),
-    [
-        ("registry", "docker cannot pull `team/image:1`"),
-        ("broken", "docker does not answer: docker: Cannot connect to the Docker daemon"),
-        ("unrunnable", "docker cannot run `team/image:1`: docker: could not select device driver"),
-    ],
+    spread(
+        [
+            ("registry", "docker cannot pull `team/image:1`"),
+            ("broken", "docker does not answer: docker: Cannot connect to the Docker daemon"),
+            ("unrunnable", "docker cannot run `team/image:1`: docker: could not select device driver"),
+        ],
+        every=3,
+    ),
 )
 def test_a_refusal_by_docker_is_a_setup_failure_with_its_message(
     rig: Rig, docker: FakeDocker, flaw: str, words: str

@@ -20,7 +20,7 @@ from broker.spot.policies import ORACLES, POLICIES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 from broker.spot.prior import MEASURED
 from broker.types import Offer, Placement
-from tests.tiers import examples
+from tests.tiers import examples, spread
 
 PUNCTUAL = ("on-demand", "greedy", "uniform-progress", "next-spot", "adaptive")
 CHEAP = tuple(name for name in PUNCTUAL if name != "adaptive")
@@ -224,7 +224,7 @@ def storms() -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("storm", storms())
+@pytest.mark.parametrize("storm", spread(list(storms()), every=2))
 @pytest.mark.parametrize("start", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("slack", [1.1, 2.0])
 def test_no_market_makes_the_adaptive_policy_late_or_much_more_expensive_than_on_demand(
