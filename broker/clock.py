@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import asyncio
 
 Result = TypeVar("Result")
+STALL_S_MAX = 0.1  # real; see `ScaledClock`
 
 
 class Clock(Protocol):
@@ -62,6 +63,9 @@ class ScaledClock:
 
     It starts at the real time and never runs backwards. `floor_s` is the minimum real duration of a sleep: otherwise,
     at a high rate, a controller that polls every half second would poll continuously.
+
+    At a rate above 1, at most `STALL_S_MAX` counts between two observations. Otherwise, a process that is suspended or
+    gets no processor for seconds would find that hours have passed, and that all its time limits have expired.
     """
 
     def __init__(self, *, rate: float = 1.0, floor_s: float = 0.0) -> None:
@@ -81,7 +85,8 @@ class ScaledClock:
         """Return the simulated time in seconds since the epoch; it stands still while the clock is held."""
         real_s = time.monotonic()
         if not self._holders:
-            self._now_s += (real_s - self._real_s) * self._rate
+            passed_s = real_s - self._real_s
+            self._now_s += (passed_s if self._rate <= 1 else min(passed_s, STALL_S_MAX)) * self._rate
         self._real_s = real_s
         return self._now_s
 
@@ -130,6 +135,8 @@ class ScaledClock:
                     await asyncio.sleep(rest_s)
                     continue
                 wait_s = None if self._holders else max(left_s / self._rate, rest_s, 1e-4)
+                if wait_s is not None and self._rate > 1:
+                    wait_s = min(wait_s, STALL_S_MAX / 2)  # to observe the time
                 try:
                     await within(changed.wait(), wait_s)
                 except TimeoutError:

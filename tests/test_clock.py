@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from broker.clock import ScaledClock, within
+from broker.clock import STALL_S_MAX, ScaledClock, within
 
 HOUR_S = 3600.0
 
@@ -64,6 +66,24 @@ def test_time_never_runs_backwards_when_the_rate_changes() -> None:
         seen.append(clock.now_s())
         clock.set_rate(rate)
     assert seen == sorted(seen)
+
+
+def test_a_stall_at_a_high_rate_does_not_make_hours_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_s = 1000.0
+    monkeypatch.setattr("broker.clock.time", SimpleNamespace(monotonic=lambda: real_s, time=lambda: 0.0))
+    clock = ScaledClock(rate=300.0)
+    real_s += 30.0
+    assert clock.now_s() == pytest.approx(300.0 * STALL_S_MAX)
+    clock.set_rate(1.0)
+    real_s += 30.0
+    assert clock.now_s() == pytest.approx(300.0 * STALL_S_MAX + 30.0), "at the real rate, all time counts"
+
+
+def test_a_sleep_at_a_high_rate_observes_the_time_often_enough() -> None:
+    clock = ScaledClock(rate=100.0)
+    real_s, start_s = time.monotonic(), clock.now_s()
+    asyncio.run(clock.sleep(100.0 * 3 * STALL_S_MAX))
+    assert clock.now_s() - start_s >= 100.0 * 3 * STALL_S_MAX and time.monotonic() - real_s >= 3 * STALL_S_MAX
 
 
 def test_an_advanced_clock_wakes_sleepers_that_are_due() -> None:

@@ -63,7 +63,7 @@ class World:
 class ElasticMember:
     """The membership of one process in a gang whose workers join and leave."""
 
-    def __init__(self, meeting: str, *, unit: int = 1) -> None:
+    def __init__(self, meeting: str, *, unit: int = 1, notice: PreemptionNotice | None = None) -> None:
         """Connect to the rendezvous at `meeting` and wait for a world, whose size is a multiple of `unit` ranks.
 
         `meeting` is a `host:port`, or a comma-separated list with one for each node: then the run survives the loss of
@@ -79,6 +79,7 @@ class ElasticMember:
         self._past = read_past(os.environ)
         self._places = Places(meeting, self._past)
         self._is_done = False  # whether the connection is expected to end
+        self._notice = notice
         self._restarting = threading.Lock()
         self._id, self._unit = os.environ["BROKER_ELASTIC_MEMBER"], unit
         self._leader, self._wire = self._places.connect()
@@ -187,6 +188,8 @@ class ElasticMember:
         past = Past(leader=self._leader, generation=world.generation, members=world.members, epoch=epoch)
         os.environ.update(past.write())
         sys.stdout.flush()
+        if self._notice is not None:
+            self._notice.hand_on()
         path = os.environ.get(PATH_VARIABLE)
         if path and hand_over(path, os.environ, self._kept):
             os._exit(EXIT_CODE_HANDED_OVER)
@@ -295,7 +298,7 @@ class Elastic:
         return verdict
 
 
-def join_world(config: RunConfig) -> ElasticMember | None:
+def join_world(config: RunConfig, notice: PreemptionNotice) -> ElasticMember | None:
     """Join the other workers of an elastic run and return this process's membership; None for any other run."""
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
@@ -304,7 +307,7 @@ def join_world(config: RunConfig) -> ElasticMember | None:
         raise TrainerError("`--elastic` requires the bundled launcher, not torchrun: `python -m trainers.launch -m`")
     if not hasattr(os, "memfd_create"):
         raise TrainerError("`--elastic` requires Linux, where memory can outlive a program (memfd)")
-    return ElasticMember(meeting, unit=find_unit(config))
+    return ElasticMember(meeting, unit=find_unit(config), notice=notice)
 
 
 def find_unit(config: RunConfig) -> int:

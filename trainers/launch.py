@@ -276,8 +276,15 @@ def run_workers(
     """
     running: dict[int, int] = {}
     restarts_left = RESTARTS_MAX if prepare_again else 0
+    is_ending = False
+
+    def end(*_: object) -> None:
+        nonlocal is_ending
+        is_ending = True
+        _send(signal.SIGTERM, running)
+
     # Plain processes instead of Popen objects, which reap a child when they are sent a signal.
-    signal.signal(signal.SIGTERM, lambda *_: _send(signal.SIGTERM, running))
+    signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGALRM, lambda *_: _send(signal.SIGKILL, running))
     for place, (command, environment) in enumerate(commands):
         running[os.posix_spawn(command[0], command, environment)] = place
@@ -292,8 +299,11 @@ def run_workers(
         code = os.waitstatus_to_exitcode(status)
         if code == EXIT_CODE_HANDED_OVER and standbys and (successor := standbys.take(place)):
             running[successor] = place
+            _send(signal.SIGTERM, (successor,) if is_ending else ())
             continue
-        if code < 0 and restarts_left and prepare_again and not exit_code:
+        if code == -signal.SIGTERM and is_ending:
+            code = EXIT_CODE_PREEMPTED  # it was starting, and did not listen to the signal yet
+        if code < 0 and not is_ending and restarts_left and prepare_again and not exit_code:
             restarts_left -= 1
             running[_start_again(place, prepare_again(place), standbys)] = place
             continue

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainers.errors import TrainerError
-from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, WAIT_S_MAX, Member, Rendezvous
+from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, SILENT_LOOKS, WAIT_S_MAX, Member, Rendezvous
 from trainers.wire import HANDSHAKE_S, LINE_BYTES_MAX, Credential, parse_line
 
 STRANGERS_MAX = 512  # unauthenticated connections; beyond this the oldest one is closed
@@ -115,7 +115,7 @@ class RendezvousServer:
     async def _greet(self, connection: socket.socket, address: str) -> None:
         try:
             reader, writer = await asyncio.wait_for(self._authenticate(connection), HANDSHAKE_S)
-        except (OSError, TimeoutError, ValueError):
+        except (OSError, asyncio.TimeoutError, ValueError):  # not TimeoutError before Python 3.11
             return hang_up(connection)
         task = asyncio.current_task()
         assert task is not None
@@ -153,7 +153,7 @@ class RendezvousServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         member: Member | None = None
         try:
-            while line := await asyncio.wait_for(reader.readline(), SILENCE_S_MAX):
+            while line := await read_line(reader):
                 message = parse_line(line)
                 if message["kind"] == "where" and not member:
                     writer.write(json.dumps(self._describe()).encode() + b"\n")
@@ -199,6 +199,14 @@ class RendezvousServer:
             self._rendezvous.vote(member, is_leaving=message["is_leaving"])
         elif message["kind"] == "done" and self._rendezvous.current.get(member.id) is member:
             self._rendezvous.finish()
+
+
+async def read_line(reader: asyncio.StreamReader) -> bytes:
+    """Return the next line; empty at the end. Raises TimeoutError after a silence of `SILENCE_S_MAX`."""
+    for _ in range(SILENT_LOOKS):
+        with suppress(asyncio.TimeoutError):  # not TimeoutError before Python 3.11
+            return await asyncio.wait_for(reader.readline(), SILENCE_S_MAX / SILENT_LOOKS)
+    raise TimeoutError("the worker is silent")
 
 
 def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:

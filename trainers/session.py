@@ -56,7 +56,7 @@ def run_session(config: RunConfig, build: Build) -> int:
 
     configure_arithmetic(config)
     try:
-        member = join_world(config)
+        member = join_world(config, notice)
         if member is not None:  # read when NCCL's groups are created; they would end the process when a peer is lost
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         try:

@@ -20,7 +20,9 @@ else:
     import agent_wire
 
 BEAT_S = 2.0
-LOST_S = 15.0  # a peer that is silent for this long is lost
+# A peer that is silent for this long is lost. A process that ends closes its connection, and a machine that vanishes is
+# listed as gone by its cloud, so this may be long: a busy machine may suspend a process for half a minute.
+LOST_S = 40.0
 HANDSHAKE_S = 15.0  # limit until a connection is authenticated and has sent `hello`
 CONNECT_S = 5.0
 STRANGERS_MAX = 256  # connections that are not yet authenticated, in addition to one per rank

@@ -56,7 +56,7 @@ else:
 
 GRACE_S = 5.0
 TICK_S = 0.1
-END_S = 15.0  # how long to wait for the coordinator's `end`
+END_S = 15.0  # how long to wait for the coordinator's `end` once the gang's result is known
 RETURNCODE_OF_KILL = 137
 
 
@@ -101,13 +101,7 @@ class Runner:
             self._coordinator = agent_lead.coordinate(self._folder, self._spec, self._listener)
         if self._join():
             self._execute()
-            give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
-            if agent_flush.has_mounts():  # the others may upload for longer; the link reports a lost head
-                give_up_s = float("inf")
-            while not self._is_ended and time.monotonic() < give_up_s:
-                self._pause()
-                if self._gang.is_away:  # which has a limit of its own
-                    give_up_s = max(give_up_s, time.monotonic() + END_S)
+            self._await_end()
         self._gang.end()
         for phase in agent_dead_runs.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
             self._kill_marked(phase)
@@ -126,6 +120,18 @@ class Runner:
         if self._coordinator and agent_head.is_head(self._folder, self._spec):
             self._leave()
 
+    def _await_end(self) -> None:
+        """Wait for the coordinator's `end`: the programs of other ranks may run, and upload, for longer.
+
+        The link reports a lost head. After a result or a notice, when all ranks are ending, the wait has a limit.
+        """
+        give_up_s = float("inf")
+        while not self._is_ended and time.monotonic() < give_up_s:
+            self._pause()
+            if (self._verdict or self._notice_s is not None) and not agent_flush.has_mounts():
+                limit_s = time.monotonic() + END_S + (self._notice_s or 0)
+                give_up_s = limit_s if self._gang.is_away else min(give_up_s, limit_s)  # that has a limit of its own
+
     def _leave(self) -> None:
         """Upload the outcome so that it survives this node. A failure does not fail the run; the watcher retries."""
         if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id, is_waiting=True)):
@@ -137,11 +143,10 @@ class Runner:
         return coordinator is not None
 
     def _join(self) -> bool:
-        if self._gang.join((self._folder / "cancel").exists):
-            return True
-        if (self._folder / "cancel").exists():
+        has_joined = self._gang.join((self._folder / "cancel").exists)
+        if not has_joined and (self._folder / "cancel").exists():
             self._verdict = {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
-        return False
+        return has_joined
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -181,11 +186,9 @@ class Runner:
             if (text := agent_limits.explain_kill(returncode, kills)) and not (self._verdict or self._notice_s):
                 self._write_log(text.encode())  # without a verdict or notice, broker has not killed the program
         unflushed = self._flush()
-        if returncode == 0 and unflushed:
-            returncode = agent_gang.EX_IOERR
-            self._send("exit", returncode=returncode, unflushed=unflushed)
-        else:
-            self._send("exit", returncode=returncode)
+        more = {"unflushed": unflushed} if returncode == 0 and unflushed else {}
+        returncode = agent_gang.EX_IOERR if more else returncode
+        self._send("exit", returncode=returncode, **more)
         self._returncode = returncode
         if returncode and self._gang.is_away:  # it may have failed because of the lost node
             self._gang.give_up()
@@ -390,7 +393,7 @@ class Runner:
 def run(run_id: int, listener_fd: int | None) -> None:
     """Run to the end in this process; stderr goes to `runner.log`. `listener_fd`: the coordinator's socket."""
     listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
-    log = Path(agent_files.run_folder(run_id)) / "runner.log"
-    fd = os.open(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = str(Path(agent_files.run_folder(run_id)) / "runner.log")
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 2)
     Runner(run_id, listener).run()

@@ -6,6 +6,7 @@ private key identifies a member at any address. Data from a peer without the key
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import threading
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 LINE_BYTES_MAX = 1 << 20
 CHUNK_BYTES = 1 << 16
+SILENT_LOOKS = 8  # waits that make up the silence of a peer; a suspension of this process uses up only one of them
 
 
 def make_context(pem: Path, *, is_server: bool) -> ssl.SSLContext:
@@ -76,7 +78,7 @@ class Wire:
     def read_line(self, give_up_s: float | None = None) -> bytes:
         """Return a line without its newline. Raises OSError, even for a closed peer, and ValueError if it is too long.
 
-        Without `give_up_s` the peer must send something every LOST_S.
+        Without `give_up_s`, the peer must send something within the timeout.
         """
         while b"\n" not in self._received:
             if len(self._received) > LINE_BYTES_MAX:
@@ -130,10 +132,27 @@ class Wire:
     def _receive(self, give_up_s: float | None) -> bytes:
         if give_up_s is not None:
             self._limit(give_up_s)
+        else:
+            self._await_data()
         data = self._socket.recv(CHUNK_BYTES)
         if not data:
             raise ConnectionError("closed")
         return data
+
+    def _await_data(self) -> None:
+        """Wait until the peer has sent something. Raises OSError after the timeout.
+
+        All nodes of a gang on one machine may be suspended together: then none has sent anything when they resume.
+        """
+        timeout_s = self._socket.gettimeout()
+        if timeout_s is None:
+            return
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        for _ in range(SILENT_LOOKS):
+            if waiting.poll(1000 * timeout_s / SILENT_LOOKS):
+                return
+        raise socket.timeout("the peer is silent")  # not TimeoutError before 3.10
 
     def _flush(self, give_up_s: float) -> None:
         records = self._outgoing.read()

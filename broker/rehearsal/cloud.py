@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from broker.clock import ScaledClock, SystemClock
+from broker.clock import ScaledClock, Stopwatch, SystemClock
 from broker.clouds.local import LocalCloud
 from broker.errors import CapacityError
 from broker.rehearsal.market import PlaceMarket
@@ -21,6 +21,7 @@ from broker.types import Node, NodeList, NodeRequest, NodeState, Offer
 BOOT_S = 45.0  # until a machine of a large cloud answers; 30 to 60 s are typical for Linux images
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}  # preemption warning, from the clouds' documentation
 NOTICE_S_MAX = 20.0  # real seconds that a rehearsal gives a program after the warning
+NOTICE_GAP_S_MAX = 1.0  # of them that count between two looks, which are a quarter of a second apart if nothing stalls
 WAIT_SPEED = 300.0
 WAIT_FLOOR_S = 0.02
 FULL_AFTER_S = 1800.0  # a place refuses requests for this long after a preemption
@@ -69,7 +70,7 @@ class _Machine:
     created_s: float
     running_s: float
     ended_s: float | None = None
-    notice_real_s: float | None = None  # when its notice expires, by the system's clock
+    notice_real_s: float | None = None  # when its notice expires, by the cloud's stopwatch
     preemption: int | None = None  # the number of its preemption
 
 
@@ -96,6 +97,7 @@ class RehearsedCloud:
         self.clock = self.pace.clock
         self._system = SystemClock()
         self._local = LocalCloud(self.root, clock=self._system)
+        self._stopwatch = Stopwatch(NOTICE_GAP_S_MAX)  # of notices: a machine that stalls does not use them up
 
     async def check(self) -> None:
         await self._local.check()
@@ -151,8 +153,9 @@ class RehearsedCloud:
                 await self._local.preempt_nodes(live, notice_s=0)
             return
         held_s = min(notice_s, NOTICE_S_MAX)
+        until_s = self._stopwatch.observe(self._system.now_s()) + held_s
         for node_id in live:
-            self._machines[node_id].notice_real_s = self._system.now_s() + held_s
+            self._machines[node_id].notice_real_s = until_s
         # The machine would power off by itself; we do it, so that the end gets its simulated time.
         await self._local.preempt_nodes(live, notice_s=held_s + 3600)
 
@@ -181,15 +184,16 @@ class RehearsedCloud:
 
     async def _end_noticed(self) -> None:
         """Terminate each warned gang together, once its program has ended on any node or the time is up."""
+        now_s = self._stopwatch.observe(self._system.now_s())
         gangs: dict[str, list[tuple[str, _Machine]]] = {}
         for node_id, machine in self._machines.items():
-            if machine.notice_real_s and not machine.ended_s:
+            if machine.notice_real_s is not None and machine.ended_s is None:
                 gangs.setdefault(machine.cluster, []).append((node_id, machine))
         for warned in gangs.values():
-            await self._end_warned(warned)
+            await self._end_warned(warned, now_s)
 
-    async def _end_warned(self, warned: Sequence[tuple[str, _Machine]]) -> None:
-        is_over = self._system.now_s() >= max(machine.notice_real_s or 0.0 for _, machine in warned)
+    async def _end_warned(self, warned: Sequence[tuple[str, _Machine]], now_s: float) -> None:
+        is_over = now_s >= max(machine.notice_real_s or 0.0 for _, machine in warned)
         has_ended = [self._has_ended(node_id) for node_id, _ in warned]
         if not (is_over or any(has_ended)):
             return

@@ -81,15 +81,17 @@ class JobDriver(Driver[RehearsalContext]):
     def _is_due(self, number: int, line: Line | None) -> bool:
         """Return whether to preempt now: mid-run and past a checkpoint, so that some steps are lost and some kept."""
         attempts = self.context.program.attempts
-        if len(self.strikes) >= self.preemptions or number not in attempts:
+        if number not in attempts or (self.strikes and self.strikes[-1].attempt == number):
             return False
-        if self.strikes and self.strikes[-1].attempt == number:
+        # Of a program that has reported progress since, one before its first step tells nothing: it was only slow.
+        made = sum(strike.step is not None for strike in self.strikes) if line and line.total else len(self.strikes)
+        if made >= self.preemptions:
             return False
         if line is None or not line.total:  # without reported progress, go by time
             has_reported = line is None and any(attempt.observations for attempt in attempts.values())
             running_s = attempts[number].running_s
             return not has_reported and running_s is not None and SystemClock().now_s() - running_s >= SILENT_S_MAX
-        due = line.total * (len(self.strikes) + 1) / (self.preemptions + 1)
+        due = line.total * (made + 1) / (self.preemptions + 1)
         before = max((strike.step or 0 for strike in self.strikes), default=0)
         is_past = line.checkpoint_step is None or line.step > line.checkpoint_step
         return due <= line.step < line.total and line.step > before and is_past

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from broker.app.services import make_service_controller
-from broker.clock import Clock, SystemClock
+from broker.clock import Clock
 from broker.rehearsal.cloud import Pace
 from broker.rehearsal.context import RehearsalContext
 from broker.rehearsal.gang import BareGang
@@ -42,9 +43,16 @@ class ServicePace(Pace):
         self.starting.add(cluster)
         self.run()
 
-    def keep(self, clusters: Collection[str]) -> None:
-        """Forget starting clusters other than these: their program is ready, or they are gone."""
+    def keep(self, clusters: Collection[str], *, running: Collection[str] = ()) -> None:
+        """Forget starting clusters other than these: their program is ready, or they are gone.
+
+        `running`: clusters whose program runs and is not ready, perhaps not any more. Probes take real time, also those
+        of a program that only answers slowly on a busy machine: a fast clock would soon give up its replica.
+        """
         self.starting.intersection_update(clusters)
+        self.starting.update(running)
+        if self.starting:
+            self.run()
 
 
 @dataclass
@@ -61,8 +69,8 @@ class RehearsedLoads:
     _since: dict[int, tuple[tuple[bool, float], float]] = field(default_factory=dict)
 
     def read(self, folder: ServiceFolder, now_s: float) -> Load | None:
-        """Return the newest report; None if there is no recent one."""
-        load = read_load(folder, SystemClock().now_s())
+        """Return the newest report; None while the balancer does not run."""
+        load = read_load(folder, age_s_max=math.inf)  # the age shows only how busy this machine is
         if load is None:
             return None
         return replace(load, replicas={number: self._translate(load, number, now_s) for number in load.replicas})

@@ -168,7 +168,12 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         context, real_s = self.context, SystemClock().now_s()
         passed_s, self._looked_s = min(real_s - self._looked_s, JUMP_REAL_S_MAX), real_s
         context.pace.keep(
-            [each.cluster.name for each in replicas if each.cluster and not each.is_ready and not each.is_taken]
+            [each.cluster.name for each in replicas if each.cluster and not each.is_ready and not each.is_taken],
+            running=[
+                each.cluster.name
+                for each in replicas
+                if each.cluster and each.seen.is_running and not each.is_ready and not each.is_taken
+            ],
         )
         if not is_steady:
             is_waiting = any(each.waits_for_machines for each in replicas)

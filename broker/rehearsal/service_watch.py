@@ -44,6 +44,7 @@ class ReplicaWatch:
     jobs: dict[int, int] = field(default_factory=dict)  # of all replicas so far, with their numbers
     _places: dict[str, tuple[int, str]] = field(default_factory=dict)  # replica and place of each node
     _losses: dict[tuple[str, int], ReplicaLoss] = field(default_factory=dict)  # by cloud and preemption
+    _announced: dict[tuple[str, int], int] = field(default_factory=dict)  # observations before each preemption
     _lost: set[str] = field(default_factory=set)
     _ready: set[str] = field(default_factory=set)  # clusters that were ready
 
@@ -99,12 +100,15 @@ class ReplicaWatch:
         """Record the nodes that ended since the last look: those of one preemption as one loss, from the first end."""
         for cloud in self.context.rehearsed.values():
             for node in cloud.list_preempted():
+                key = cloud.name, node.preemption
+                announced = self._announced.setdefault(key, len(self.counts))
                 if node.ended_s is None or node.node_id in self._lost or node.node_id not in self._places:
                     continue
                 self._lost.add(node.node_id)
                 number, place = self._places[node.node_id]
-                key = cloud.name, node.preemption
-                first = ReplicaLoss(time_s=node.ended_s, replicas=(), place=place, counted=len(self.counts))
+                first = ReplicaLoss(
+                    time_s=node.ended_s, replicas=(), place=place, announced=announced, counted=len(self.counts)
+                )
                 known = self._losses.get(key, first)
                 self._losses[key] = replace(
                     known,

@@ -27,11 +27,13 @@ class ReplicaLoss:
     """The loss of replicas whose machines one market preempted at the same time.
 
     `counted`: observations before it. The simulated clock may stand still, so that times do not tell which were.
+    `announced`: observations before its notice. Programs that heed a notice end before their machines do.
     """
 
     time_s: float
     replicas: tuple[int, ...]
     place: str
+    announced: int
     counted: int
 
 
@@ -84,9 +86,9 @@ def measure_uptime(counts: Sequence[ReadyCount], losses: Sequence[ReplicaLoss]) 
 
 
 def _measure_recovery_s(counts: Sequence[ReadyCount], loss: ReplicaLoss) -> float | None:
-    if not loss.counted:
+    if not loss.announced:
         return None
-    before, after = counts[loss.counted - 1], counts[loss.counted :]
+    before, after = counts[loss.announced - 1], counts[loss.counted :]
     needed = min(before.ready, before.wanted)
     if after and after[0].ready >= needed:
         return 0.0

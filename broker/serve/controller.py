@@ -226,7 +226,9 @@ class ServiceController:
         self._canary, self._failures = None, 0
         self._store.services.add_event(self._name, ServiceEventKind.ROLLED_BACK, detail=str(service.version))
 
-    def _reconcile_canary(self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica]) -> None:
+    def _reconcile_canary(
+        self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica], load: Load | None
+    ) -> None:
         """Start and drain the replicas of the canary."""
         if self._canary is None or not slots:
             return
@@ -236,8 +238,7 @@ class ServiceController:
             self._canary.choose_slots(slots), [each.describe(self._clock.now_s()) for each in seen],
             version=self._canary.version,
         )  # fmt: skip
-        for number in step.drain:
-            self._drain(next(each.replica for each in seen if each.replica.number == number))
+        self._drain(step.drain, seen, load)
         if self._clock.now_s() >= self._next_start_s:
             for slot in step.start:
                 self._start(replace(service, version=self._canary.version), task, task.service, slot)
@@ -264,24 +265,28 @@ class ServiceController:
         views = tuple(each.describe(now_s) for each in seen)
         request = PlacementRequest(
             task=task, spec=spec, count=wanted + spec.policy.spare_count if wanted else 0, replicas=views,
+            has_report=load is not None,
         )  # fmt: skip
         self._chooser = self._chooser or SlotChooser(self._place, self._history.read(service))
         chosen = self._chooser.choose(request, version=service.version, now_s=now_s)
         self._history.save(service, self._chooser.history)
-        self._reconcile_canary(service, chosen.slots, on_trial)
+        self._reconcile_canary(service, chosen.slots, on_trial, load)
         step = decide(
             chosen.slots, views, version=service.version, mode=service.mode,
             has_fallback=spec.policy.has_ondemand_fallback, needed=chosen.needed,
         )  # fmt: skip
-        for number in step.drain:
-            self._drain(next(each.replica for each in seen if each.replica.number == number))
+        self._drain(step.drain, seen, load)
         service = self._store.services.get(self._name) or service
         if not service.failure and now_s >= self._next_start_s:
             for slot in step.start:
                 self._start(service, task, spec, slot)
 
-    def _drain(self, replica: Replica) -> None:
-        self._store.services.put_replica(replace(replica, drained_s=self._clock.now_s()))
+    def _drain(self, numbers: Sequence[int], seen: Sequence[ObservedReplica], load: Load | None) -> None:
+        """Drain these replicas. Without a report it is unknown which are ready: running ones are kept until there is
+        one, because they may be the only ones that are."""
+        for each in seen:
+            if each.replica.number in numbers and (load is not None or not each.is_running):
+                self._store.services.put_replica(replace(each.replica, drained_s=self._clock.now_s()))
 
     def _start(self, service: Service, task: Task, spec: ServiceSpec, slot: Slot) -> None:
         """Add a replica and its job in one transaction."""

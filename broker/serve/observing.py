@@ -76,7 +76,7 @@ class ObservedReplica:
         return Slot(is_spot=True, region=placement.offer.region, zone=placement.offer.zone)
 
 
-def read_load(folder: ServiceFolder, now_s: float) -> Load | None:
+def read_load(folder: ServiceFolder, now_s: float = 0.0, *, age_s_max: float = LOAD_AGE_S_MAX) -> Load | None:
     """Return the balancer's report; None if it does not run, its file cannot be read, or the report is old."""
     if not is_locked(folder.lock):
         return None
@@ -84,7 +84,7 @@ def read_load(folder: ServiceFolder, now_s: float) -> Load | None:
         load = read_file(folder.load, Load)
     except StateError:
         return None
-    return load if load and now_s - load.time_s <= LOAD_AGE_S_MAX else None
+    return load if load and now_s - load.time_s <= age_s_max else None
 
 
 def observe(store: Store, replica: Replica, load: Load | None, unfinished: frozenset[int]) -> ObservedReplica:

@@ -22,14 +22,16 @@ BUDGET_S_MIN = 1.0  # time between two observations
 class PlacementRequest:
     """The inputs of a placement: `count` includes the spare replicas of the policy.
 
-    `SlotChooser` sets the fields after `replicas`: `starts_s` are the starts in known places, `lost` the places of
-    recently lost replicas.
+    `has_report`: the balancer reports which replicas are ready; otherwise, their readiness is no evidence.
+    `SlotChooser` sets the fields after it: `starts_s` are the starts in known places, `lost` the places of recently
+    lost replicas.
     """
 
     task: Task
     spec: ServiceSpec
     count: int
     replicas: tuple[ReplicaView, ...] = ()
+    has_report: bool = True
     budget: ErrorBudget = ErrorBudget()
     cold_start_s: float = COLD_START_S
     starts_s: Mapping[Slot, float] = field(default_factory=dict)
@@ -93,7 +95,8 @@ class SlotChooser:
         if self._seen != _list_places(request.replicas):
             return True
         age_s = now_s - self._placed_s
-        return age_s >= PLACE_EVERY_S or (age_s >= PLACE_S_MIN and self._ready != _list_ready(request.replicas))
+        has_changed = request.has_report and self._ready != _list_ready(request.replicas)
+        return age_s >= PLACE_EVERY_S or (age_s >= PLACE_S_MIN and has_changed)
 
     def _observe(self, request: PlacementRequest, key: tuple[int, int], now_s: float) -> None:
         """Add starts, and the time since the last observation. Replicas that were just requested are not a shortage."""
@@ -103,7 +106,8 @@ class SlotChooser:
         if is_ready and history.counted != key:
             history = replace(history, counted=key)
         if history.observed_s is None or abs(now_s - history.observed_s) >= BUDGET_S_MIN:
-            history = history.observe(now_s, is_counted=history.counted == key, is_short=not is_ready)
+            is_counted = request.has_report and history.counted == key
+            history = history.observe(now_s, is_counted=is_counted, is_short=not is_ready)
         self.history = history
         seen = {each.slot: now_s for each in request.replicas if each.is_lost and each.slot.is_spot}
         lost_s = {**self._lost_s, **seen}

@@ -22,7 +22,7 @@ from tests.signals import signal_all
 
 ROOT = Path(__file__).parent.parent.parent
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
-COMMAND_S_MAX = 300  # far more than required: a hang fails instead of blocking the suite
+COMMAND_S_MAX = 900  # far more than required: a hang fails instead of blocking the suite
 COMMAND_EVERY_S = 2.0  # between the commands of a wait
 
 

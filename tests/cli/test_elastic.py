@@ -48,7 +48,7 @@ def test_lost_nodes_are_replaced_during_the_work_within_the_first_attempt(shell:
     shell.wait_until(lambda: all(count_starts(shell, rank) == 1 for rank in range(3)), "all three run")
     shell.run("local", "preempt", "1", "--node", "2")
     shell.wait_until(lambda: count_starts(shell, 2) == 2, "a new third node takes part")
-    shell.run("local", "preempt", "1", "--node", "1", "--notice", "2")
+    shell.run("local", "preempt", "1", "--node", "1", "--notice", "20")  # enough for a busy machine to tell its end
     shell.wait_until(lambda: count_starts(shell, 1) == 2, "a new second node takes part")
     assert count_starts(shell, 0) == 1
     (shell.folder / "end").touch()
@@ -99,6 +99,7 @@ resources:
   job_recovery: {{min_nodes: {nodes_min}}}
 run: |
   export PYTHONPATH={root}/tests/torture/pace:{root} TORTURE_PACE_S=0.1
+  export TORTURE_HELD_AT=30 TORTURE_HELD_UNTIL={folder}/go
   {python} -m trainers.lm --strategy allreduce --model.depth 1 --model.width 16 --model.heads 2 --model.context 16 \\
     --model.dropout 0 --train.batch 6 --train.micro_batch 2 --train.steps {steps} --checkpoint.every_steps 0 \\
     --log.metrics {folder}/metrics.jsonl
@@ -140,6 +141,7 @@ def test_training_outlives_its_first_node_and_repeats_at_most_the_step_under_way
     shell.wait_until(lambda: len(list_steps(shell)) > 5, "it trains")
     before = find_ranks(shell)
     shell.run("local", "preempt", "1", "--node", "0")
+    (shell.folder / "go").touch()
     reported = len(list_steps(shell))
     shell.wait_until(lambda: len(list_steps(shell)) > reported + 2, "the others train on")
     survivors = {rank: before[rank] for rank in (1, 2)}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.signals import suspend
 from tests.tiers import long
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
@@ -126,7 +127,7 @@ def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shel
     shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
     wait_for_step(shell, 3)
     (zombie,) = shell.find_processes("broker daemon")
-    os.kill(zombie, signal.SIGSTOP)
+    suspend(zombie, shell.database, shell.home.rglob("local*/lock"))
     held.unlink()
     try:
         job = wait_for_end(shell)
@@ -221,7 +222,10 @@ def test_a_retried_job_continues_from_its_checkpoints_with_later_attempt_numbers
 
 def test_a_killed_rank_costs_a_restart_and_why_names_the_cause(shell: Shell) -> None:
     die = "[ $n$SKYPILOT_NODE_RANK != 101 ] || [ $BROKER_ATTEMPT -gt 1 ] || { echo allocating; kill -9 $$; }"
-    text = COUNT.replace("sleep 0.1\n", f"sleep 0.1\n    {die}\n")
+    # The second rank begins where the first one is, which therefore waits for it.
+    meet = "[ $SKYPILOT_NODE_RANK = 0 ] || touch $BROKER_CHECKPOINT_DIR/met"
+    meet += "; until [ -e $BROKER_CHECKPOINT_DIR/met ]; do sleep 0.1; done"
+    text = COUNT.replace("sleep 0.1\n", f"sleep 0.1\n    {meet}\n    {die}\n", 1)
     text = text.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")  # it cannot be repeated
     shell.run("jobs", "launch", shell.write("count.yaml", text), "--yes")
     (job,) = shell.read_json("jobs", "queue")

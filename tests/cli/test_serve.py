@@ -162,6 +162,7 @@ def test_streams_of_a_trained_model_survive_kills_and_are_identical(shell: Shell
     resumed = 0
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         while not resumed:  # on a busy machine, the streams may end before the kill
+            shell.wait_until(lambda: len(list_replicas(shell)) == 2, "both replicas are ready")
             streams = [pool.submit(read_stream, url, "abc", TOKENS) for _ in range(4)]
             while sum(list_in_flight(shell).values()) != 4 and not all(each.done() for each in streams):
                 time.sleep(0.02)

@@ -22,6 +22,7 @@ from broker.clock import SystemClock
 from broker.config import Config, load_config
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Resources, Task
+from tests.signals import suspend
 from tests.tiers import spread
 
 ROOT = Path(__file__).parent.parent.parent
@@ -182,7 +183,7 @@ def test_a_replaced_daemon_that_resumes_takes_no_further_action(config: Config, 
     job = submit(config, WAITING)
     first = start_daemon(config, tmp_path / "none")
     wait_for(lambda: is_half_done(config, job))
-    os.kill(first.pid, signal.SIGSTOP)
+    suspend(first.pid, config.database, [config.local_cloud / "lock"])
     (tmp_path / "later").write_text("3600")  # to the second, the first has not shown itself for an hour
     second = start_daemon(config, tmp_path / "later")
     wait_for(lambda: read_beat_s(config) > time.time() + 1800)

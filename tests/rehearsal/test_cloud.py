@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -182,6 +183,28 @@ def test_a_node_with_a_notice_ends_once_its_program_has_ended(rig: Rig) -> None:
 
     asyncio.run(play(end))
     assert cloud.ignored_notices == 0
+
+
+def test_a_machine_that_stalls_does_not_use_up_a_notice(rig: Rig) -> None:
+    cloud = rig.make(OpenFor())
+    real_s = 1000.0
+    cloud._system = SimpleNamespace(now_s=lambda: real_s)  # type: ignore[assignment]
+
+    async def play() -> list[bool]:
+        nonlocal real_s
+        (node,) = await cloud.create_nodes(make_request(make_offer()))
+        run = Path(node.handle) / "home/.broker/runs/1"
+        run.mkdir(parents=True)
+        (run / "spec.json").write_text("{}")
+        await cloud.preempt_nodes([node.id], notice_s=3)
+        found = []
+        for passed_s in (60.0, 1.0, 1.0):
+            real_s += passed_s
+            await cloud.take_due()
+            found.append(cloud.list_preempted()[0].ended_s is not None)
+        return found
+
+    assert asyncio.run(play()) == [False, False, True] and cloud.ignored_notices == 1
 
 
 def test_warned_gangs_of_one_preemption_end_each_with_its_own_program(rig: Rig) -> None:

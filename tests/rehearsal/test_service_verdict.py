@@ -24,7 +24,8 @@ from broker.rehearsal.uptime import Recovery, ReplicaLoss, Uptime
 
 def make_recovery(recovery_s: float | None, *replicas: int) -> Recovery:
     return Recovery(
-        loss=ReplicaLoss(time_s=0, replicas=replicas or (1,), place="aws a", counted=1), recovery_s=recovery_s
+        loss=ReplicaLoss(time_s=0, replicas=replicas or (1,), place="aws a", announced=1, counted=1),
+        recovery_s=recovery_s,
     )
 
 

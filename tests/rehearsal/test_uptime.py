@@ -12,8 +12,9 @@ def count(*observed: tuple[float, int], wanted: int = 2) -> list[ReadyCount]:
     return [ReadyCount(time_s=time_s, wanted=wanted, ready=ready) for time_s, ready in observed]
 
 
-def lose(time_s: float, *replicas: int, counted: int) -> ReplicaLoss:
-    return ReplicaLoss(time_s=time_s, replicas=replicas, place="aws us-east-1a", counted=counted)
+def lose(time_s: float, *replicas: int, counted: int, announced: int | None = None) -> ReplicaLoss:
+    announced = counted if announced is None else announced
+    return ReplicaLoss(time_s=time_s, replicas=replicas, place="aws us-east-1a", announced=announced, counted=counted)
 
 
 def test_example_of_the_module() -> None:
@@ -46,6 +47,13 @@ def test_a_loss_while_the_clock_stands_still_is_one() -> None:
     """The clock stands still while nodes are listed, which takes long on a busy machine."""
     counts = count((0, 2), (600, 2), (600, 2), (600, 0), (651, 2), (1200, 2))
     assert [each.recovery_s for each in measure_uptime(counts, [lose(600, 1, 2, counted=3)]).recoveries] == [51]
+
+
+def test_a_replica_that_heeds_its_notice_counts_as_ready_before_the_loss() -> None:
+    """Its program ends on SIGTERM, so it is not ready for a while before its machine ends."""
+    counts = count((0, 2), (600, 2), (601, 1), (602, 0), (603, 0), (655, 2), (1200, 2))
+    loss = lose(603, 1, 2, announced=2, counted=4)
+    assert [each.recovery_s for each in measure_uptime(counts, [loss]).recoveries] == [52]
 
 
 def test_a_service_that_was_down_is_compared_with_the_number_before_the_loss() -> None:

@@ -152,6 +152,31 @@ def test_idle_member_sends_heartbeats_so_that_it_does_not_count_as_gone(monkeypa
     assert beats == [{"type": "beat"}] * 3
 
 
+def test_suspension_of_a_node_is_not_the_silence_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes of a machine may be suspended together: a timer has expired then, and nothing has arrived."""
+    waits = list[float]()
+
+    class Poll:
+        """The kernel: what arrives, arrives during the last wait."""
+
+        def register(self, connection: socket.socket, events: int) -> None:
+            return
+
+        def poll(self, limit_ms: float) -> list[object]:
+            waits.append(limit_ms)
+            return ["data"] if len(waits) == agent_wire.SILENT_LOOKS else []
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire = agent_wire.Wire(ours, agent_wire.make_context(make_pem("gang"), is_server=True), is_server=True)
+        wire.set_timeout(HANG_S)
+        monkeypatch.setattr(agent_wire, "select", SimpleNamespace(poll=Poll, POLLIN=1))
+        wire._await_data()
+        assert sum(waits) == pytest.approx(1000 * HANG_S)
+        with pytest.raises(socket.timeout):
+            wire._await_data()
+
+
 def test_kinds_of_a_later_version_are_ignored() -> None:
     assert agent_link.parse_message(b'{"type": "telemetry", "x": []}')["type"] == "telemetry"
 

@@ -270,6 +270,20 @@ def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:
     assert [each.version for each in world.store.services.list_replicas("web")] == [2]
 
 
+def test_running_replica_is_not_drained_while_the_balancer_is_silent(tmp_path: Path) -> None:
+    """Its last report may be old because this machine was suspended: the replica may be the only ready one."""
+    world = World(tmp_path, make_task(count=2))
+    world.settle()
+    world.is_refusing = True  # reports of the present replicas become old
+    world.store.services.add_version("web", make_task(count=1, version="b"))
+    world.clock.now += 60
+    world.is_locked_run()
+    assert [each.drained_s for each in world.store.services.list_replicas("web")] == [None, None]
+    world.is_refusing = False
+    world.settle()
+    assert world.list_ready() == [2]
+
+
 def drain_old_replica(world: World) -> int:
     """Update a service of one replica until the old one is drained; return the old one's job."""
     world.settle()

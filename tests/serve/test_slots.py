@@ -57,6 +57,18 @@ def test_readiness_that_flaps_does_not_ask_for_prices_each_time() -> None:
     assert 2 <= len(recorder.requests) <= 11
 
 
+def test_silence_of_the_balancer_is_neither_a_shortage_nor_a_reason_to_place_again() -> None:
+    recorder = Recorder()
+    chooser = SlotChooser(recorder)
+    chooser.choose(make_request(), version=1, now_s=0.0)
+    for turn in range(1, 20):
+        silent = replace(make_request(is_ready=False), has_report=False)
+        chooser.choose(silent, version=1, now_s=turn * PLACE_S_MIN)
+    assert len(recorder.requests) == 1 and not chooser.history.budget.hours
+    chooser.choose(make_request(is_ready=False), version=1, now_s=20 * PLACE_S_MIN)
+    assert len(recorder.requests) == 2 and chooser.history.budget.hours > 0
+
+
 def test_service_without_spot_is_placed_once_per_number_and_version() -> None:
     recorder = Recorder()
     chooser = SlotChooser(recorder)

@@ -497,7 +497,8 @@ def test_run_outlives_the_nodes_that_lead_it(
     for _, node in nodes:
         node.terminate()
     assert [node.wait(timeout=300) for _, node in nodes] == [143] * 3
-    assert count_lost_steps(folder) == [0] * 2 * kills
+    # When all are asked to leave, one may leave before the others.
+    assert count_lost_steps(folder)[: 2 * kills] == [0] * 2 * kills
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=kills)
 
 

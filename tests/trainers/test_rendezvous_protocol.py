@@ -1,5 +1,6 @@
 """The rendezvous of an elastic run among strangers and workers with bugs."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.gang_file import find_epoch, read_leader
 from trainers.launch import PEM_MISSING
-from trainers.rendezvous import Rendezvous
+from trainers.rendezvous import SILENT_LOOKS, Rendezvous
 from trainers.rendezvous_search import Past, Places
 from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
@@ -274,6 +275,29 @@ def test_silent_stranger_is_disconnected_eventually(credential: Credential, monk
         socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as stranger,
     ):
         assert stranger.recv(1) == b""
+
+
+def test_suspended_rendezvous_does_not_take_its_workers_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of one machine may be suspended together: a timer has expired then, and nothing has arrived."""
+    monkeypatch.setattr(rendezvous_server, "SILENCE_S_MAX", 0.001 * SILENT_LOOKS)
+
+    async def play(misses: int) -> bytes:
+        reader = asyncio.StreamReader()
+        tries = 0
+
+        async def readline() -> bytes:
+            nonlocal tries
+            tries += 1
+            if tries <= misses:
+                await asyncio.Event().wait()
+            return b"late"
+
+        reader.readline = readline  # type: ignore[method-assign]
+        return await rendezvous_server.read_line(reader)
+
+    assert asyncio.run(play(1)) == b"late"
+    with pytest.raises(TimeoutError):
+        asyncio.run(play(SILENT_LOOKS))
 
 
 def test_server_listens_at_the_first_nodes_address_only() -> None:
