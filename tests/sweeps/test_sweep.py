@@ -12,7 +12,7 @@ import pytest
 from broker.app.container import Context
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
 from broker.errors import UsageError
-from broker.sweeps.asha import is_kept, list_rungs, record
+from broker.sweeps.asha import Records, is_kept, list_rungs, record
 from broker.sweeps.board import find_best, rank
 from broker.sweeps.space import draw, parse_parameter, parse_parameters
 from broker.task.loader import load_tasks_text
@@ -79,6 +79,17 @@ def test_the_worked_example_of_the_rule() -> None:
     assert (is_first, is_second, is_third) == (True, False, True)
     assert record(records, [30, 90], 2, 80, 9.9) == (records, True)  # recorded once a rung
     assert not is_kept({0: 1.0, 1: math.nan}, 1)
+
+
+def test_runs_first_observed_late_do_not_stop_those_that_reach_a_rung_in_time() -> None:
+    """After the command was away, the runs that went on have the better losses of their later steps."""
+    rungs = list_rungs(810)
+    records: Records = {}
+    for run, step in enumerate([300, 500, 700, 810]):
+        records, _ = record(records, rungs, run, step, 1.0 / step)
+    assert set(records) == {270} and set(records[270]) == {0, 1, 2}, "a finished run has no loss at a rung"
+    records, is_continued = record(records, rungs, 4, 30, 2.5)
+    assert is_continued and records[30] == {4: 2.5}
 
 
 class SweepWorld(World):
