@@ -85,6 +85,11 @@ def write_json(path: Path, value: object) -> None:
     aside.replace(path)
 
 
+def is_part(text: str) -> bool:
+    """Return whether a name is that of a part of a card, such as `a100_1g.5gb`."""
+    return _PART.search(text.replace("_", " ")) is not None
+
+
 def name_accelerator(text: str) -> str:
     """Return the price book's name for a card, from the name that a driver or a site uses.
 
