@@ -14,7 +14,7 @@ from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
 from broker.errors import UsageError
 from broker.sweeps.asha import Records, is_kept, list_rungs, record
 from broker.sweeps.board import find_best, rank
-from broker.sweeps.space import draw, parse_parameter, parse_parameters
+from broker.sweeps.space import NumberRange, draw, parse_parameter, parse_parameters
 from broker.task.loader import load_tasks_text
 from broker.types import Job, JobStatus, Progress
 from tests.batch.killed_command import KilledError, Killer, World
@@ -41,6 +41,14 @@ def test_lists_alone_are_combined_in_full() -> None:
 def test_whole_numbers_include_both_ends() -> None:
     drawn = draw([parse_parameter("layers=2..4:int")], runs=9, seed=0)
     assert sorted(each["layers"] for each in drawn) == ["2", "2", "2", "3", "3", "3", "4", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"), [("x=.1..5", 0.1, 5.0), ("x=-.5...5", -0.5, 0.5), ("x=1.5e-3..2", 0.0015, 2.0)]
+)
+def test_bound_that_begins_with_a_point_is_a_bound(text: str, low: float, high: float) -> None:
+    found = parse_parameter(text)
+    assert isinstance(found, NumberRange) and (found.low, found.high) == (low, high)
 
 
 @pytest.mark.parametrize(
