@@ -127,4 +127,4 @@ async def find_addresses(run: RunCommand, cluster: SlurmCluster, node_list: str)
     text = await ask(run, cluster, ["scontrol", "-o", "show", "node", node_list])
     by_name = {pairs["NodeName"]: pairs for line in text.splitlines() if (pairs := parse_pairs(line))}
     names = (await ask(run, cluster, ["scontrol", "show", "hostnames", node_list])).split()
-    return [(name, by_name[name].get("NodeAddr") or name) for name in names]
+    return [(name, by_name.get(name, {}).get("NodeAddr") or name) for name in names]
