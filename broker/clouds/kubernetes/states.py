@@ -164,7 +164,7 @@ def is_outlived(pod: Mapping[str, Any]) -> bool:
 
 
 def _is_given_up(pod: Mapping[str, Any]) -> bool:
-    """Return whether somebody has deleted the pod by force (`kubectl delete --force`) on a host that is silent.
+    """Return whether the pod was deleted by force (`kubectl delete --force`) on a host that is silent.
 
     The finalizer keeps its object, and no kubelet will ever report the end of its containers. The node's controller has
     set its condition Ready to False; on a living host the kubelet ends the containers and reports it.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import CapacityError, TransientError
+from broker.clouds.ssh.cloud import SshCloud
+from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
 from broker.sites.openssh import Completed, call
 from broker.sites.pools import Host
 from broker.types import Node, NodeState
@@ -198,3 +199,20 @@ def test_hosts_that_share_a_home_leave_each_others_claims_alone(tmp_path: Path) 
         assert states == {nodes[0].handle: NodeState.TERMINATED, nodes[1].handle: NodeState.RUNNING}
     finally:
         bed.clean_up([OWNER])
+
+
+def test_login_refused_after_a_part_of_the_gang_was_claimed_is_an_unknown_outcome(bed: PoolBed) -> None:
+    """An AuthError means that nothing was created, so the claim would remain."""
+
+    async def run(host: Host, program: bytes, timeout_s: float) -> Completed:
+        if host.name == "h2" and b'"verb": "claim"' in program:
+            raise AuthError("host `h2` cannot be reached: Permission denied")
+        return await bed.run_on_host(host, program, timeout_s)
+
+    cloud = SshCloud(
+        lambda: bed.hosts, folder=bed.root / "other", clock=bed.clock, run=run,
+        find_lock=lambda host: str(bed.find_home(host.name) / "locks" / "lock"),
+    )  # fmt: skip
+    with pytest.raises(UnknownOutcomeError, match="a part of the gang"):
+        asyncio.run(cloud.create_nodes(make_request(bed, node_count=2)))
+    assert [node.rank for node in list_all(bed)] == [0], "it is listed, and can be terminated"
