@@ -164,14 +164,17 @@ def judge(finding: HealthFinding, cards: list[Card], result: dict[str, Any] | No
     if not isinstance(measured, dict):
         why = str((result or {}).get("unchecked") or "no result")[:200]
         return finding._replace(unchecked=(*finding.unchecked, f"matrix products: {why}"))
+    untimed = []
     for index, card in enumerate(cards):
         peak = agent_peaks.find_tflops(card.name)
-        found = measured.get(card.uuid) or measured.get(str(index))
+        found = measured.get(card.uuid, measured.get(str(index)))
+        if found is None:  # hidden by the task (CUDA_VISIBLE_DEVICES), or a card that torch cannot start
+            untimed.append(f"matrix product of GPU {index}: torch does not see it")
         if peak and isinstance(found, (int, float)) and found < peak * agent_peaks.SHARE_MIN:
             fault = f"GPU {index} ({card.uuid}) reaches {found:.1f} of {peak:g} TFLOP/s"
             return finding._replace(fault=fault, serials=tuple(card.serials))
     agent_files.write_json(agent_files.STATE / PROBED, {"cards": [card.uuid for card in cards]})
-    return finding
+    return finding._replace(unchecked=(*finding.unchecked, *untimed))
 
 
 def describe(finding: HealthFinding, card_count: int) -> list[str]:

@@ -15,8 +15,9 @@ from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
 from broker.app.limits import LaunchSize
+from broker.app.programs import digest_files
 from broker.batch import tally
-from broker.batch.plan_file import LEASE_S, MapPlan, begin, digest_program
+from broker.batch.plan_file import LEASE_S, MapPlan, begin, digest_program, list_changed_files
 from broker.batch.splitting import SUFFIXES, Split, split
 from broker.batch.tally import Tally
 from broker.batch.workers import Crew, list_problems, plan_crew
@@ -125,6 +126,7 @@ class MapDriver:
         self._task: Task | None = None
         self._plan: MapPlan | None = None
         self._retries_from = 0
+        self.changed_files: Sequence[str] = ()  # of the program, since the map began
 
     @property
     def plan(self) -> MapPlan:
@@ -140,11 +142,13 @@ class MapDriver:
         """Write the plan, or continue with the one in the output folder; return whether it is new."""
         store, task = self._context.store, self._request.task
         self._retries_from = 1 + max((line.id for line in store.jobs.list_lines(1)), default=0)
+        files = digest_files(task)
         self._plan, is_new = begin(
             self._output, self.split, input_url=self.input_url, program=digest_program(task),
-            draw_uid=store.draw_uid, lease_s=self._request.lease_s,
+            draw_uid=store.draw_uid, lease_s=self._request.lease_s, files=files,
         )  # fmt: skip
         self.split = self._plan.split
+        self.changed_files = list_changed_files(self._plan, files)
         if not is_new:
             for job_id in self._plan_crew(left=0).job_ids:
                 self._context.check_owner(Owned.JOB, str(job_id))

@@ -14,6 +14,7 @@ from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
 from broker.app.limits import LaunchSize
+from broker.app.programs import digest_files
 from broker.frozen import frozen
 from broker.state.people import Owned
 from broker.sweeps import board as boards
@@ -137,6 +138,11 @@ class SweepDriver:
 
 
 def name_sweep(request: SweepRequest) -> str:
-    """Return the name of a sweep: the same for the same task, parameters, number of runs, rule and seed."""
+    """Return the name of a sweep: the same for the same task, parameters, number of runs, rule and seed.
+
+    Changed files of the program make another sweep, as its results would be of two programs.
+    """
     parts = [encode_task(request.task), *request.parameters, request.runs, request.early, request.seed]
+    if files := digest_files(request.task):
+        parts.append(repr(sorted(files.items())))
     return f"sweep-{sha256(repr(parts).encode()).hexdigest()[:8]}"

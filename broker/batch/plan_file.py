@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from hashlib import sha256
 
 from broker.batch.splitting import Split
@@ -18,13 +19,15 @@ LEASE_S = 60.0
 
 @frozen
 class MapPlan:
-    """A map's plan. `uid` is part of the names of its jobs; `program` is a digest of the task's commands."""
+    """A map's plan. `uid` is part of the names of its jobs; `program` is a digest of the task's commands; `files` has
+    digests of the files that they name."""
 
     uid: str
     input: str
     program: str
     lease_s: float
     split: Split
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
@@ -38,14 +41,21 @@ def digest_program(task: Task) -> str:
 
 
 def begin(
-    bucket: Bucket, wanted: Split, *, input_url: str, program: str, draw_uid: Callable[[], str], lease_s: float
+    bucket: Bucket,
+    wanted: Split,
+    *,
+    input_url: str,
+    program: str,
+    draw_uid: Callable[[], str],
+    lease_s: float,
+    files: Mapping[str, str],
 ) -> tuple[MapPlan, bool]:
     """Write the plan, or read the existing one; return it, and whether it is new.
 
     Of concurrent commands, one writes it. Raises UsageError if the output folder has other files, or results of another
     input or program, and StateError if the existing plan is damaged or of another version.
     """
-    new = MapPlan(uid=draw_uid(), input=input_url, program=program, lease_s=lease_s, split=wanted)
+    new = MapPlan(uid=draw_uid(), input=input_url, program=program, lease_s=lease_s, split=wanted, files=files)
     content = bucket.read(PLAN)
     if content is None:
         if any("/" not in each.key for each in bucket.list_keys()):
@@ -69,11 +79,16 @@ def _refuse(what: str, known: MapPlan) -> UsageError:
     )
 
 
+def list_changed_files(known: MapPlan, files: Mapping[str, str]) -> Sequence[str]:
+    """Return the files of the program that differ from those with which the map began, or are gone."""
+    return sorted(name for name, digest in known.files.items() if files.get(name) != digest)
+
+
 def encode(plan: MapPlan) -> bytes:
     """Return the plan as JSON, in the form that `decode` and the workers read."""
     text = {
         "version": 1, "uid": plan.uid, "input": plan.input, "program": plan.program, "lease_s": plan.lease_s,
-        "files": plan.split.files, "sizes": plan.split.sizes, "shards": plan.split.shards,
+        "files": plan.split.files, "sizes": plan.split.sizes, "shards": plan.split.shards, "code": plan.files,
     }  # fmt: skip
     return json.dumps(text, separators=(",", ":")).encode()
 
@@ -92,7 +107,7 @@ def decode(content: bytes) -> MapPlan:
         )  # fmt: skip
         return MapPlan(
             uid=str(read["uid"]), input=str(read["input"]), program=str(read["program"]),
-            lease_s=float(read["lease_s"]), split=split,
+            lease_s=float(read["lease_s"]), split=split, files=dict(read.get("code", {})),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"`{PLAN}` in the output folder is damaged: {error}") from error

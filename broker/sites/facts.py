@@ -14,6 +14,10 @@ from broker.types import Offer
 
 SITES = "sites"  # folder below the state folder
 _BRAND = re.compile(r"^(NVIDIA|Tesla|GeForce|Quadro|\s|-)+", re.IGNORECASE)
+_GEFORCE = re.compile(
+    r"(?P<line>[RG]TX)?[\s-]?(?:(?P<pro>PRO)[\s-]?)?(?P<number>A?\d{4})[\s-]?(?P<ti>TI)?\b", re.IGNORECASE
+)
+_PART = re.compile(r"\b\d+g\.\d+gb\b", re.IGNORECASE)  # a MIG profile
 
 
 @frozen
@@ -81,14 +85,24 @@ def write_json(path: Path, value: object) -> None:
     aside.replace(path)
 
 
+def is_part(text: str) -> bool:
+    """Return whether a name is that of a part of a card, such as `a100_1g.5gb`."""
+    return _PART.search(text.replace("_", " ")) is not None
+
+
 def name_accelerator(text: str) -> str:
     """Return the price book's name for a card, from the name that a driver or a site uses.
 
-    `NVIDIA H100 80GB HBM3` -> H100, `NVIDIA A100-SXM4-80GB` -> A100-80GB, `Tesla V100-SXM2-16GB` -> V100,
-    `a100` -> A100, `NVIDIA GeForce RTX 4090` -> RTX4090, `NVIDIA RTX A6000` -> RTXA6000.
+    `NVIDIA H100 80GB HBM3` -> H100, `nvidia_a100-sxm4-80gb` -> A100-80GB, `Tesla V100-SXM2-16GB` -> V100, `a100` ->
+    A100, `NVIDIA GeForce RTX 4090` -> RTX4090, `2080ti` -> RTX2080TI, `NVIDIA RTX A6000` -> RTXA6000,
+    `NVIDIA RTX 6000 Ada Generation` -> RTX6000-Ada, `a100_1g.5gb` -> A100-1G.5GB: a part of a card is not that card.
     """
-    bare = _BRAND.sub("", text.strip())
-    if match := re.match(r"RTX[\s-]?(\w+)", bare, re.IGNORECASE):
-        return f"RTX{match[1].upper()}"
+    bare = _BRAND.sub("", text.strip().replace("_", " "))
+    if (found := _GEFORCE.match(bare)) and (found["line"] or found["number"].isdigit()):
+        line = (found["line"] or ("GTX" if found["number"] < "2000" else "RTX")).upper()
+        suffix = "-Ada" if re.search(r"\bada\b", bare, re.IGNORECASE) else ""
+        return f"{line}{(found['pro'] or '').upper()}{found['number'].upper()}{(found['ti'] or '').upper()}{suffix}"
     name = re.split(r"[\s-]", bare, maxsplit=1)[0].upper()
+    if (part := _PART.search(bare)) and part[0].upper() != name:
+        return f"{name}-{part[0].upper()}"
     return f"{name}-80GB" if name == "A100" and re.search(r"80\s*GB", bare, re.IGNORECASE) else name

@@ -12,6 +12,7 @@ hpc:                          # infra: slurm/hpc/PARTITION
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,12 @@ from broker.types import Offer
 # Folder of a node on its host: private, and local so that sockets and locks work; `{user}` is the UID on that host.
 NODE_ROOT = "/tmp/broker-slurm-{user}"
 PRICE = Number(above=None)
-OPTION = r"--[a-z][a-z-]*(=.*)?"
+OPTION = re.compile(r"--([a-z][a-z-]*)(=.*)?", re.DOTALL)
+# Options by which broker finds its jobs again, or that would start them more than once, or elsewhere.
+RESERVED_OPTIONS = (
+    "array", "clusters", "comment", "dependency", "job-name", "nodes", "ntasks", "ntasks-per-node", "partition",
+    "requeue", "test-only", "wrap",
+)  # fmt: skip
 CLUSTER = Table(
     name="slurm_cluster",
     fields={
@@ -89,8 +95,10 @@ def read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
 def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
     host = section.get("login")
     for option in section.get("options", ()):
-        if not option.startswith("--"):
+        if (found := OPTION.fullmatch(option)) is None:
             reader.fault(section.marks["options"], f"`{option}` is not an option of sbatch", "such as `--account=lab`")
+        elif is_reserved(found[1]):
+            reader.fault(section.marks["options"], f"`--{found[1]}` is set by broker", "remove it from `options`")
     return SlurmCluster(
         name=name,
         login=read_login(host, section) if host else None,
@@ -101,6 +109,11 @@ def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
         options=section.get("options", ()),
         time=section.get("time"),
     )
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether an option, or an abbreviation that sbatch would accept for it, is one of RESERVED_OPTIONS."""
+    return any(each == name or (len(name) > 2 and each.startswith(name)) for each in RESERVED_OPTIONS)
 
 
 def read_partitions(path: Path) -> Mapping[str, Sequence[Partition]]:

@@ -37,11 +37,17 @@ def _rank(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
-def record(records: Records, rungs: Sequence[int], run: int, step: int, loss: float) -> tuple[Records, bool]:
+def record(
+    records: Records, rungs: Sequence[int], run: int, step: int, loss: float, *, eta: int = ETA
+) -> tuple[Records, bool]:
     """Record a run's loss at the highest rung that it has passed, once; return the records, and whether it continues.
 
-    A run that is first observed after several rungs is recorded at all of them with the same loss.
+    A run that is first observed after several rungs, because the command was not running, is not recorded at the lower
+    ones: its later and better loss would stop every run that reaches them in time. For the same reason a run that has
+    finished its steps is not recorded at all.
     """
-    passed = [rung for rung in rungs if rung <= step and run not in records.get(rung, {})]
-    added = {**records, **{rung: {**records.get(rung, {}), run: loss} for rung in passed}}
-    return added, all(is_kept(added[rung], run) for rung in passed)
+    rung = max((each for each in rungs if each <= step), default=None)
+    if rung is None or step >= rung * eta or run in records.get(rung, {}):
+        return records, True
+    added = {**records, rung: {**records.get(rung, {}), run: loss}}
+    return added, is_kept(added[rung], run, eta=eta)

@@ -24,7 +24,9 @@ from broker.task.allowed import ENV_NAME, ENV_VALUE
 from broker.task.checking import check_flag
 
 RUNS_MAX = 10_000
-RANGE = re.compile(r"([^.,]+(?:\.\d+)?(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linear))?", re.IGNORECASE)
+RANGE = re.compile(
+    r"((?:[^.,]+(?:\.\d+)?|[+-]?\.\d+)(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linear))?", re.IGNORECASE
+)  # `.1..0.5` as well: as a list, it would be one run with this text
 Configuration = Mapping[str, str]  # parameter -> value, as in the run's environment variable
 
 

@@ -19,61 +19,40 @@ from typing import Any
 
 from broker.frozen import frozen
 from broker.task.allowed import TASK_NAME
+from broker.task.sbatch_body import convert_body, note_body
 
 SHORT = {
-    "-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J": "job-name", "-N": "nodes", "-a": "array",
-    "-c": "cpus-per-task", "-d": "dependency", "-e": "error", "-n": "ntasks", "-o": "output", "-p": "partition",
-    "-q": "qos", "-t": "time", "-w": "nodelist", "-x": "exclude",
+    "-A": "account", "-B": "extra-node-info", "-C": "constraint", "-D": "chdir", "-F": "nodefile", "-G": "gpus",
+    "-H": "hold", "-I": "immediate", "-J": "job-name", "-L": "licenses", "-M": "clusters", "-N": "nodes",
+    "-O": "overcommit", "-Q": "quiet", "-S": "core-spec", "-W": "wait", "-a": "array", "-b": "begin",
+    "-c": "cpus-per-task", "-d": "dependency", "-e": "error", "-i": "input", "-k": "no-kill", "-m": "distribution",
+    "-n": "ntasks", "-o": "output", "-p": "partition", "-q": "qos", "-s": "oversubscribe", "-t": "time",
+    "-v": "verbose", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
-FLAGS = {"requeue", "no-requeue", "exclusive", "overcommit", "parsable", "contiguous", "spread-job"}  # without a value
+# Options without a value, or with one after `=` only.
+FLAGS = {
+    "requeue", "no-requeue", "exclusive", "overcommit", "parsable", "contiguous", "spread-job", "hold", "no-kill",
+    "quiet", "oversubscribe", "verbose", "wait", "test-only", "use-min-nodes", "reboot", "get-user-env",
+    "nice", "ignore-pbs",
+}  # fmt: skip
 USED = {
     "nodes", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "mem", "mem-per-cpu", "time", "array",
     "job-name", "ntasks", "ntasks-per-node", "chdir", "requeue", "no-requeue", "partition", "dependency", "signal",
     "constraint", "container-image", "cpus-per-gpu", "mem-per-gpu", "mail-type", "mail-user",
 }  # fmt: skip
 # Options without an effect on the work: broker keeps logs and runs each job on its own machines.
-SILENT = {"output", "error", "exclusive", "parsable", "open-mode"}
+SILENT = {
+    "output", "error", "exclusive", "parsable", "open-mode", "verbose", "quiet", "wait", "oversubscribe",
+    "wait-all-nodes", "use-min-nodes", "contiguous", "spread-job", "no-kill", "nice", "ignore-pbs",
+}  # fmt: skip
+UNLIMITED = {"0", "-1", "INFINITE", "UNLIMITED"}
 SHELLS = re.compile(r"#!.*\b(ba|da|z|k)?sh\b")
 OTHER_SYSTEMS = re.compile(r"#(PBS|BSUB|PJM|COBALT|OAR)\b|#\$\s+-")  # PBS, LSF, Fujitsu, Cobalt, OAR, Grid Engine
 NODE_GPUS_MAX = 8  # of nearly all machines
-SRUN_FLAGS = re.compile(r"(-l|-u|-v+|-E|-O|-K|--(label|unbuffered|exclusive|exact|overlap|kill-on-bad-exit|verbose))$")
-# Slurm's variables that a program reads -> shell expressions for broker's counterparts.
-VARIABLES = {
-    "SLURM_JOB_ID": "${BROKER_JOB_ID:-0}",
-    "SLURM_JOBID": "${BROKER_JOB_ID:-0}",
-    "SLURM_NNODES": "$SKYPILOT_NUM_NODES",
-    "SLURM_JOB_NUM_NODES": "$SKYPILOT_NUM_NODES",
-    "SLURM_NODEID": "$SKYPILOT_NODE_RANK",
-    "SLURM_PROCID": "$SKYPILOT_NODE_RANK",
-    "SLURM_NTASKS": "$SKYPILOT_NUM_NODES",
-    "SLURM_LOCALID": "0",
-    "SLURM_GPUS_ON_NODE": "$SKYPILOT_NUM_GPUS_PER_NODE",
-    "SLURM_GPUS_PER_NODE": "$SKYPILOT_NUM_GPUS_PER_NODE",
-    "SLURM_GPUS": "$((SKYPILOT_NUM_NODES * SKYPILOT_NUM_GPUS_PER_NODE))",
-    "SLURM_CPUS_PER_TASK": "$(nproc)",  # one task per node has all CPUs of its node
-    "SLURM_CPUS_ON_NODE": "$(nproc)",
-    "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_ARRAY_JOB_ID": "${BROKER_JOB_ID:-0}",
-    "SLURM_TMPDIR": "${TMPDIR:-/tmp}",
-    "SLURM_RESTART_COUNT": "$((${BROKER_ATTEMPT:-1} - 1))",
-    "SLURM_JOB_NODELIST": "$SKYPILOT_NODE_IPS",
-    "SLURM_NODELIST": "$SKYPILOT_NODE_IPS",
-    "SLURM_SUBMIT_DIR": "$PWD",
-}
-HOST_NAMES = re.compile(r'scontrol\s+show\s+hostnames?(\s+"?\$\{?SLURM_(JOB_)?NODELIST\}?"?)?')
-SLURM_NAME = re.compile(r"\bSLURM_[A-Z_]+\b")
-# The arguments of the script: anywhere as a whole; one of them outside functions, which are indented.
-ARGUMENTS = re.compile(r"""\$[@*]|\$\{[@*]|^[^\s#'][^#'\n]*\$(?:\{[1-9][:}-]|[1-9]\b)""", re.MULTILINE)
-SPACE = r"(?:\s|\\\n)"  # between the words of a command, which may continue in the next line
-WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
-SRUN_NAMES = {
-    "-N": "--nodes", "-n": "--ntasks", "-w": "--nodelist", "-x": "--exclude", "-r": "--relative", "-D": "--chdir",
-}  # fmt: skip
-# Options of `srun` that change what it starts, without a counterpart.
-SRUN_UNSERVED = {"--chdir", "--container-mounts", "--container-workdir", "--multi-prog"}
 # Parts of a GPU's name in gres.conf that are not in broker's: nvidia_l40s, tesla_v100, h100-80gb-hbm3, a100-sxm4-80gb.
 GPU_PREFIX = re.compile(r"^(?:(?:NVIDIA|TESLA|GEFORCE|QUADRO)-)+")
 GPU_FORM = re.compile(r"-(?:SXM\d?|PCIE|NVL|HBM\d\w?)(?=-|$)")
+GEFORCE = re.compile(r"([RG]TX)?-?((?:(?<=TX)|(?<=TX-))A?\d{4}|\d{4})-?(TI)?")
 GPU_SIZES = {"A100-80GB", "V100-32GB"}  # names with a size; every other GPU has one size
 MEMORY_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 ARRAY_RUNS_MAX = 10_000
@@ -102,21 +81,22 @@ def import_sbatch(text: str) -> Imported:
     task["resources"] = {**resources, "use_spot": True, **({"image_id": image} if image else {})}
     if nodes > 1:
         task["num_nodes"] = nodes
-    if "time" in options:
+    if options.get("time", "0").upper() not in UNLIMITED:
         minutes = max(1, math.ceil(read_minutes(options["time"])))
         task["goal"] = {"work": f"{minutes}m" if minutes % 60 else f"{minutes // 60}h"}
         notes.append("`--time` became the work; set `work` to the expected time, and add a `deadline` and a `budget`")
     task["workdir"] = options.get("chdir", ".")
     if "array" in options:
         first = _note_array(options["array"], task.get("name", "task"), notes)
-        task["envs"] = {"SLURM_ARRAY_TASK_ID": first}
-    run, modules = convert_body(body)
+        task["envs"] = {name: value for name, value in first.items() if name.endswith("_ID") or name in text}
+    run, modules = convert_body(body, tasks=tasks)
+    if "name" in task and re.search(r"\bSLURM_JOB_NAME\b", run):
+        task["envs"] = {**task.get("envs", {}), "SLURM_JOB_NAME": task["name"]}
     if run.strip():
         task["run"] = run
     else:
         notes.append("the script has no commands; add `run`")
-    _note_run(body, run, is_array="array" in options, notes=notes)
-    _note_srun(body, run, nodes, notes)
+    notes += note_body(body, run, nodes, known=task.get("envs", {}).keys())
     _note_rest(options, tasks, modules, notes)
     if found := next(filter(OTHER_SYSTEMS.match, body), None):
         notes.append(f"only `#SBATCH` lines are converted, not `{found.strip()[:60]}`")
@@ -156,7 +136,7 @@ def _parse_options(words: list[str]) -> Iterator[tuple[str, str]]:
                 raise ValueError(f"{what} `{word}`")
             name, value = SHORT[word[:2]], word[2:].removeprefix("=")
             equals = value
-        if not equals and name not in FLAGS and rest and not rest[0].startswith("--"):
+        if not equals and name not in FLAGS and rest and not re.match("--?[A-Za-z]", rest[0]):
             value = rest.pop(0)
         yield name, value
 
@@ -173,7 +153,7 @@ def _read_nodes(options: Mapping[str, str], notes: list[str]) -> int:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not found or int(found[1]) < 1:
         raise ValueError(f"`--nodes`: not a number of nodes: `{text}`")
-    if found[2]:
+    if found[2] and found[2] != found[1]:
         notes.append(f"`--nodes={text}`: a gang has a fixed size; `job_recovery: {{min_nodes: {found[1]}}}` is elastic")
     return int(found[2] or found[1])
 
@@ -213,8 +193,12 @@ def _read_gpus(options: Mapping[str, str], nodes: int, tasks: int) -> tuple[str,
 
 
 def name_gpu(kind: str) -> str:
-    """Return broker's name of a GPU type: `tesla_v100` is V100, `H200_141GB` is H200, `a100-sxm4-80gb` is A100-80GB."""
+    """Return broker's name of a GPU type: `tesla_v100` is V100, `H200_141GB` is H200, `a100-sxm4-80gb` is A100-80GB,
+    `rtx_2080_ti` and `2080ti` are RTX2080TI."""
     name = GPU_FORM.sub("", GPU_PREFIX.sub("", kind.upper().replace("_", "-")))
+    if found := GEFORCE.fullmatch(name):
+        line = found[1] or ("GTX" if found[2] < "2000" else "RTX")
+        return f"{line}{found[2]}{found[3] or ''}"
     base, _, size = name.rpartition("-")
     return base if base and re.fullmatch(r"\d+GB?", size) and f"{base}-{size.rstrip('GB')}GB" not in GPU_SIZES else name
 
@@ -249,8 +233,8 @@ def read_minutes(text: str) -> float:
     return first + second / 60
 
 
-def _note_array(text: str, name: str, notes: list[str]) -> str:
-    """Note the sweep that replaces the array; return its first index."""
+def _note_array(text: str, name: str, notes: list[str]) -> dict[str, str]:
+    """Note the sweep that replaces the array; return Slurm's variables of its first run."""
     places, _, parallel = text.partition("%")
     indices: list[int] = []
     for part in places.split(","):
@@ -264,93 +248,9 @@ def _note_array(text: str, name: str, notes: list[str]) -> str:
         f"`--array`: run it with `broker sweep {name}.yaml --param SLURM_ARRAY_TASK_ID={values}{limit}`; "
         "a launch only runs the first index"
     )
-    return str(indices[0])
-
-
-def convert_body(lines: list[str]) -> tuple[str, list[str]]:
-    """Return `run`, which defines the Slurm variables that it reads, and the `module` lines, which become comments."""
-    modules, kept = [], []
-    for line in _join_srun(lines):
-        if re.match(r"\s*(module|ml)\s", line):
-            modules.append(line.strip())
-            line = f"# {line.strip()}"
-        kept.append(_drop_srun(HOST_NAMES.sub('echo "$SKYPILOT_NODE_IPS"', line)))
-    text = re.sub(r"[ \t]+$", "", "\n".join(kept).strip("\n"), flags=re.MULTILINE) + "\n"
-    text = re.sub(r"\A(?:#?\n)+", "", text)
-    read = [name for name in VARIABLES if re.search(rf"\b{name}\b", text)]
-    exports = "".join(f'export {name}="{VARIABLES[name]}"\n' for name in read)
-    return exports + text, modules
-
-
-def _join_srun(lines: list[str]) -> Iterator[str]:
-    """Yield the lines; one text for an `srun` that continues in the next lines."""
-    rest = iter(lines)
-    for line in rest:
-        joined = line
-        while re.match(r"\s*(?:exec\s+|time\s+)?srun\b", joined) and joined.endswith("\\"):
-            if (following := next(rest, None)) is None:
-                break
-            joined += f"\n{following}"
-        yield joined
-
-
-def _drop_srun(line: str) -> str:
-    """Remove `srun`: broker starts `run` on every node, as srun would start one task on each."""
-    found = _split_srun(line)
-    return line if found is None else found[0] + found[2]
-
-
-def _split_srun(line: str) -> tuple[str, dict[str, str], str] | None:
-    """Split `srun` into what precedes it, its options by their long names, and its command; None for another line."""
-    found = re.match(rf"(\s*(?:exec\s+|time\s+)?)srun{SPACE}+(.*)$", line, re.DOTALL)
-    if not found:
-        return None
-    options, rest = dict[str, str](), found[2]
-    while option := re.match(rf"(-{WORD})({SPACE}+|$)", rest):
-        word, rest = option[1], rest[option.end() :]
-        name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
-        takes_next = "=" not in word and not SRUN_FLAGS.match(word) and (word.startswith("--") or len(word) == 2)
-        if takes_next and (following := re.match(rf"({WORD})({SPACE}+|$)", rest)):
-            value, rest = following[1], rest[following.end() :]
-        options[SRUN_NAMES.get(name, name)] = value
-    return found[1], options, rest
-
-
-def _note_srun(body: list[str], run: str, nodes: int, notes: list[str]) -> None:
-    """Note each `srun` that broker starts elsewhere or differently, because its options are removed."""
-    for line in _join_srun(body):
-        found = _split_srun(line)
-        if found is None:
-            continue
-        _, options, command = found
-        counts = [options[name] for name in ("--nodes", "--ntasks") if options.get(name, "").isdigit()]
-        is_partial = bool(options.keys() & {"--nodelist", "--exclude", "--relative"}) or any(
-            int(count) < nodes for count in counts
-        )
-        if nodes > 1 and is_partial:
-            shown = command.partition("\n")[0].strip()[:40]
-            notes.append(
-                f"`srun` starts `{shown}` on some nodes only, but `run` starts on all: test `$SKYPILOT_NODE_RANK`"
-            )
-        names = options.keys() & SRUN_UNSERVED | ({"--export"} if "=" in options.get("--export", "") else set())
-        notes.extend(f"`srun {name}={options[name]}` has no counterpart; write it into `run`" for name in sorted(names))
-    if any(re.search(r"\bsrun\b", line) for line in run.splitlines() if not line.lstrip().startswith("#")):
-        notes.append("`srun` after another command in its line is not converted; remove it")
-
-
-def _note_run(body: list[str], run: str, *, is_array: bool, notes: list[str]) -> None:
-    """Note what the program needs of Slurm and would miss without an error."""
-    known = {*VARIABLES, *(["SLURM_ARRAY_TASK_ID"] if is_array else [])}
-    code = "\n".join(line for line in run.splitlines() if not line.lstrip().startswith("#"))
-    if unset := sorted(set(SLURM_NAME.findall(code)) - known - set(re.findall(r"\b(SLURM_[A-Z_]+)=", code))):
-        notes.append(f"`{'`, `'.join(unset)}`: only Slurm sets {'it' if len(unset) == 1 else 'them'}; replace in `run`")
-    if ARGUMENTS.search(code):
-        notes.append("`run` gets no arguments: replace `$1` or `$@` by their values, or by variables in `envs`")
-    if "scontrol requeue" in code:
-        notes.append("`scontrol requeue`: remove it; a managed job is restarted after a preemption")
-    images = re.findall(r"--container-image[= ](\S+)", "\n".join(each for each in _join_srun(body) if "srun" in each))
-    if images:
-        notes.append(f"`srun --container-image={images[0]}`: set `image_id: docker:IMAGE`")
+    bounds = {"COUNT": len(indices), "MIN": min(indices), "MAX": max(indices)}
+    counts = {f"SLURM_ARRAY_TASK_{key}": str(value) for key, value in bounds.items()}
+    return {"SLURM_ARRAY_TASK_ID": str(indices[0]), **counts}
 
 
 def _note_rest(options: Mapping[str, str], tasks: int, modules: list[str], notes: list[str]) -> None:

@@ -101,6 +101,12 @@ def test_slow_gpu_is_a_fault_and_one_that_is_only_limited_is_not(
     assert slow.fault == "GPU 1 (GPU-b) reaches 9.0 of 312 TFLOP/s" and slow.serials == ("GPU-b", "1321")
 
 
+def test_gpu_that_torch_does_not_see_is_named_as_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = judge(tmp_path, monkeypatch, {"tflops": {"GPU-a": 240.0}})
+    assert finding.fault == "", "the task may hide it on purpose"
+    assert finding.unchecked == ("matrix product of GPU 1: torch does not see it",)
+
+
 @pytest.mark.parametrize("result", [None, {}, {"tflops": 3}, {"unchecked": "ImportError: torch"}])
 def test_program_that_times_nothing_is_not_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | None

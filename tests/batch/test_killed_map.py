@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,18 @@ def test_a_map_whose_workers_all_fail_reports_it_and_restarts_with_the_same_comm
 
 def _fail(context: Context, job: Job) -> None:
     context.store.jobs.set_status(job.id, JobStatus.FAILED, "exit code 1")
+
+
+def test_changed_file_of_the_program_is_named_when_a_map_is_continued(tmp_path: Path) -> None:
+    world = MapWorld(tmp_path)
+    (tmp_path / "x.py").write_text("def process(items): return items\n")
+    context = world.open(Killer(None))
+    task = replace(make_task(), workdir=str(tmp_path))
+    request = MapRequest(task=task, input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out"))
+    for text, changed in (("", []), ("", []), ("# fixed\n", ["x.py"])):
+        with (tmp_path / "x.py").open("a") as file:
+            file.write(text)
+        driver = MapDriver(context, request)
+        driver.begin()
+        assert list(driver.changed_files) == changed
+    context.close()

@@ -48,8 +48,9 @@ def begin(base: str, content: bytes, *, shard_bytes: int, lease_s: float = 60.0)
     source.write("x.jsonl", content)
     wanted = split(source.list_keys(), shard_bytes=shard_bytes)
     plan, is_new = plan_file.begin(
-        open_bucket(f"{base}/out"), wanted, input_url=f"{base}/in", program="p", draw_uid=lambda: "uid", lease_s=lease_s
-    )
+        open_bucket(f"{base}/out"), wanted, input_url=f"{base}/in", program="p", draw_uid=lambda: "uid",
+        lease_s=lease_s, files={},
+    )  # fmt: skip
     assert is_new
     return plan, open_place(f"{base}/out")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_the_hosts_of_a_pool_are_logged_in_to_as_its_file_says(tmp_path: Path) -
     transport = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
     argv = transport._make_argv(replace(NODE, handle="pool://lab/10.0.0.1/n"), ["echo", "a b"])
     assert "10.0.0.1" in argv and argv[-1] == "exec echo 'a b'"
+
+
+def test_allocation_in_which_broker_runs_does_not_reach_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its SLURM_GPUS or SLURM_EXPORT_ENV, srun fails ("Invalid generic resource", "hostname: No such file")."""
+    (tmp_path / "slurm.yaml").write_text("here: {}\n")
+    for name in ("SLURM_GPUS", "SLURM_EXPORT_ENV", "SLURMD_NODENAME", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    transport = slurm.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
+    argv = transport._make_argv(replace(NODE, handle="slurm://here/7/n0/n"), ["env"])
+    assert argv[0] == "env" and "--jobid=7" in argv
+    removed = {name for option, name in pairwise(argv[: argv.index("srun")]) if option == "-u"}
+    assert removed >= {"SLURM_GPUS", "SLURM_EXPORT_ENV", "SLURMD_NODENAME"} and "SLURM_CONF" not in removed
 
 
 def test_pods_are_reached_with_the_context_and_namespace_of_their_handle(

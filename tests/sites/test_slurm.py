@@ -34,6 +34,30 @@ def test_unknown_option_is_reported_with_its_position(tmp_path: Path) -> None:
     assert (caught.value.issues[0].line, caught.value.issues[0].hint) == (2, "such as `--account=lab`")
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--comment=project7", "`--comment` is set by broker"),
+        ("--comm=project7", "`--comm` is set by broker"),
+        ("--job-name=train", "`--job-name` is set by broker"),
+        ("--clusters=b", "`--clusters` is set by broker"),
+        ("--requeue", "`--requeue` is set by broker"),
+        ("--array=0-3", "`--array` is set by broker"),
+        ("--account lab", "`--account lab` is not an option of sbatch"),
+    ],
+)
+def test_option_that_would_lose_or_repeat_a_job_is_refused(tmp_path: Path, option: str, message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        read(tmp_path, f"hpc:\n  options: ['{option}']\n")
+    assert [issue.message for issue in caught.value.issues] == [message]
+
+
+def test_other_options_are_passed_on(tmp_path: Path) -> None:
+    options = ("--account=lab", "--no-kill", "--exclude=n[1-3]", "--constraint=a100", "--qos=high", "--nodelist=n4")
+    found = read(tmp_path, f"hpc:\n  options: [{', '.join(map(repr, options))}]\n")
+    assert found["hpc"].options == options
+
+
 def test_preemptible_partition_is_offered_as_spot(tmp_path: Path) -> None:
     clusters = read(tmp_path, "hpc: {usd_hour: {low: 8, gpu: 16}, qos: [scavenger], preemptible_qos: [scavenger]}\n")
     partitions = [

@@ -12,9 +12,9 @@ import pytest
 from broker.app.container import Context
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
 from broker.errors import UsageError
-from broker.sweeps.asha import is_kept, list_rungs, record
+from broker.sweeps.asha import Records, is_kept, list_rungs, record
 from broker.sweeps.board import find_best, rank
-from broker.sweeps.space import draw, parse_parameter, parse_parameters
+from broker.sweeps.space import NumberRange, draw, parse_parameter, parse_parameters
 from broker.task.loader import load_tasks_text
 from broker.types import Job, JobStatus, Progress
 from tests.batch.killed_command import KilledError, Killer, World
@@ -41,6 +41,14 @@ def test_lists_alone_are_combined_in_full() -> None:
 def test_whole_numbers_include_both_ends() -> None:
     drawn = draw([parse_parameter("layers=2..4:int")], runs=9, seed=0)
     assert sorted(each["layers"] for each in drawn) == ["2", "2", "2", "3", "3", "3", "4", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"), [("x=.1..5", 0.1, 5.0), ("x=-.5...5", -0.5, 0.5), ("x=1.5e-3..2", 0.0015, 2.0)]
+)
+def test_bound_that_begins_with_a_point_is_a_bound(text: str, low: float, high: float) -> None:
+    found = parse_parameter(text)
+    assert isinstance(found, NumberRange) and (found.low, found.high) == (low, high)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +87,17 @@ def test_the_worked_example_of_the_rule() -> None:
     assert (is_first, is_second, is_third) == (True, False, True)
     assert record(records, [30, 90], 2, 80, 9.9) == (records, True)  # recorded once a rung
     assert not is_kept({0: 1.0, 1: math.nan}, 1)
+
+
+def test_runs_first_observed_late_do_not_stop_those_that_reach_a_rung_in_time() -> None:
+    """After the command was away, the runs that went on have the better losses of their later steps."""
+    rungs = list_rungs(810)
+    records: Records = {}
+    for run, step in enumerate([300, 500, 700, 810]):
+        records, _ = record(records, rungs, run, step, 1.0 / step)
+    assert set(records) == {270} and set(records[270]) == {0, 1, 2}, "a finished run has no loss at a rung"
+    records, is_continued = record(records, rungs, 4, 30, 2.5)
+    assert is_continued and records[30] == {4: 2.5}
 
 
 class SweepWorld(World):

@@ -198,6 +198,82 @@ def test_options_of_srun_that_change_what_it_starts_are_noted(line: str, run: st
     assert len(noted) == bool(note) and all(each.startswith(note) for each in noted)
 
 
+def run_head(task: Any, **environment: str) -> str:
+    """Run a converted script, and return what it prints."""
+    given = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "PATH": "/usr/bin:/bin", **environment}
+    return subprocess.run(["bash", "-c", task["run"]], env=given, capture_output=True, text=True, check=True).stdout
+
+
+def test_counts_of_tasks_are_those_of_the_script() -> None:
+    """`mpirun -n $SLURM_NTASKS` would start two processes instead of 64."""
+    echo = "echo $SLURM_NTASKS $SLURM_NPROCS $SLURM_NTASKS_PER_NODE $SLURM_PROCID"
+    assert run_head(import_sbatch(f"#!/bin/bash\n#SBATCH -N 2 -n 64\n{echo}\n").task) == "64 64 32 32\n"
+    assert run_head(import_sbatch(f"#!/bin/bash\n#SBATCH -N 2\n{echo}\n").task) == "2 2 1 1\n"
+    text = "#!/bin/bash\n#SBATCH -J a -a 3-9:2\necho $SLURM_ARRAY_TASK_COUNT $SLURM_ARRAY_TASK_MAX $SLURM_JOB_NAME\n"
+    found = import_sbatch(text)
+    assert run_head(found.task, **found.task["envs"]) == "4 9 a\n"
+
+
+def test_address_of_the_head_is_that_of_the_first_node() -> None:
+    """The beginning of PyTorch's own template."""
+    script = """#!/bin/bash
+#SBATCH --nodes=2
+nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )
+head_node=${nodes[0]}
+head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
+echo $head_node_ip
+echo $(srun -N1 hostname -I | awk '{print $1}')
+"""
+    found = import_sbatch(script)
+    assert not found.notes
+    assert run_head(found.task, SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8") == "10.0.0.7\n10.0.0.7\n"
+
+
+@pytest.mark.parametrize("flag", ["--quiet", "-Q", "--pty", "-k", "--no-kill", "-lu", "-s"])
+def test_flag_of_srun_without_a_value_does_not_take_the_program(flag: str) -> None:
+    assert import_sbatch(f"#!/bin/bash\nsrun {flag} python train.py\n").task["run"] == "python train.py\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "noted"),
+    [
+        ("mpirun -np 64 ./solver", "`mpirun -np 64 ./solver`"),
+        ("rm -rf out && python prepare.py \\\n  ./data", "`python prepare.py`"),
+        ("OMP_NUM_THREADS=8 ./prepare.sh", "`OMP_NUM_THREADS=8 ./prepare.sh`"),
+        ("python a.py\npython b.py", "`python a.py` and 1 more"),
+        ("srun python a.py", ""),
+        ("OMP_NUM_THREADS=8 srun python a.py", ""),
+        ("export A=./b\nmkdir -p out\nsrun \\\n  ./c", ""),
+        ("# python a.py", ""),
+    ],
+)
+def test_program_that_slurm_runs_on_the_first_node_is_noted(line: str, noted: str) -> None:
+    notes = import_sbatch(f"#!/bin/bash\n#SBATCH --nodes=4\n{line}\n").notes
+    found = [note for note in notes if "on the first node only" in note]
+    assert len(found) == bool(noted) and all(note.startswith(f"Slurm runs {noted} on the first") for note in found)
+    assert not any("first node only" in note for note in import_sbatch(f"#!/bin/bash\n{line}\n").notes)
+
+
+def test_commands_and_environments_that_are_not_on_the_nodes_are_noted() -> None:
+    script = "#!/bin/bash\nsource ~/venv/bin/activate\nsbatch --dependency=afterok:1 next.sh\nscancel $SLURM_JOB_ID\n"
+    notes = import_sbatch(script).notes
+    assert any(note.startswith("`sbatch`, `scancel`: Slurm's commands are not on the nodes") for note in notes)
+    assert any("create the environment of `source ~/venv/bin/activate` in `setup`" in note for note in notes)
+    assert not import_sbatch("#!/bin/bash\npython -m squeue_like --sinfo\n").notes
+
+
+@pytest.mark.parametrize("limit", ["0", "UNLIMITED", "infinite", "-1"])
+def test_time_without_a_limit_is_no_work(limit: str) -> None:
+    assert "goal" not in import_sbatch(f"#!/bin/bash\n#SBATCH --time={limit}\ntrue\n").task
+
+
+def test_every_short_option_and_flag_of_sbatch_is_known() -> None:
+    script = "#!/bin/bash\n#SBATCH -W -H -s -k -v -Q -O -N 2\n#SBATCH --oversubscribe -p gpu --reboot -c 4\ntrue\n"
+    found = import_sbatch(script)
+    assert (found.task["num_nodes"], found.task["resources"]["cpus"]) == (2, "4+")
+    assert any("--partition=gpu" in note for note in found.notes)
+
+
 def test_variables_that_only_slurm_sets_are_defined_or_named() -> None:
     """A script that finds no GPUs in `SLURM_GPUS` may end with success."""
     found = import_sbatch("#!/bin/bash\n#SBATCH --gpus=2\n[ $SLURM_GPUS -gt 0 ] || exit 0\nx $SLURM_JOB_QOS\n")
@@ -226,7 +302,10 @@ def test_arguments_of_the_script_are_noted(line: str, is_noted: bool) -> None:
     ("kind", "name"),
     [
         ("tesla_v100", "V100"), ("NVIDIA_L40S", "L40S"), ("H200_141GB", "H200"), ("nvidia_a100-sxm4-80gb", "A100-80GB"),
-        ("a100_80gb", "A100-80GB"), ("nvidia_h100_80gb_hbm3", "H100"), ("rtx_2080_ti", "RTX-2080-TI"), ("a100", "A100"),
+        ("a100_80gb", "A100-80GB"), ("nvidia_h100_80gb_hbm3", "H100"), ("rtx_2080_ti", "RTX2080TI"),
+        ("2080ti", "RTX2080TI"), ("1080ti", "GTX1080TI"),
+        ("rtx_a6000", "RTXA6000"),
+        ("nvidia_geforce_rtx_3090", "RTX3090"), ("3090", "RTX3090"), ("a100", "A100"),
         ("A100-PCIE-40GB", "A100"), ("v100-32gb", "V100-32GB"),
     ],
 )  # fmt: skip

@@ -88,6 +88,11 @@ def run_map(
         return None
     if not driver.begin():
         context.note(f"continuing {driver.plan.group}")
+    if driver.changed_files:
+        context.note(
+            f"changed since {driver.plan.group} began: {', '.join(driver.changed_files)}; finished shards keep their "
+            "results, and `--output` with a new folder computes all of them again"
+        )
     driver.submit(driver.look().crew)
     begun = driver.look()
     on_begin(_describe_map(driver, begun))

@@ -20,7 +20,7 @@ from broker.clouds.kubernetes import node_program
 from broker.clouds.kubernetes.api import KubernetesApi, RunKubectl, call_all, try_read
 from broker.clouds.kubernetes.manifest import find_pool, make_pod, name_gang, read_record
 from broker.clouds.kubernetes.nodes import count_room
-from broker.clouds.kubernetes.states import find_obstacle, find_state, is_kept
+from broker.clouds.kubernetes.states import find_obstacle, find_state, is_kept, is_outlived
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -103,7 +103,8 @@ class KubernetesCloud:
     async def list_nodes(self, owner: str) -> NodeList:
         """List the pods of every context. A context that does not answer is reported as an unseen region.
 
-        Pods that have not started within the time that `find_obstacle` gives them are deleted.
+        Pods that have not started within the time that `find_obstacle` gives them are deleted, and those in which only
+        containers of others still run.
         """
         apis = self._list_apis()
         answers = await call_all([partial(self._list_context, api, owner) for api in apis])
@@ -136,10 +137,14 @@ class KubernetesCloud:
         raise_first(await call_all(calls))
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
-        """Remove the records of ended pods; those of clusters in `keep` stay for an hour. Return their number."""
-        calls = []
-        for api in self._list_apis():
-            for pod in await api.list_pods(owner=owner):
+        """Remove the records of ended pods; those of clusters in `keep` stay for an hour. Return their number.
+
+        A context that does not answer does not keep the others from it; its error is raised at the end.
+        """
+        calls, apis = [], self._list_apis()
+        answers = await call_all([partial(api.list_pods, owner=owner) for api in apis])
+        for api, answer in zip(apis, answers, strict=True):
+            for pod in () if isinstance(answer, BaseException) else answer:
                 record = read_record(pod)
                 if record is None or not is_kept(pod):
                     continue
@@ -147,7 +152,7 @@ class KubernetesCloud:
                 is_recent = ended_s is None or self._clock.now_s() - ended_s < KEPT_S
                 if state is NodeState.TERMINATED and not (record["cluster"] in keep and is_recent):
                     calls.append(partial(self._forget, api, pod["metadata"]["name"]))
-        raise_first(await call_all(calls))
+        raise_first([*await call_all(calls), *answers])
         return len(calls)
 
     async def _forget(self, api: KubernetesApi, name: str) -> None:
@@ -156,14 +161,15 @@ class KubernetesCloud:
 
     async def _list_context(self, api: KubernetesApi, owner: str) -> Sequence[Node]:
         pods = await api.list_pods(owner=owner)
-        stuck = [pod["metadata"]["name"] for pod in pods if read_record(pod) and self._is_stuck(api.context, pod)]
+        ours = [pod for pod in pods if read_record(pod) and not pod["metadata"].get("deletionTimestamp")]
+        stuck = [pod["metadata"]["name"] for pod in ours if is_outlived(pod) or self._is_stuck(api.context, pod)]
         raise_first(await call_all([partial(api.delete, name, api.context.namespace) for name in stuck]))
         return self._make_nodes(api.context, pods)
 
     def _is_stuck(self, context: KubernetesContext, pod: Mapping[str, Any]) -> bool:
         """Return whether a pod will not start: its image cannot be pulled, or no node has had room for it for long."""
         obstacle = find_obstacle(pod)
-        if obstacle is None or pod["metadata"].get("deletionTimestamp"):
+        if obstacle is None:
             return False
         why, limit_s, since_s = obstacle
         if why.startswith("no room") and (context.is_autoscaled or context.queue):

@@ -18,6 +18,7 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
+from broker.sites.kubernetes import CONTAINER_NAME
 from broker.types import NodeEnd, NodeState
 
 
@@ -83,6 +84,22 @@ ERRORS: Mapping[str, type[CloudError]] = {
     "Expired": TransientError,
     "ServiceUnavailable": TransientError,
 }
+POLICY_DENIAL = "denied the request"  # by an admission webhook (Kyverno, Gatekeeper), often without a reason
+ROLE_HINT = "`broker check --policy kubernetes` prints the Role that suffices, for the cluster's administrator"
+# Text of a refusal -> class and hint, in the order in which they are looked for.
+DENIALS: Sequence[tuple[str, type[CloudError], str]] = (
+    ("exceeded quota", QuotaError, "`kubectl --context={context} describe quota` shows the namespace's limits"),
+    ("status unknown for quota", TransientError, "the server has not counted the namespace's quota yet"),
+    ("failed quota", DeniedError, "`kubectl --context={context} describe quota` shows what each pod must state"),
+    # A LimitRange refuses sizes: another share of a node may be within it.
+    (" usage per ", InvalidRequestError, "`kubectl --context={context} describe limits` shows the sizes it admits"),
+    (" limit to request ratio per ", InvalidRequestError, "`kubectl --context={context} describe limits` shows them"),
+    ("violates PodSecurity", DeniedError, "set the required `securityContext` in `pod_config` (docs/KUBERNETES.md)"),
+    (POLICY_DENIAL, DeniedError, "a policy of the cluster refuses the pod; `pod_config` can add what it requires"),
+    ("because it is being terminated", DeniedError, "name another `namespace` in `kubernetes.yaml`"),
+    ("service account", DeniedError, "name an existing `service_account` in `kubernetes.yaml`"),
+    ("PriorityClass", DeniedError, "name an existing `priority_class` in `kubernetes.yaml`"),
+)
 _STATUS = re.compile(r"(?:Error from server|error: [^()]*server) \((\w+)\)")
 # kubectl's own messages for requests that never reached a server. They have no codes.
 UNSENT = ("connection refused", "was refused", "no such host", "no route to host", "network is unreachable")
@@ -98,13 +115,18 @@ def find_error(stderr: str, context: str) -> CloudError:
     message = f"context `{context}`: {re.sub(r'^(error|Error from server)( [(][A-Za-z]+[)])?: ', '', line)[:400]}"
     found = _STATUS.search(stderr)
     kind = ERRORS.get(found[1]) if found else _guess_kind(stderr)
-    if kind is DeniedError and "exceeded quota" in stderr:  # the server has one reason for both
-        hint = f"`kubectl --context={context} describe quota` shows the namespace's limits"
-        return QuotaError(message, hints=(hint,))
-    if kind is DeniedError:
-        hint = "`broker check --policy kubernetes` prints the Role that suffices, for the cluster's administrator"
-        return DeniedError(message, scope="region", hints=(hint,))
+    if kind is DeniedError or (found is None and POLICY_DENIAL in stderr):
+        return _explain_denial(message, stderr, context)
     return (kind or UnknownOutcomeError)(message, hints=(LOGIN_HINT,) if kind is AuthError else ())
+
+
+def _explain_denial(message: str, stderr: str, context: str) -> CloudError:
+    """Return the error for a refused request: the server has one reason for missing permissions, limits and policies,
+    and none for a policy of a webhook."""
+    for text, kind, hint in DENIALS:
+        if text in stderr:
+            return kind(message, hints=(hint.format(context=context),))
+    return DeniedError(message, scope="region", hints=(ROLE_HINT,))
 
 
 def _guess_kind(stderr: str) -> type[CloudError] | None:
@@ -120,32 +142,53 @@ def _guess_kind(stderr: str) -> type[CloudError] | None:
 
 
 def find_state(pod: Mapping[str, Any], *, is_spot: bool) -> tuple[NodeState, str, float | None]:
-    """Return the node's state, why it ended, and when. Only containers that have ended make a node TERMINATED."""
+    """Return the node's state, why it ended, and when. Only our container's end makes a node TERMINATED, or the word of
+    an administrator that its silent host is off.
+
+    A cluster may add containers of its own to a pod, such as the proxy of a service mesh, which run on.
+    """
     metadata, status = pod["metadata"], pod.get("status", {})
-    ended = [each["state"]["terminated"] for each in _list_containers(pod) if "terminated" in each.get("state", {})]
+    own = _find_container(pod).get("state", {})
+    ended = own.get("terminated")
     is_unplaced = bool(metadata.get("deletionTimestamp")) and not pod["spec"].get("nodeName")
-    is_over = status.get("phase") in ("Succeeded", "Failed")
-    if is_over or is_unplaced or (ended and len(ended) == len(pod["spec"]["containers"])):
-        times = [read_time(each.get("finishedAt")) for each in ended] or [read_time(metadata.get("deletionTimestamp"))]
-        ended_s = max((each for each in times if each is not None), default=None)
+    if status.get("phase") in ("Succeeded", "Failed") or is_unplaced or ended or _is_given_up(pod):
+        ended_s = read_time((ended or {}).get("finishedAt") or metadata.get("deletionTimestamp"))
         return NodeState.TERMINATED, find_reason(pod, ended, is_spot=is_spot), ended_s
-    is_running = any("running" in each.get("state", {}) for each in _list_containers(pod))
-    return (NodeState.RUNNING if is_running and status.get("podIP") else NodeState.PENDING), "", None
+    return (NodeState.RUNNING if "running" in own and status.get("podIP") else NodeState.PENDING), "", None
 
 
-def find_reason(pod: Mapping[str, Any], ended: Sequence[Mapping[str, Any]], *, is_spot: bool) -> str:
-    """Return why a pod ended: the cluster's disruption, the machine's exit code, or the request to delete it."""
+def is_outlived(pod: Mapping[str, Any]) -> bool:
+    """Return whether our container has ended, but others keep the pod, with its cards, until it is deleted."""
+    is_ended = "terminated" in _find_container(pod).get("state", {})
+    return is_ended and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+
+
+def _is_given_up(pod: Mapping[str, Any]) -> bool:
+    """Return whether the pod was deleted by force (`kubectl delete --force`) on a host that is silent.
+
+    The finalizer keeps its object, and no kubelet will ever report the end of its containers. The node's controller has
+    set its condition Ready to False; on a living host the kubelet ends the containers and reports it.
+    """
+    is_forced = pod["metadata"].get("deletionGracePeriodSeconds") == 0
+    return is_forced and bool(_list_conditions(pod, "Ready", value="False"))
+
+
+def find_reason(pod: Mapping[str, Any], ended: Mapping[str, Any] | None, *, is_spot: bool) -> str:
+    """Return why a pod ended: the cluster's disruption, the machine's exit code (of `ended`, the end of our container),
+    or the request to delete it."""
     status = pod.get("status", {})
     disruption = next((each for each in _list_conditions(pod, "DisruptionTarget")), {})
-    code = next((each.get("exitCode") for each in ended), None)
+    code = ended.get("exitCode") if ended else None
     if code in EXIT_REASONS:
         return EXIT_REASONS[code]
     reason = REASONS.get(status.get("reason", "")) or DISRUPTIONS.get(disruption.get("reason", ""), "")
+    if not reason and not ended and _is_given_up(pod):
+        reason = "node lost"
     if reason == "node lost" and is_spot:
         return NodeEnd.PREEMPTED
     if reason:
         return reason
-    if any(each.get("reason") == "OOMKilled" for each in ended):
+    if ended and ended.get("reason") == "OOMKilled":
         return "out of memory"
     if stuck := find_obstacle(pod):
         return stuck[0]
@@ -159,7 +202,7 @@ def find_obstacle(pod: Mapping[str, Any]) -> tuple[str, float, float | None] | N
     for each in _list_containers(pod):
         waiting = each.get("state", {}).get("waiting", {})
         if (reason := waiting.get("reason", "")) in STUCK_S:
-            image = next(iter(pod["spec"]["containers"]))["image"]
+            image = next(one for one in pod["spec"]["containers"] if one["name"] == each["name"])["image"]
             return f"{reason}: image `{image}`", STUCK_S[reason], read_time(pod["status"].get("startTime"))
     for condition in _list_conditions(pod, "PodScheduled", value="False"):
         if condition.get("reason") == "Unschedulable":
@@ -180,6 +223,11 @@ def read_time(text: str | None) -> float | None:
 
 def _list_containers(pod: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return pod.get("status", {}).get("containerStatuses") or ()
+
+
+def _find_container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the status of our container; empty while the kubelet has not reported any."""
+    return next((each for each in _list_containers(pod) if each.get("name") == CONTAINER_NAME), {})
 
 
 def _list_conditions(pod: Mapping[str, Any], kind: str, *, value: str = "True") -> Sequence[Mapping[str, Any]]:

@@ -12,11 +12,12 @@ from broker.clouds.slurm.commands import RunCommand, ask, parse_pairs, run_comma
 from broker.config import Config
 from broker.errors import BrokerError, CloudError
 from broker.sites import find_file
-from broker.sites.facts import Machine, find_facts, name_accelerator
+from broker.sites.facts import Machine, find_facts, is_part, name_accelerator
 from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions, write_partitions
 
 FIELDS = ("%R", "%c", "%m", "%G", "%D", "%a", "%l")
-GRES = re.compile(r"gpu:(?:(?P<kind>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
+# A type may begin with a digit: `gpu:2080ti:8(S:0-1)`; without a type, `gpu:4`.
+GRES = re.compile(r"(?:^|,)gpu:(?:(?P<kind>[^:,()]+):)?(?P<count>\d+)(?=[,(]|$)")
 
 
 async def inspect(config: Config, *, clock: Clock, run: RunCommand = run_command) -> Sequence[CheckResult]:
@@ -63,7 +64,7 @@ def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
         if availability != "up":
             continue
         rule = by_name.get(name, {})
-        card = GRES.search(gres)
+        card = find_card(gres)
         kind = (card["kind"] or "") if card else ""
         found.append(
             Partition(
@@ -77,7 +78,7 @@ def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
                 node_count=int(count),
                 is_preemptible=is_preemptible(rule, highest),
                 grace_s=float(rule.get("GraceTime", 0)),
-                time_limit=limit,
+                time_limit=find_time_limit(rule, limit),
                 gres=kind,
             )
         )
@@ -87,6 +88,21 @@ def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
 def is_preemptible(rule: Mapping[str, str], highest: int) -> bool:
     """Return whether Slurm may preempt jobs of the partition `rule`; `highest`: the highest priority tier of all."""
     return rule.get("PreemptMode", "OFF") != "OFF" and int(rule.get("PriorityTier", 1)) < highest
+
+
+def find_card(gres: str) -> re.Match[str] | None:
+    """Return the first type of whole cards of a node, and their number; parts of cards (MIG) are not offered."""
+    return next((each for each in GRES.finditer(gres) if not is_part(each["kind"] or "")), None)
+
+
+def find_time_limit(rule: Mapping[str, str], limit: str) -> str:
+    """Return the limit to request, the partition's longest; "" to leave the choice to Slurm, where none is set.
+
+    Without a request, Slurm would take the partition's default time, often an hour, even if there is no maximum.
+    """
+    if limit[:1].isdigit():
+        return limit
+    return "UNLIMITED" if rule.get("DefaultTime", "NONE") != "NONE" else ""
 
 
 def judge_cluster(cluster: SlurmCluster, answer: Sequence[Partition] | CloudError, *, is_needed: bool) -> CheckResult:

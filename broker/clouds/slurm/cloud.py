@@ -58,7 +58,7 @@ class SlurmCloud:
         self._read = read
         self._clock = clock
         self._run = run
-        self._addresses: dict[tuple[str, int], Sequence[tuple[str, str]]] = {}
+        self._addresses: dict[tuple[str, str], Sequence[tuple[str, str]]] = {}  # by the nodes: a job may be moved
         self._ends: dict[tuple[str, int], tuple[str, float]] = {}  # job -> why and when it ended
 
     async def check(self) -> None:
@@ -219,7 +219,7 @@ class SlurmCloud:
         return self._ends[key]
 
     async def _find_addresses(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[tuple[str, str]]:
-        key = (cluster.name, job.id)
+        key = (cluster.name, job.node_list)
         if key not in self._addresses and job.node_list:
             self._addresses[key] = await find_addresses(self._run, cluster, job.node_list)
         return self._addresses.get(key, ())

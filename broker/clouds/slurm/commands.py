@@ -72,12 +72,19 @@ async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None 
         text = await ask(run, cluster, argv)
     except UnknownOutcomeError as error:  # listing has no third outcome: it failed
         raise TransientError(error.message) from error
-    return [parse_line(line) for line in text.splitlines() if line.strip()]
+    return [job for line in text.split("\n") if (job := parse_line(line)) is not None]
 
 
-def parse_line(line: str) -> QueuedJob:
-    """Parse one line of `squeue`. Times that Slurm does not know are N/A."""
+def parse_line(line: str) -> QueuedJob | None:
+    """Parse one line of `squeue`; None for a line that cannot be of a job of ours. Times that Slurm does not know are
+    N/A.
+
+    The list has all jobs of the user: tasks of arrays (`7_3`, `7_[1-9%2]`), parts of heterogeneous jobs (`7+1`), and
+    comments of several lines.
+    """
     words = line.split("|", len(FIELDS) - 1)
+    if len(words) < len(FIELDS) or not (words[0].isdecimal() and words[3].isdecimal()):
+        return None
 
     def read_time(text: str) -> float | None:
         return float(text) if text.isdigit() else None
@@ -120,4 +127,4 @@ async def find_addresses(run: RunCommand, cluster: SlurmCluster, node_list: str)
     text = await ask(run, cluster, ["scontrol", "-o", "show", "node", node_list])
     by_name = {pairs["NodeName"]: pairs for line in text.splitlines() if (pairs := parse_pairs(line))}
     names = (await ask(run, cluster, ["scontrol", "show", "hostnames", node_list])).split()
-    return [(name, by_name[name].get("NodeAddr") or name) for name in names]
+    return [(name, by_name.get(name, {}).get("NodeAddr") or name) for name in names]

@@ -40,7 +40,7 @@ def make_argv(cluster: SlurmCluster, partition: Partition, request: NodeRequest,
     """Return the command. `--requeue` is off, as broker recovers the job; equal names never run twice (`singleton`)."""
     offer = request.placement.offer
     name, _, qos = (offer.zone or "").partition("@")
-    time = cluster.time or (partition.time_limit if partition.time_limit[:1].isdigit() else None)
+    time = cluster.time or (partition.time_limit if partition.time_limit != "infinite" else "")
     argv = [
         "sbatch",
         "--parsable",

@@ -124,8 +124,9 @@ ERRORS: Mapping[str, type[CloudError]] = {
     "Burst Buffer resource limit exceeded": QuotaError,
     # permissions
     "Access/permission denied": AuthError,
-    "User's group not permitted to use this partition": AuthError,
-    "Invalid account or account/partition combination specified": AuthError,
+    # not in this partition: others of the cluster may be open to the user
+    "User's group not permitted to use this partition": InvalidRequestError,
+    "Invalid account or account/partition combination specified": InvalidRequestError,
     "Access denied to requested reservation": AuthError,
     "Burst Buffer permission denied": AuthError,
     "Protocol authentication error": AuthError,
@@ -165,24 +166,34 @@ GONE = (
     "Job is not running",
     "Job is not pending nor running",
 )
-HINTS: Mapping[type[CloudError], tuple[str, ...]] = {
-    AuthError: ("ask your site for access, or name your account: `options: [--account=NAME]` in `slurm.yaml`",),
+# The answer of slurmctld, not of its absence, if the site's submission plugin refuses a job; the reason precedes it.
+REFUSAL = "Unspecified error"
+REFUSAL_HINTS = ("the site's rules refuse the job: add what they require to `options` in `slurm.yaml`",)
+ACCESS_HINTS = ("ask your site for access, or name your account: `options: [--account=NAME]` in `slurm.yaml`",)
+HINTS: Mapping[type[CloudError] | str, tuple[str, ...]] = {
+    "User's group not permitted to use this partition": ACCESS_HINTS,
+    "Invalid account or account/partition combination specified": ACCESS_HINTS,
+    AuthError: ACCESS_HINTS,
     QuotaError: ("`sacctmgr show assoc user=$USER` and `sacctmgr show qos` show your limits",),
 }
 
 
 def find_error(stderr: str) -> CloudError:
     """Return the error for the output of a Slurm command. An unknown text leaves the outcome unknown."""
-    text = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no answer").strip()
-    message = re.sub(r"^\w+: (error|fatal): ", "", text)
-    message = f"Slurm: {message.removeprefix('Batch job submission failed: ')}"
-    found = max((key for key in ERRORS if key in stderr), key=len, default=None)
+    lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in stderr.splitlines() if line.strip()]
+    *earlier, last = lines or ["no answer"]
+    last = re.sub(r"^(Batch job submission failed|allocation failure): ", "", last)
+    is_refusal = last == REFUSAL
+    message = f"Slurm: {'; '.join(earlier[-3:]) if is_refusal and earlier else last}"
+    found = max((key for key in ERRORS if key in stderr), key=len, default=REFUSAL if is_refusal else None)
+    if found == REFUSAL:
+        return InvalidRequestError(message, hints=REFUSAL_HINTS)
     if found is None:
         return UnknownOutcomeError(message)
     kind = ERRORS[found]
     if kind is CapacityError:
         return CapacityError(message, scope="zone")
-    return kind(message, hints=HINTS.get(kind, ()))
+    return kind(message, hints=HINTS.get(found) or HINTS.get(kind, ()))
 
 
 def find_state(state: str) -> tuple[NodeState, str]:

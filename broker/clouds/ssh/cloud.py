@@ -22,6 +22,7 @@ from broker.clouds.ssh.hosts import RunOnHost, call_host, fence, run_by_ssh
 from broker.clouds.ssh.memory import HostMemory
 from broker.config import Config
 from broker.errors import (
+    AuthError,
     BrokerError,
     CapacityError,
     CloudError,
@@ -179,12 +180,14 @@ class SshCloud:
                 return_exceptions=True,
             )
             for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
                 if isinstance(answer, Node):
                     claimed[answer.rank] = answer
-                else:
+                elif isinstance(answer, str):
                     holders.append(answer)
+            if failed := next((each for each in answers if isinstance(each, BaseException)), None):
+                if claimed and isinstance(failed, AuthError):  # which would mean that nothing was claimed
+                    raise UnknownOutcomeError(f"a part of the gang was claimed: {failed.message}") from failed
+                raise failed
             missing = [rank for rank in missing if rank not in claimed]
         return claimed, holders
 

@@ -2,7 +2,7 @@
 
 A claim is a folder ~/.broker-pool/NODE with the machine of the local cloud in it (`local_machine.py`, sent along),
 which holds a lock on the host while it lives. Everything is read from processes and locks: a host that lost power has
-released its claim by the time it answers again.
+released its claim by the time it answers again. Hosts may share the home folder: each sees only the claims made on it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(request: dict[str, object], machine: str) -> None:
         answer = probe()
     else:
         folders = [os.path.join(root, name) for name in sorted(os.listdir(root))]
-        found = [observe(folder) for folder in folders if os.path.isfile(os.path.join(folder, "node.json"))]
+        found = [observe(folder) for folder in folders if is_of_host(folder)]
         answer = [each for each in found if each and each["owner"] == request["owner"]]
     print(json.dumps({"answer": answer}))
 
@@ -61,7 +61,9 @@ def claim(root: str, request: dict[str, object], machine: str) -> object:
         socket = os.path.join(make_socket_folder(), hashlib.sha256(folder.encode()).hexdigest()[:16] + ".sock")
         # The address at which sshd was reached: the file may contain a name that only the user's machine resolves.
         address = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2] or record["address"]
-        write_json(os.path.join(aside, "node.json"), {**record, "socket": socket, "address": address})
+        write_json(
+            os.path.join(aside, "node.json"), {**record, "socket": socket, "address": address, "made_on": identify()}
+        )
         os.rename(aside, folder)
     if not is_alive(folder) and not os.path.exists(os.path.join(folder, "ended.json")):
         program = os.path.join(root, f"machine-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.py")
@@ -102,7 +104,7 @@ def observe(folder: str) -> dict[str, object] | None:
 
 def end(folder: str, *, is_forgotten: bool) -> bool:
     """End all processes of a claim, remove its files and release the host. Return True once nothing is left of it."""
-    if os.path.basename(folder) in ("", ".", "..") or not os.path.isfile(os.path.join(folder, "node.json")):
+    if os.path.basename(folder) in ("", ".", "..") or not is_of_host(folder):
         return True
     if not os.path.exists(os.path.join(folder, "ended.json")):
         write_json(os.path.join(folder, "ended.json"), {"reason": "terminated", "ended_s": time.time()})
@@ -131,6 +133,33 @@ def probe() -> dict[str, object]:
     return {"vcpus": len(os.sched_getaffinity(0)), "memory_gib": round(pages / 2**30, 1), "cards": cards}
 
 
+def identify() -> dict[str, str]:
+    """Return the current boot of this host, and a name of the host that later boots keep."""
+    found = {"boot": "", "host": os.uname().nodename}
+    for name, path in (("boot", "/proc/sys/kernel/random/boot_id"), ("id", "/etc/machine-id")):
+        try:
+            with open(path, encoding="ascii") as file:
+                found[name] = file.read().strip()
+        except OSError:
+            pass
+    return found
+
+
+def is_of_host(folder: str) -> bool:
+    """Return whether the folder is a claim made on this host: in a home folder that hosts share, each lists its own.
+
+    The processes and locks of another host's claim may be invisible here, so it would be taken for dead and removed.
+    """
+    record = read_json(os.path.join(folder, "node.json"))
+    if record is None:
+        return False
+    own, made = identify(), record.get("made_on")
+    if not isinstance(made, dict):  # a claim of an earlier version
+        return True
+    is_same_boot = bool(own["boot"]) and made.get("boot") == own["boot"]
+    return is_same_boot or (made.get("host"), made.get("id")) == (own["host"], own.get("id"))
+
+
 def is_alive(folder: str) -> bool:
     """Return whether the claim's machine is alive: it holds a lock that the kernel releases with it."""
     try:
@@ -151,7 +180,7 @@ def read_holder(root: str) -> str:
     for name in os.listdir(root):
         folder = os.path.join(root, name)
         record = read_json(os.path.join(folder, "node.json"))
-        if record and is_alive(folder):
+        if record and is_of_host(folder) and is_alive(folder):
             return f"cluster {record['cluster']} of broker {record['owner']}"
     return ""
 

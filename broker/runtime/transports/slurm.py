@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from broker.clock import Clock
@@ -41,7 +42,7 @@ class SlurmTransport(MachineTransport):
         step = ["srun", "--overlap", "--quiet", f"--jobid={job}", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
         step += ["--mem=0", *(["--pty"] if has_terminal else ["--unbuffered"])]
         if cluster.login is None:
-            return [*step, *command]
+            return ["env", *list_removals(os.environ), *step, *command]  # noqa: TID251 - of this allocation, not of ours
         argv = cluster.login.make_argv("-t" if has_terminal else "-T")
         return [*argv, "exec " + shlex.join([*step, *command])]
 
@@ -52,3 +53,10 @@ class SlurmTransport(MachineTransport):
     def _clusters(self) -> Mapping[str, SlurmCluster]:
         path = find_file("slurm", self._config.home)
         return read_clusters(path) if path else {}
+
+
+def list_removals(environment: Iterable[str]) -> list[str]:
+    """Return the options of `env` that remove Slurm's variables: broker may run inside an allocation of its own, whose
+    GPUs and environment (`SLURM_GPUS`, `SLURM_EXPORT_ENV`) srun would request for the step, and fail."""
+    names = [name for name in sorted(environment) if name.startswith("SLURM") and name != "SLURM_CONF"]
+    return [word for name in names for word in ("-u", name)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from broker.clouds.kubernetes import states
 from broker.clouds.kubernetes.cloud import KubernetesCloud
-from broker.clouds.kubernetes.manifest import FINALIZER, name_gang
+from broker.clouds.kubernetes.manifest import FINALIZER, REQUEST_ANNOTATION, make_record, name_gang
 from broker.errors import (
     CapacityError,
     DeniedError,
@@ -20,6 +22,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from broker.sites.kubernetes import KubernetesContext
+from broker.sites.openssh import Completed
 from broker.types import MachineSpec, NodeState
 from tests.clouds.beds import OWNER, count_living, list_of, make_request, wait_for, wait_state
 from tests.clouds.kubernetes.api_server import ApiServer
@@ -222,6 +225,49 @@ def test_sweep_keeps_recent_records_of_living_clusters(bed: KubernetesBed) -> No
         assert not list_names(bed)
 
     bed.run(act())
+
+
+def test_sweep_of_the_other_contexts_goes_on_without_one_that_does_not_answer(bed: KubernetesBed) -> None:
+    contexts = {
+        name: KubernetesContext(name=name, context=name, kubeconfig=bed.server.kubeconfig, namespace="ml")
+        for name in ("gone", "test")
+    }
+    cloud = KubernetesCloud(lambda: (contexts, {"test": [bed.pool]}), clock=bed.clock)
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.terminate_nodes(await bed.cloud.create_nodes(request))
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+        with pytest.raises(Exception, match="gone"):
+            await cloud.sweep(OWNER, [])
+        assert not list_names(bed)
+
+    bed.run(act())
+
+
+def test_pod_kept_by_a_container_of_others_is_deleted(bed: KubernetesBed) -> None:
+    """The proxy of a service mesh runs on after our container, and would keep the pod's cards."""
+    record = make_record(make_request(bed), 0, now_s=1.0)
+    ended = {"name": "node", "state": {"terminated": {"exitCode": 71, "finishedAt": "2026-11-24T18:00:00Z"}}}
+    pod = {
+        "metadata": {"name": "p-0", "namespace": "ml", "annotations": {REQUEST_ANNOTATION: json.dumps(record)}},
+        "spec": {"nodeName": "n0", "containers": [{"name": "node"}, {"name": "istio-proxy"}]},
+        "status": {
+            "phase": "Running", "podIP": "10.0.0.1",
+            "containerStatuses": [{"name": "istio-proxy", "state": {"running": {}}}, ended],
+        },
+    }  # fmt: skip
+    calls: list[Sequence[str]] = []
+
+    async def run(context: KubernetesContext, words: Sequence[str], stdin: bytes) -> Completed:
+        calls.append(words)
+        return Completed(returncode=0, stdout=json.dumps({"items": [pod]}).encode(), stderr=b"")
+
+    context = KubernetesContext(name="test", context="test", namespace="ml")
+    cloud = KubernetesCloud(lambda: ({"test": context}, {}), clock=bed.clock, run=run)
+    (node,) = asyncio.run(cloud.list_nodes(OWNER)).nodes
+    assert (node.state, node.reason) == (NodeState.TERMINATED, "lease")
+    assert [words[2].partition("?")[0] for words in calls if words[0] == "delete"] == ["/api/v1/namespaces/ml/pods/p-0"]
 
 
 def test_pods_of_others_with_our_labels_are_left_alone(bed: KubernetesBed) -> None:

@@ -16,11 +16,13 @@ from broker.clouds.kubernetes.states import (
     find_error,
     find_obstacle,
     find_state,
+    is_outlived,
 )
 from broker.errors import (
     AuthError,
     CloudError,
     DeniedError,
+    InvalidRequestError,
     QuotaError,
     ThrottledError,
     TransientError,
@@ -69,6 +71,16 @@ def test_every_reason_of_the_api_server_has_a_class() -> None:
     [
         ('Error from server (Forbidden): pods is forbidden: User "a" cannot create resource "pods"', DeniedError),
         ('Error from server (Forbidden): pods "a" is forbidden: exceeded quota: team, requested: pods=1', QuotaError),
+        ('Error from server (Forbidden): pods "a" is forbidden: status unknown for quota: team, resources: pods',
+         TransientError),
+        ('Error from server (Forbidden): pods "a" is forbidden: [maximum memory usage per Container is 4Gi, but limit '
+         "is 16Gi]", InvalidRequestError),
+        ('Error from server (Forbidden): pods "a" is forbidden: violates PodSecurity "restricted:latest": '
+         "runAsNonRoot != true", DeniedError),
+        ('Error from server: admission webhook "validate.kyverno.svc-fail" denied the request: label `team` is missing',
+         DeniedError),
+        ('Error from server (Forbidden): admission webhook "validation.gatekeeper.sh" denied the request: [team] x',
+         DeniedError),
         ("error: You must be logged in to the server (Unauthorized)", AuthError),
         ("error: You must be logged in to the server (the server has asked for the client to provide credentials)",
          AuthError),
@@ -94,6 +106,52 @@ def test_errors_of_kubectl_have_classes(stderr: str, kind: type[CloudError]) -> 
     assert type(error) is kind
     assert "lab" in error.message
     assert error.hints or kind not in (AuthError, DeniedError, QuotaError)
+
+
+def test_hint_of_a_refusal_names_what_refused() -> None:
+    """The hint about the Role sends the user to an administrator who can do nothing."""
+    forbidden = 'Error from server (Forbidden): pods "a" is forbidden: '
+    for text, word in (
+        (f"{forbidden}[maximum cpu usage per Pod is 2, but limit is 8]", "describe limits"),
+        (f'{forbidden}violates PodSecurity "restricted:latest": x', "securityContext"),
+        ('Error from server: admission webhook "w" denied the request: no', "policy of the cluster"),
+        (f"{forbidden}unable to create new content in namespace ml because it is being terminated", "`namespace`"),
+        (f'{forbidden}error looking up service account ml/x: serviceaccount "x" not found', "`service_account`"),
+        (f"{forbidden}no PriorityClass with name x was found", "`priority_class`"),
+        (f"{forbidden}failed quota: team: must specify limits.ephemeral-storage", "describe quota"),
+    ):
+        hints = find_error(text, "lab").hints
+        assert word in hints[0] and "--policy kubernetes" not in hints[0], text
+
+
+def add_sidecar(pod: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Add the container that a service mesh injects; the kubelet lists statuses by name, not in the order of `spec`."""
+    pod["spec"]["containers"].append({"name": "istio-proxy", "image": "proxy"})
+    own = pod["status"].get("containerStatuses", [])
+    pod["status"]["containerStatuses"] = [{"name": "istio-proxy", "state": state}, *own]
+    return pod
+
+
+def test_container_of_others_neither_starts_nor_keeps_a_node() -> None:
+    ended = add_sidecar(make_pod(state=end_with(71)), RUNNING)
+    assert find_state(ended, is_spot=False)[:2] == (NodeState.TERMINATED, "lease")
+    assert is_outlived(ended), "it would keep its cards"
+    waiting = add_sidecar(make_pod("Pending", state={"waiting": {"reason": "ImagePullBackOff"}}), RUNNING)
+    assert find_state(waiting, is_spot=False)[0] is NodeState.PENDING and not is_outlived(waiting)
+    running = add_sidecar(make_pod(state=RUNNING), end_with(71))
+    assert find_state(running, is_spot=False)[0] is NodeState.RUNNING and not is_outlived(running)
+    assert not is_outlived(make_pod("Failed", state=end_with(1)))
+
+
+def test_pod_that_was_deleted_by_force_on_a_silent_host_is_gone() -> None:
+    pod = make_pod(state=RUNNING, is_deleted=True)
+    pod["metadata"]["deletionGracePeriodSeconds"] = 0
+    assert find_state(pod, is_spot=False)[0] is NodeState.RUNNING, "its kubelet ends it"
+    pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    assert find_state(pod, is_spot=False)[:2] == (NodeState.TERMINATED, "node lost")
+    assert find_state(pod, is_spot=True)[1] == "preempted"
+    pod["metadata"]["deletionGracePeriodSeconds"] = 1  # broker's own request
+    assert find_state(pod, is_spot=False)[0] is NodeState.RUNNING
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from broker.sites.facts import Machine
 from broker.sites.openssh import Completed
 from broker.sites.slurm import Partition, SlurmCluster
 from broker.types import Node, Offer
-from tests.clouds.contract import Bed, CloudContract
+from tests.clouds.contract import Bed, CloudContract, make_request
 from tests.clouds.slurm.real import GRACE_S, RealSlurm
 
 pytestmark = pytest.mark.long
@@ -82,3 +83,20 @@ def bed(slurm: RealSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmBed]
 
 class TestSlurm(CloudContract):
     pass
+
+
+def test_other_jobs_of_the_user_do_not_disturb_the_list(bed: SlurmBed) -> None:
+    """Arrays, heterogeneous jobs and comments of several lines are in `squeue --me`, too."""
+    common = ("--parsable", "--partition=low", "--output=/dev/null", "--mem=100M")
+    bed.slurm.run("sbatch", *common, "--array=0-3%1", "--comment=two\nlines | more", "--wrap=sleep 60")
+    bed.slurm.run("sbatch", *common, "--hold", ":", "--mem=100M", "--partition=low", "--wrap=sleep 60")
+    listed = bed.slurm.run("squeue", "-h", "-a", "-t", "all", "-o", "%i")
+    assert "_" in listed and "+" in listed
+
+    async def act() -> None:
+        request = make_request(bed, node_count=2)
+        created = await bed.cloud.create_nodes(request)
+        assert [node.id for node in await bed.cloud.list_nodes(request.owner)] == [node.id for node in created]
+        await bed.cloud.terminate_nodes(created)
+
+    asyncio.run(act())

@@ -54,6 +54,21 @@ def test_unlimited_partition_gets_no_time_limit() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("default", "limit", "expected"),
+    [
+        ("NONE", "infinite", None),
+        ("01:00:00", "infinite", "--time=UNLIMITED"),
+        ("01:00:00", "2-00:00:00", "--time=2-00:00:00"),
+    ],
+)
+def test_default_time_of_a_partition_does_not_end_a_job(default: str, limit: str, expected: str | None) -> None:
+    rules = f"PartitionName=gpu DefaultTime={default} MaxTime=UNLIMITED State=UP\n"
+    (partition,) = parse_partitions(f"gpu|8|1024|(null)|1|up|{limit}\n", rules)
+    argv = make_argv(SlurmCluster(name="hpc"), partition, make_request(), now_s=1.0)
+    assert [each for each in argv if each.startswith("--time")] == ([expected] if expected else [])
+
+
 def test_job_is_named_by_owner_and_token_alone() -> None:
     assert name_job("me", "a") == name_job("me", "a")
     assert len({name_job("me", "a"), name_job("me", "b"), name_job("you", "a")}) == 3
@@ -100,14 +115,48 @@ def test_partitions_are_read_from_sinfo_and_scontrol() -> None:
     assert (gpu.machine.accelerator, gpu.machine.accelerator_count) == ("H100", 8)
 
 
-def test_cards_without_a_type_are_still_cards() -> None:
-    (partition,) = parse_partitions("gpu|8|1024|gpu:4|1|up|infinite\n", "")
-    assert (partition.machine.accelerator_count, partition.gres) == (4, "")
+@pytest.mark.parametrize(
+    ("gres", "kind", "name", "count"),
+    [
+        ("gpu:4", "", "GPU", 4),
+        ("gpu:4(S:0-1)", "", "GPU", 4),
+        ("gpu:2080ti:8(S:0-1)", "2080ti", "RTX2080TI", 8),
+        ("gpu:3090:4", "3090", "RTX3090", 4),
+        ("gpu:rtx_3090:4", "rtx_3090", "RTX3090", 4),
+        ("gpu:nvidia_a100-sxm4-80gb:8(S:0-1)", "nvidia_a100-sxm4-80gb", "A100-80GB", 8),
+        ("gpu:tesla_v100:2", "tesla_v100", "V100", 2),
+        ("gpu:1g.5gb:7", "", None, 0),
+        ("gpu:a100_1g.5gb:14(S:0),gpu:a100:2(S:1)", "a100", "A100", 2),
+        ("nvme:1,gpu:a100:2,shard:8", "a100", "A100", 2),
+        ("vgpu:3", "", None, 0),
+    ],
+)
+def test_cards_are_read_from_the_gres_of_a_partition(gres: str, kind: str, name: str | None, count: int) -> None:
+    (partition,) = parse_partitions(f"gpu|8|1024|{gres}|1|up|infinite\n", "")
+    found = partition.machine
+    assert (partition.gres, found.accelerator, found.accelerator_count) == (kind, name, count)
 
 
 def test_line_of_squeue_is_read_whatever_the_comment() -> None:
     line = parse_line('7|PENDING|Resources|2||N/A|N/A|low|{"a":"x|y"}')
+    assert line is not None
     assert (line.id, line.state, line.node_count, line.start_s, line.comment) == (7, "PENDING", 2, None, '{"a":"x|y"}')
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "7_3|RUNNING|None|1|n1|N/A|N/A|low|",
+        "7_[4-9%2]|PENDING|Resources|1||N/A|N/A|low|",
+        "8+1|PENDING|None|1||N/A|N/A|low|",
+        "the second line of a comment",
+        "a | b",
+        "",
+        "|||||||||",
+    ],
+)
+def test_other_jobs_of_the_user_are_ignored(line: str) -> None:
+    assert parse_line(line) is None
 
 
 def test_value_with_a_space_is_one_value() -> None:

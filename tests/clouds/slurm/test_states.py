@@ -10,7 +10,14 @@ import pytest
 
 from broker.clouds.local_machine import EXIT_CODES
 from broker.clouds.slurm.states import ERRORS, EXIT_REASONS, STATES, find_error, find_state
-from broker.errors import AuthError, CapacityError, InvalidRequestError, QuotaError, TransientError, UnknownOutcomeError
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    InvalidRequestError,
+    QuotaError,
+    TransientError,
+    UnknownOutcomeError,
+)
 from broker.types import NodeEnd, NodeState
 
 LIBRARIES = [*Path("/usr/lib").glob("*/slurm-wlm/libslurmfull.so"), *Path("/usr/lib").glob("*/slurm/libslurmfull.so")]
@@ -85,6 +92,8 @@ def test_every_state_of_the_library_is_in_the_table() -> None:
             QuotaError,
         ),
         ("sbatch: error: Batch job submission failed: Access/permission denied", AuthError),
+        ("allocation failure: User's group not permitted to use this partition", InvalidRequestError),
+        ("allocation failure: Invalid account or account/partition combination specified", InvalidRequestError),
         (
             "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
             TransientError,
@@ -98,6 +107,26 @@ def test_message_becomes_its_class(text: str, kind: type[Exception]) -> None:
     error = find_error(text)
     assert type(error) is kind
     assert "Batch job submission failed" not in error.message
+
+
+def test_refusal_by_the_sites_rules_is_reported_with_its_reason() -> None:
+    """A plugin for submissions (`job_submit.lua`) refuses a job before it is queued, so repeating it is in vain."""
+    error = find_error(
+        "sbatch: error: Please give an account: --account=PROJECT\nallocation failure: Unspecified error\n"
+    )
+    assert type(error) is InvalidRequestError
+    assert error.message == "Slurm: Please give an account: --account=PROJECT"
+    assert "`options` in `slurm.yaml`" in error.hints[0]
+    assert (
+        find_error("sbatch: error: Batch job submission failed: Unspecified error").message
+        == "Slurm: Unspecified error"
+    )
+
+
+def test_partition_that_the_user_may_not_use_leaves_the_others_and_says_what_to_do() -> None:
+    """An AuthError would skip all clusters, though `sinfo` lists partitions of other groups, too."""
+    error = find_error("allocation failure: User's group not permitted to use this partition")
+    assert not isinstance(error, AuthError) and "--account=NAME" in error.hints[0]
 
 
 def test_refused_capacity_excludes_the_partition_only() -> None:

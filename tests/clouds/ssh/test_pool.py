@@ -6,16 +6,39 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.errors import CapacityError, TransientError
+from broker.clouds.ssh.cloud import SshCloud
+from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
+from broker.sites.openssh import Completed, call
+from broker.sites.pools import Host
 from broker.types import Node, NodeState
 from tests.clouds.contract import OWNER, make_request, wait_for
 from tests.clouds.ssh.bed import PoolBed
+
+
+class SharedHomeBed(PoolBed):
+    """Hosts that share one home folder, as a cluster with NFS does, each with locks that the others do not see."""
+
+    def find_folder(self, node: Node) -> Path:
+        return self.root / "home" / ".broker-pool" / node.id
+
+    async def run_on_host(self, host: Host, program: bytes, timeout_s: float) -> Completed:
+        name = host.name.encode()
+        for old, new in (
+            (b"os.uname().nodename", b"'" + name + b"'"),
+            (b"/proc/sys/kernel/random/boot_id", b"/nonexistent"),
+            (b"alive.lock", b"alive-" + name + b".lock"),
+        ):
+            assert old in program or old == b"alive.lock"
+            program = program.replace(old, new)
+        env = {"HOME": str(self.root / "home"), "PATH": os.pathsep.join((f"{sys.base_prefix}/bin", os.environ["PATH"]))}
+        return await call(["python3", "-I", "-S", "-"], stdin=program, timeout_s=timeout_s, what=host.name, env=env)
 
 
 def list_all(bed: PoolBed, owner: str = OWNER) -> Sequence[Node]:
@@ -160,3 +183,36 @@ def test_host_that_is_avoided_is_not_claimed_until_its_time_is_over(bed: PoolBed
     bed.pool.avoid_machine(node, until_s=bed.clock.now_s() - 1.0)
     (again,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
     assert again.handle.startswith("pool://lab/h1/")
+
+
+def test_hosts_that_share_a_home_leave_each_others_claims_alone(tmp_path: Path) -> None:
+    bed = SharedHomeBed(tmp_path, host_count=2)
+    (tmp_path / "home").mkdir()
+    try:
+        nodes = asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+        listed = list_all(bed)
+        assert sorted(node.handle for node in listed) == sorted(node.handle for node in nodes)
+        assert [node.state for node in listed] == [NodeState.RUNNING] * 2
+        assert all((bed.find_folder(node) / "home" / ".broker").is_dir() for node in nodes), "no home is removed"
+        asyncio.run(bed.pool.terminate_nodes(nodes[:1]))
+        states = {node.handle: node.state for node in list_all(bed)}
+        assert states == {nodes[0].handle: NodeState.TERMINATED, nodes[1].handle: NodeState.RUNNING}
+    finally:
+        bed.clean_up([OWNER])
+
+
+def test_login_refused_after_a_part_of_the_gang_was_claimed_is_an_unknown_outcome(bed: PoolBed) -> None:
+    """An AuthError means that nothing was created, so the claim would remain."""
+
+    async def run(host: Host, program: bytes, timeout_s: float) -> Completed:
+        if host.name == "h2" and b'"verb": "claim"' in program:
+            raise AuthError("host `h2` cannot be reached: Permission denied")
+        return await bed.run_on_host(host, program, timeout_s)
+
+    cloud = SshCloud(
+        lambda: bed.hosts, folder=bed.root / "other", clock=bed.clock, run=run,
+        find_lock=lambda host: str(bed.find_home(host.name) / "locks" / "lock"),
+    )  # fmt: skip
+    with pytest.raises(UnknownOutcomeError, match="a part of the gang"):
+        asyncio.run(cloud.create_nodes(make_request(bed, node_count=2)))
+    assert [node.rank for node in list_all(bed)] == [0], "it is listed, and can be terminated"
