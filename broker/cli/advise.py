@@ -23,6 +23,7 @@ from broker.cli.advise_serve import (
     advise_service,
 )  # fmt: skip
 from broker.cli.context import make_context
+from broker.cli.price_dates import date_placement, show_price_dates
 from broker.cli.render import fits, print_json, print_line, print_note, print_table, print_wrapped
 from broker.formatting import format_hours, format_usd, to_plain
 
@@ -138,17 +139,18 @@ def advise(
         budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,
         layers=layers, hidden=hidden, heads=heads, vocab=vocab, hour_value_usd=hour_value,
     )  # fmt: skip
-    found = recommend(make_context(), request)
+    context = make_context()
+    found = recommend(context, request)
     if yaml is not None:
         yaml.write_text(found.task, encoding="utf-8")
     if as_json:
         print_json(describe_advice(found.wish, found.advice, found.task, top))
         return
-    _tell(found.wish, found.advice, found.task, top, explain=explain, yaml=yaml)
+    _tell(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
 
 
-def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yaml: Path | None) -> None:
-    show_advice(wish, advice, top)
+def _tell(wish: Wish, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None) -> None:
+    show_advice(wish, advice, top, now_s)
     if explain:
         from broker.cli.advise_explain import show_layout
 
@@ -159,8 +161,8 @@ def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yam
         print_line(f"\n{text}")
 
 
-def show_advice(wish: Wish, advice: Advice, top: int) -> None:
-    """Print the training run, the table of options, and faster ones."""
+def show_advice(wish: Wish, advice: Advice, top: int, now_s: float) -> None:
+    """Print the training run, the table of options, faster ones, and the dates of their prices."""
     from broker.advisor.amounts import show_amount
 
     training, shape = wish.training, wish.training.shape
@@ -183,10 +185,12 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
     if wish.deadline_hours is None:
         print_line("\nWithout `--deadline`, options over 30 days are not listed")
     print_wrapped(_describe_hour_value(wish, advice), indent=0)
-    if any(each.layout.recompute == "full" for each in (*advice.options[:top], *advice.faster[:5])):
+    shown = (*advice.options[:top], *advice.faster[:5])
+    if any(each.layout.recompute == "full" for each in shown):
         print_line("* recomputes activations in the backward pass")
-    print_line(f"Prices as of {advice.prices_as_of}; times and costs are estimates that include spot risk")
-    _tell_limits(wish, advice.options[0], (*advice.options[:top], *advice.faster[:5]))
+    dates = [date_placement(each.estimate.placement) for each in shown]
+    show_price_dates(dates, now_s, more="; times and costs are estimates that include spot risk")
+    _tell_limits(wish, advice.options[0], shown)
 
 
 def _describe_hour_value(wish: Wish, advice: Advice) -> str:
