@@ -12,6 +12,7 @@ from broker.errors import NoOfferError
 from broker.frozen import frozen
 from broker.optimizer.network import network_gbs
 from broker.optimizer.planner import make_plan
+from broker.optimizer.rating import HOUR_VALUE_SHARE
 from broker.optimizer.roofline import Hardware
 from broker.types import AcceleratorFigures, CheckpointSpec, Estimate, Goal, Offer, Resources, Task
 
@@ -39,7 +40,10 @@ WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
 
 @frozen
 class Wish:
-    """The user's request. `spot=None` allows both; empty `gpus` allows every card that supports the precision."""
+    """The user's request. `spot=None` allows both; empty `gpus` allows every card that supports the precision.
+
+    `hour_value_usd=None` means the default of `broker plan`.
+    """
 
     training: Training
     gpus: tuple[str, ...] = ()
@@ -48,7 +52,7 @@ class Wish:
     confidence: float = 0.9
     gpus_max: int = GPUS_MAX
     spot: bool | None = None
-    hour_value_usd: float = 0.0
+    hour_value_usd: float | None = None
 
 
 @frozen
@@ -83,11 +87,13 @@ class Advice:
     """The recommended option, then others by increasing cost: one for each card and number of cards per node.
 
     `options` is never empty. `faster` has the options that are faster than the first, in order of decreasing time.
+    Costs include that of time, of which an hour is worth `hour_value_usd`.
     """
 
     options: tuple[Option, ...]
     faster: tuple[Option, ...]
     prices_as_of: str
+    hour_value_usd: float
 
 
 def make_advice(
@@ -113,25 +119,46 @@ def make_advice(
     if not in_time:
         hours = {layout: find_hours(wish.training, layout) for layout, _ in layouts}
         raise explain_deadline(wish.training, hours, limit, gpus_max=wish.gpus_max)
-    priced = _price_all(wish, in_time, prices_as_of)
+    hour_value_usd = find_hour_value(wish, in_time)
+    priced = _price_all(wish, in_time, hour_value_usd, prices_as_of)
     met = [each for each in priced if _is_met(wish, each, limit)]
     if not met:
         found = [(each.usd, each.hours, _is_met(replace(wish, budget_usd=None), each, limit)) for each in priced]
         raise explain_prices(found, limit=limit, budget_usd=wish.budget_usd)
-    met.sort(key=lambda each: (_score(wish, each), each.hours))
+    met.sort(key=lambda each: (_score(each, hour_value_usd), each.hours))
     by_card: dict[tuple[str, int], list[Option]] = {}
     for each in met:
         by_card.setdefault((each.layout.hardware.figures.name, each.layout.hardware.accelerators), []).append(each)
-    best = [prefer_faster(own, wish.hour_value_usd) for own in by_card.values()]
-    best.sort(key=lambda each: (_score(wish, each), each.hours))
-    first = prefer_faster(best, wish.hour_value_usd)
-    options = (first, *(each for each in best if each is not first))
-    return Advice(options=options, faster=_find_faster(met, first), prices_as_of=prices_as_of)
+    best = [prefer_faster(own, hour_value_usd) for own in by_card.values()]
+    best.sort(key=lambda each: (_score(each, hour_value_usd), each.hours))
+    first = prefer_faster(best, hour_value_usd)
+    return Advice(
+        options=(first, *(each for each in best if each is not first)),
+        faster=_find_faster(met, first),
+        prices_as_of=prices_as_of,
+        hour_value_usd=hour_value_usd,
+    )
+
+
+def find_hour_value(wish: Wish, layouts: Sequence[tuple[Layout, Sequence[Offer]]]) -> float:
+    """Return the value of an hour in USD: the user's, else a share of the price of the cheapest gang on-demand.
+
+    `broker plan` has the same default, for the gangs of one task. It is 0 if nothing is offered on-demand.
+    """
+    if wish.hour_value_usd is not None:
+        return wish.hour_value_usd
+    gangs = list[tuple[float, float]]()  # USD to finish, USD per hour
+    for layout, sold in layouts:
+        prices = [each.ondemand_usd_hour for each in sold if each.ondemand_usd_hour is not None]
+        if prices:
+            usd_hour = min(prices) * layout.node_count
+            gangs.append((find_hours(wish.training, layout) * usd_hour, usd_hour))
+    return HOUR_VALUE_SHARE * min(gangs, default=(0.0, 0.0))[1]
 
 
 def prefer_faster(options: Sequence[Option], hour_value_usd: float = 0.0) -> Option:
     """Return the fastest of the options whose cost, time included, is within `SAME_COST` of the least."""
-    scores = [option.usd + hour_value_usd * option.hours for option in options]
+    scores = [_score(option, hour_value_usd) for option in options]
     most = min(scores) * SAME_COST
     return min(
         (option for option, score in zip(options, scores, strict=True) if score <= most),
@@ -139,8 +166,8 @@ def prefer_faster(options: Sequence[Option], hour_value_usd: float = 0.0) -> Opt
     )
 
 
-def _score(wish: Wish, option: Option) -> float:
-    return option.usd + wish.hour_value_usd * option.hours
+def _score(option: Option, hour_value_usd: float) -> float:
+    return option.usd + hour_value_usd * option.hours
 
 
 def find_hours(training: Training, layout: Layout) -> float:
@@ -232,14 +259,16 @@ def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
     )
 
 
-def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices_as_of: str) -> list[Option]:
+def _price_all(
+    wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], hour_value_usd: float, prices_as_of: str
+) -> list[Option]:
     """Plan the options that could be cheapest, and the best option of every card, at any price."""
     bounds = []
     for layout, sold in layouts:
         hours = find_hours(wish.training, layout)
         cheapest = min((_find_price(wish, offer) for offer in sold), default=math.inf)
         if cheapest < math.inf:
-            bounds.append((hours * cheapest * layout.node_count, hours, layout, sold))
+            bounds.append((hours * (cheapest * layout.node_count + hour_value_usd), hours, layout, sold))
     bounds.sort(key=lambda each: each[:2])
     chosen = bounds[:PRICED_MAX]
     cards = {each[2].hardware.figures.name for each in chosen}
@@ -270,7 +299,7 @@ def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, pric
             work_hours=hours,
             deadline_hours=wish.deadline_hours,
             confidence=wish.confidence,
-            hour_value_usd=wish.hour_value_usd or None,
+            hour_value_usd=wish.hour_value_usd,
         ),
         checkpoint=write_checkpoint(wish.training, layout),
     )

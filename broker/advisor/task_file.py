@@ -37,7 +37,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",
         *([f"  deadline: {wish.deadline_hours:g}h"] if wish.deadline_hours is not None else []),
         *([f"  budget: {wish.budget_usd:g}"] if wish.budget_usd is not None else []),
-        *([f"  hour_value: {wish.hour_value_usd:g}"] if wish.hour_value_usd else []),
+        *([f"  hour_value: {wish.hour_value_usd:g}"] if wish.hour_value_usd is not None else []),
         "",
         "checkpoint:",
         f"  stall: {spec.stall_s:g}s",

@@ -38,7 +38,7 @@ class AdviceRequest:
     infra: str | None = None
     gpus_max: int = 512
     spot: bool | None = None
-    hour_value_usd: float = 0.0
+    hour_value_usd: float | None = None
     trainer: Trainer | None = None
     layers: int | None = None
     hidden: int | None = None

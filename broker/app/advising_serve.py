@@ -46,12 +46,16 @@ class ServingRequest:
 
 @frozen
 class ServingOption:
-    """A layout with its replicas, the cheapest set of places for them, and the cost per million tokens."""
+    """A layout with its replicas, the cheapest set of places for them, and the cost per million tokens.
+
+    `price_dates` are the (cloud, is spot, ISO date) of the prices of those places.
+    """
 
     layout: ServingLayout
     replicas: int
     placement: ReplicaPlacement
     usd_per_million: float
+    price_dates: tuple[tuple[str, bool, str], ...]
 
     @property
     def spot_count(self) -> int:
@@ -166,8 +170,28 @@ def _place(request: ServingRequest, goal: ServingGoal, layout: ServingLayout, so
     )
     tokens_hour = goal.rps * (goal.input_tokens + goal.output_tokens) * 3600
     return ServingOption(
-        layout=layout, replicas=count, placement=placement, usd_per_million=placement.usd_hour / tokens_hour * 1e6
+        layout=layout,
+        replicas=count,
+        placement=placement,
+        usd_per_million=placement.usd_hour / tokens_hour * 1e6,
+        price_dates=_list_price_dates(placement, sold),
     )
+
+
+def _list_price_dates(placement: ReplicaPlacement, sold: Sequence[Offer]) -> tuple[tuple[str, bool, str], ...]:
+    """List the cloud, pricing model and date of each price: the cheapest of a zone on spot, of all on-demand."""
+    ondemand = [(each.ondemand_usd_hour, each) for each in sold if each.ondemand_usd_hour is not None]
+    found = list[tuple[str, bool, str]]()
+    for slot in placement.slots:
+        spot = [
+            (each.spot_usd_hour, each)
+            for each in sold
+            if each.spot_usd_hour is not None and (each.region, each.zone) == (slot.region, slot.zone)
+        ]
+        if offers := spot if slot.is_spot else ondemand:
+            _, offer = min(offers, key=lambda each: each[0])
+            found.append((offer.cloud, bool(slot.is_spot), (offer.spot_as_of if slot.is_spot else "") or offer.as_of))
+    return tuple(dict.fromkeys(found))
 
 
 def _list_spot_places(layout: ServingLayout, sold: Sequence[Offer]) -> list[SpotPlace]:

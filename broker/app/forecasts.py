@@ -113,17 +113,24 @@ def _read_plan(plan: Plan, paid_usd: float) -> JobForecast:
 
 
 def list_judged(context: Context) -> list[JudgedForecast]:
-    """List the succeeded jobs that have a stored forecast, oldest first."""
+    """List the succeeded jobs that have a stored forecast, oldest first.
+
+    Time spent waiting for other jobs of a pipeline or for a slot is separate, as forecasts know nothing of it.
+    """
     store = context.store
     forecasts = store.forecasts.list()
-    spent = store.bills.list_spend_usd(now_s=context.clock.now_s()) if forecasts else {}
+    if not forecasts:
+        return []
+    spent = store.bills.list_spend_usd(now_s=context.clock.now_s())
+    waits = store.forecasts.list_waits()
     return [
         JudgedForecast(
             job_id=line.id,
             name=line.name,
             forecast=forecasts[line.id],
             usd=spent.get(line.id, 0.0),
-            hours=(line.ended_s - line.submitted_s) / 3600,
+            hours=max(line.ended_s - line.submitted_s - waits.get(line.id, 0.0), 0.0) / 3600,
+            waited_hours=waits.get(line.id, 0.0) / 3600,
         )
         for line in sorted(store.jobs.list_lines(on_damage=context.warn), key=lambda each: each.id)
         if line.id in forecasts and line.status is JobStatus.SUCCEEDED and line.ended_s is not None

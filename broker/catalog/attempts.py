@@ -6,6 +6,7 @@ One small JSON file next to the book, replaced atomically. A missing or damaged 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -122,6 +123,8 @@ def _read_attempt(data: Mapping[str, object]) -> UpdateAttempt:
     attempted, succeeded, failures, error = (data[name] for name in ("attempted_s", "succeeded_s", "failures", "error"))
     if not isinstance(attempted, int | float) or not isinstance(failures, int) or failures < 0:
         raise TypeError("not an attempt")
+    if not math.isfinite(attempted):  # JSON may have NaN, which would never be due
+        raise ValueError("not a time")
     return UpdateAttempt(
         attempted_s=float(attempted),
         succeeded_s=float(succeeded) if isinstance(succeeded, int | float) else None,

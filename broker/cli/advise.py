@@ -23,8 +23,9 @@ from broker.cli.advise_serve import (
     advise_service,
 )  # fmt: skip
 from broker.cli.context import make_context
+from broker.cli.price_dates import date_placement, show_price_dates
 from broker.cli.render import fits, print_json, print_line, print_note, print_table, print_wrapped
-from broker.formatting import format_hours, to_plain
+from broker.formatting import format_hours, format_usd, to_plain
 
 if TYPE_CHECKING:
     from broker.advisor.advise import Advice, Option, Wish
@@ -46,9 +47,12 @@ DeadlineOption = Annotated[
 ]
 BudgetOption = Annotated[float | None, typer.Option("--budget", metavar="USD", help="Maximum total cost, in USD.")]
 HourValueOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--hour-value", metavar="USD", min=0, help="Value of finishing one hour earlier, in USD.", show_default=False
+        "--hour-value",
+        metavar="USD",
+        min=0,
+        help="Value of finishing one hour earlier, in USD (default: 2 % of the on-demand price of the cheapest gang).",
     ),
 ]
 DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Compute precision.")]
@@ -93,7 +97,7 @@ def advise(
     batch: BatchOption = None,
     deadline: DeadlineOption = None,
     budget: BudgetOption = None,
-    hour_value: HourValueOption = 0.0,
+    hour_value: HourValueOption = None,
     dtype: DtypeOption = "bf16",
     gpus: GpusOption = None,
     infra: InfraOption = None,
@@ -135,17 +139,18 @@ def advise(
         budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,
         layers=layers, hidden=hidden, heads=heads, vocab=vocab, hour_value_usd=hour_value,
     )  # fmt: skip
-    found = recommend(make_context(), request)
+    context = make_context()
+    found = recommend(context, request)
     if yaml is not None:
         yaml.write_text(found.task, encoding="utf-8")
     if as_json:
         print_json(describe_advice(found.wish, found.advice, found.task, top))
         return
-    _tell(found.wish, found.advice, found.task, top, explain=explain, yaml=yaml)
+    _tell(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
 
 
-def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yaml: Path | None) -> None:
-    show_advice(wish, advice, top)
+def _tell(wish: Wish, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None) -> None:
+    show_advice(wish, advice, top, now_s)
     if explain:
         from broker.cli.advise_explain import show_layout
 
@@ -156,8 +161,8 @@ def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yam
         print_line(f"\n{text}")
 
 
-def show_advice(wish: Wish, advice: Advice, top: int) -> None:
-    """Print the training run, the table of options, and faster ones."""
+def show_advice(wish: Wish, advice: Advice, top: int, now_s: float) -> None:
+    """Print the training run, the table of options, faster ones, and the dates of their prices."""
     from broker.advisor.amounts import show_amount
 
     training, shape = wish.training, wish.training.shape
@@ -179,10 +184,21 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
         _print_options(advice.faster[:5])
     if wish.deadline_hours is None:
         print_line("\nWithout `--deadline`, options over 30 days are not listed")
-    if any(each.layout.recompute == "full" for each in (*advice.options[:top], *advice.faster[:5])):
+    print_wrapped(_describe_hour_value(wish, advice), indent=0)
+    shown = (*advice.options[:top], *advice.faster[:5])
+    if any(each.layout.recompute == "full" for each in shown):
         print_line("* recomputes activations in the backward pass")
-    print_line(f"Prices as of {advice.prices_as_of}; times and costs are estimates that include spot risk")
-    _tell_limits(wish, advice.options[0], (*advice.options[:top], *advice.faster[:5]))
+    dates = [date_placement(each.estimate.placement) for each in shown]
+    show_price_dates(dates, now_s, more="; times and costs are estimates that include spot risk")
+    _tell_limits(wish, advice.options[0], shown)
+
+
+def _describe_hour_value(wish: Wish, advice: Advice) -> str:
+    usd = format_usd(advice.hour_value_usd)
+    if wish.hour_value_usd is not None:
+        return f"Finishing an hour earlier is worth {usd} USD, as requested"
+    share = "2 % of the on-demand price of the cheapest gang"
+    return f"Finishing an hour earlier is worth {usd} USD ({share}); change it with `--hour-value`"
 
 
 def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
@@ -245,6 +261,7 @@ def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str
     return {
         "training": {**to_plain(training), "parameters": training.shape.parameters, "steps": training.steps},
         "prices_as_of": advice.prices_as_of,
+        "hour_value_usd": advice.hour_value_usd,
         "options": [describe_option(option) for option in advice.options[:top]],
         "faster": [describe_option(each) for each in advice.faster],
         "yaml": text,

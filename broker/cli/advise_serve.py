@@ -9,6 +9,7 @@ import typer
 
 from broker.app.advising_serve import ServingAdvice, ServingOption, ServingRequest, advise_serving
 from broker.cli.context import make_context
+from broker.cli.price_dates import show_price_dates
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_usd, to_plain
 
@@ -43,21 +44,22 @@ KvHeadsOption = Annotated[
 
 def advise_service(request: ServingRequest, *, top: int, yaml: Path | None, as_json: bool) -> None:
     """Recommend and print; write the task to `yaml`."""
-    advice = advise_serving(make_context(), request)
+    context = make_context()
+    advice = advise_serving(context, request)
     if yaml is not None:
         yaml.write_text(advice.task, encoding="utf-8")
     if as_json:
         print_json(describe_serving(advice, top))
         return
-    show_serving(advice, top)
+    show_serving(advice, top, context.clock.now_s())
     if yaml is not None:
         print_note(f"wrote {yaml}; set MODEL in it, then start it with `broker serve up {yaml}`")
     else:
         print_line(f"\n{advice.task}")
 
 
-def show_serving(advice: ServingAdvice, top: int) -> None:
-    """Print the load, the table of options, and the assumptions."""
+def show_serving(advice: ServingAdvice, top: int, now_s: float) -> None:
+    """Print the load, the table of options, the assumptions, and the dates of the prices."""
     from broker.advisor.amounts import show_amount
     from broker.advisor.serving import HEADROOM
 
@@ -75,7 +77,8 @@ def show_serving(advice: ServingAdvice, top: int) -> None:
     )
     print_line("\nREQ/S, TTFT (p95) and TPOT are of one replica with all its GPUs")
     print_line(f"Rates are {HEADROOM:.0%} of saturation; replicas include spare ones for spot preemptions")
-    print_line(f"Prices as of {advice.prices_as_of}; all figures are estimates")
+    dates = [date for each in advice.options[:top] for date in each.price_dates]
+    show_price_dates(dates, now_s, more="; all figures are estimates")
 
 
 def _list_cells(number: int, each: ServingOption) -> list[str]:

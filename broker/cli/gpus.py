@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.container import Context
-from broker.catalog.staleness import describe_dates, warn_of_stale_dates
 from broker.cli import options
 from broker.cli.context import make_context
-from broker.cli.render import print_json, print_line, print_table, print_wrapped_note
+from broker.cli.price_dates import show_price_dates
+from broker.cli.render import print_json, print_line, print_table
 from broker.errors import UsageError
 from broker.formatting import format_usd, to_plain
 
@@ -74,9 +74,7 @@ def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
             dates.append((price.cloud, False, age.ondemand_as_of))
         if price.spot_usd_hour is not None:
             dates.append((price.cloud, True, age.spot_as_of))
-    print_line(describe_dates(as_of for _, _, as_of in dates))
-    if warning := warn_of_stale_dates(dates, now_s):
-        print_wrapped_note(f"note: {warning}")
+    show_price_dates(dates, now_s)
 
 
 def _read_count(text: str) -> float | None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.market import find_cache
-from broker.catalog.staleness import describe_dates, warn_of_stale_dates
 from broker.cli import options
 from broker.cli.context import make_context
-from broker.cli.render import print_json, print_line, print_note, print_table, print_wrapped_note
+from broker.cli.price_dates import show_price_dates
+from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_usd, to_plain
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
     dates = [(offer.cloud, False, offer.as_of) for offer in offers if offer.ondemand_usd_hour]
     dates += [(offer.cloud, True, offer.spot_as_of) for offer in offers if offer.spot_usd_hour]
     is_marked = any(offer.is_estimated for offer in offers)
-    print_line(f"{describe_dates(as_of for _, _, as_of in dates)}{', ~ marks an estimate' if is_marked else ''}")
-    if warning := warn_of_stale_dates(dates, context.clock.now_s()):
-        print_wrapped_note(f"note: {warning}")
+    show_price_dates(dates, context.clock.now_s(), more=", ~ marks an estimate" if is_marked else "")
 
 
 def _show_band(band: float | None) -> str:

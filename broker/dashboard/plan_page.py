@@ -20,11 +20,12 @@ RIGHT = ["#", "USD/h", "Expected USD", "Expected time", "Preemptions/h", "Deadli
 def show_plan(page: PlanPage) -> Markup:
     """Show the plan of a job's task; nothing on this page starts or changes anything."""
     plan = page.plan
+    as_of = plan.choice.placement.as_of or plan.prices_as_of
     parts: list[Content] = [
         element("p", element("a", f"Job {page.job_id}", href=f"/jobs/{page.job_id}"), f": {page.name}. {plan.reason}"),
         element(
             "p",
-            f"{len(plan.estimates):,} placements fit; prices as of {plan.prices_as_of}. Planned for the whole task "
+            f"{len(plan.estimates):,} placements fit; prices as of {as_of}. Planned for the whole task "
             "with the current catalog and preemption history; a running job keeps its location.",
             class_="faint",
         ),

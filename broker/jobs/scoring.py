@@ -19,6 +19,7 @@ LEVELS = (0.5, 0.8, 0.9)
 LEVEL = 0.8  # of p10 to p90, the displayed interval
 CHANCE_MAX = 0.1
 FACTOR_MAX = 4.0
+WAITED_HOURS_MAX = 0.1  # shorter waits for other jobs, such as a daemon's start, change nothing
 WIDTH_MIN = 0.01  # share of the median: a narrower half of an interval counts as this wide
 MEDIAN = QUANTILES.index(0.5)
 
@@ -27,19 +28,29 @@ Metric = tuple[Sequence[float], float]  # quantiles, and the actual value
 
 @frozen
 class JudgedForecast:
-    """A forecast with the cost and time of the job, which has succeeded."""
+    """A forecast with the cost and time of the job, which has succeeded.
+
+    Forecasts assume that the job can start at submission: `hours` excludes the `waited_hours` for which other jobs kept
+    it from starting.
+    """
 
     job_id: int
     name: str
     forecast: ForecastRecord
     usd: float
     hours: float
+    waited_hours: float = 0.0
 
     @property
     def is_in_time(self) -> bool | None:
-        """Whether the job met its deadline; None without one."""
+        """Whether the job met its deadline, which counts from submission; None without one."""
         limit = self.forecast.deadline_hours
-        return None if limit is None else self.hours <= limit
+        return None if limit is None else self.hours + self.waited_hours <= limit
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the job ran as forecast: not if it waited, and thus had less time than it was given."""
+        return self.forecast.deadline_hours is None or self.waited_hours <= WAITED_HOURS_MAX
 
 
 @frozen
@@ -60,8 +71,9 @@ class ForecastScore:
     interval_factor: float = 1.0
 
 
-def score_forecasts(judged: Sequence[JudgedForecast]) -> ForecastScore:
-    """Score the forecasts of ended jobs."""
+def score_forecasts(ended: Sequence[JudgedForecast]) -> ForecastScore:
+    """Score the forecasts of ended jobs; those of other conditions than they had are left out."""
+    judged = [each for each in ended if each.is_comparable]
     if not judged:
         return ForecastScore(jobs=0)
     usd: list[Metric] = [(each.forecast.usd, each.usd) for each in judged]

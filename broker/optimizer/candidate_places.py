@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
-from broker.frozen import frozen
 from broker.types import Offer
 
 PLACES_MAX = 6  # the largest recorded group; further places add little
@@ -22,8 +22,8 @@ class CandidatePlaces:
         first = dict[tuple[str, str, str | None], tuple[float, Offer]]()
         for usd, offer in sorted(offers, key=lambda each: each[0]):
             first.setdefault((offer.cloud, offer.region, offer.zone), (usd, offer))
-        self._places = list(first.values())
-        self._usd = [usd for usd, _ in self._places]
+        self._places = list(first.items())
+        self._usd = [usd for _, (usd, _) in self._places]
 
     def list_near(self, usd: float, own: Offer) -> list[tuple[float, Offer]]:
         """List (USD, offer) of other places from `usd` / `NEAR_PRICE` on, cheapest first.
@@ -33,17 +33,12 @@ class CandidatePlaces:
         """
         index = bisect_left(self._usd, usd / NEAR_PRICE)
         where = (own.cloud, own.region, own.zone)
-        found = [
-            each
-            for each in self._places[index : index + PLACES_MAX]
-            if (each[1].cloud, each[1].region, each[1].zone) != where
-        ]
+        found = [each for place, each in self._places[index : index + PLACES_MAX] if place != where]
         return found[: PLACES_MAX - 1]
 
 
-@frozen
-class Fallback:
-    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish."""
+class Fallback(NamedTuple):
+    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish. A ranking makes thousands."""
 
     usd: float
     usd_hour: float

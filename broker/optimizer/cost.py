@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from broker.frozen import frozen
-from broker.optimizer.data_cost import DataCost
+from broker.optimizer.data_cost import NO_DATA, DataCost
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
 from broker.spot.recorded_runs import START_HOURS_MAX, RecordedRun
@@ -221,6 +221,8 @@ NO_PRICES = GangPrices()
 def price_run(course: RunForecast | RecordedRun, prices: GangPrices, data: DataCost, checkpoints: float) -> float:
     """Return the USD of a run, data included."""
     compute = course.spot_hours * prices.spot_usd_hour + course.ondemand_hours * prices.ondemand_usd_hour
+    if data is NO_DATA:
+        return compute
     return compute + sum(add_data_usd(course, data, checkpoints))
 
 

@@ -44,7 +44,7 @@ SAME_SCORE = 1.01  # the fastest placement within this factor of the best is cho
 
 def rank_by_score(candidates: Sequence[RankedOffer], hour_value_usd: float) -> list[RankedOffer]:
     """Rank by USD plus the value of the time; of those within `SAME_SCORE` of the best, the fastest comes first."""
-    ranked = [RankedOffer(each.usd + hour_value_usd * each.hours, *each[1:]) for each in candidates]
+    ranked = [RankedOffer._make((each.usd + hour_value_usd * each.hours, *each[1:])) for each in candidates]
     ranked.sort(key=RANK)
     if not ranked:
         return ranked

@@ -158,7 +158,7 @@ class CostModel:
                 recovery_hours=recovery, recovery_billed_hours=billed,
             )  # fmt: skip
         data = self._find_data(offer)
-        prices = GangPrices(ondemand_usd_hour=nodes * (offer.ondemand_usd_hour or 0.0))
+        prices = GangPrices(0.0, nodes * (offer.ondemand_usd_hour or 0.0))  # spot, on-demand
         return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
 
     def _rate_on_spot(
@@ -167,21 +167,23 @@ class CostModel:
     ) -> list[RankedOffer]:  # fmt: skip
         found, known = list[RankedOffer](), dict[tuple[object, ...], tuple[RunForecast, GangPrices]]()
         cheapest = min(fallbacks, key=read_usd, default=None)
+        nodes = self._task.num_nodes
         for offer in sold:
-            evidence = self._gather_evidence(offer)
+            evidence = self._gather_evidence(offer) if self._history else NOTHING
             base, data = self._measure_base(offer), self._find_data(offer)
             near = places.list_near(base, offer)
             if self._is_refused is not None and self._are_refused(offer, [each for _, each in near]):
                 evidence = replace(evidence, is_open=False)
             near_usd = tuple([each for each, _ in near])
             # Zones of one region share all of these, so they share the result.
-            key = (offer.cloud, offer.region, offer.instance_type, offer.interruption_band, base, evidence, near_usd)
+            seen = None if evidence is NOTHING else evidence
+            key = (offer.cloud, offer.region, offer.instance_type, offer.interruption_band, base, seen, near_usd)
             own = known.get(key)
             if own is None:
                 fallback = cheapest if kinds is None else self._choose_fallback(offer, cheapest, kinds)
                 own = known[key] = self._choose_course(offer, base, near_usd, evidence, fallback)
             course, prices = own
-            found.append(_rank(offer, self._task.num_nodes, alternative, course, prices, data, is_spot=True))
+            found.append(_rank(offer, nodes, alternative, course, prices, data, is_spot=True))
         return found
 
     def _choose_course(
@@ -201,7 +203,8 @@ class CostModel:
         fallback_usd_hour = 0.0 if fallback is None or work <= 0 else fallback.usd / work
         data, best, least = self._find_data(offer), None, math.inf
         has_fallback = fallback is not None
-        courses = self._spot.setdefault((work, evidence, offer.cloud, offer.interruption_band, has_fallback), {})
+        seen = None if evidence is NOTHING else evidence  # None has a faster hash
+        courses = self._spot.setdefault((work, seen, offer.cloud, offer.interruption_band, has_fallback), {})
         for count in PLACE_COUNTS:
             if count > 1 + len(near):
                 break
@@ -209,9 +212,7 @@ class CostModel:
             course = courses.get(count)
             if course is None:
                 course = courses[count] = self._run_on_spot(offer, work, count, evidence, has_fallback=has_fallback)
-            prices = GangPrices(
-                spot_usd_hour=usd_hour * (mean / base if base > 0 else 1.0), ondemand_usd_hour=fallback_usd_hour
-            )
+            prices = GangPrices(usd_hour * (mean / base if base > 0 else 1.0), fallback_usd_hour)  # spot, on-demand
             usd = price_run(course, prices, data, course.checkpoints)
             if usd < least:
                 best, least = (course, prices), usd
@@ -268,9 +269,7 @@ class CostModel:
         return min((each for each in (as_fast, own) if each is not None), key=read_usd, default=None)
 
     def _gather_evidence(self, offer: Offer) -> MarketEvidence:
-        seen = (
-            self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type)) if self._history else None
-        )
+        seen = self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type))
         if seen is None:
             return NOTHING
         return MarketEvidence(preemptions=seen.preemptions, gang_hours=seen.node_hours / self._task.num_nodes)
@@ -294,8 +293,10 @@ class CostModel:
 
     def _measure_base(self, offer: Offer) -> float:
         """Return the USD of the work on spot without faults, by which places of different machines are compared."""
-        data = self._find_data(offer)
         usd = self._task.num_nodes * (offer.spot_usd_hour or 0.0) * self._find_work(offer)
+        if self._egress is None:
+            return usd
+        data = self._find_data(offer)
         return usd + data.start_usd + data.finish_usd
 
     def _find_recovery(self, cloud: str) -> tuple[float, float]:

@@ -7,13 +7,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter, mul
+from operator import mul
 
 from broker.spot.durations import class_of
 from broker.spot.grid import find_node
 from broker.spot.overlapped_starts import OverlappedStart, list_overlapped_starts
+from broker.spot.rows import Row, choose_less, expect_landing, interpolate
 from broker.spot.starts import CLASSES, OLDEST, Start
-from broker.spot.value_tables import Row, Tables, Terms
+from broker.spot.value_tables import Tables, Terms
 from broker.spot.ways import list_ways
 
 # The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
@@ -28,12 +29,13 @@ _SECOND = OLDEST - SECOND_CLASS  # its index in a row
 class _Level:
     """The starts from a node of spare time. Nodes are given by their first index; `back` leads past a start.
 
-    `lost` has by age class, the oldest first: nodes and weights of the value after a loss, and the weight of the value
-    at the node itself, which is found by iteration.
+    `lost` has by age class, the oldest first, nodes and weights of the value after a loss, and `own` the weight of the
+    value at the node itself, which is found by iteration.
     """
 
     back: tuple[int, int, float]  # two nodes of spare time, and the weight of the lower
-    lost: tuple[tuple[int, int, float, float, float], ...]
+    lost: tuple[tuple[int, int, float, float], ...]
+    own: Row
     is_reachable: bool
 
 
@@ -58,10 +60,9 @@ class NodeSolver:
         self.wait_ways = list(zip(list_ways(opened, spare, wait), list_ways(closed, spare, wait), strict=True))
         paid = terms.start_hours * price
         self.paid = [each.survive * paid + (1 - each.survive) * price * each.lost_hours for each in starts]
-        self.landings = [
-            (itemgetter(*(place for place, _ in each.landings), OLDEST), [chance for _, chance in each.landings])
-            for each in starts
-        ]
+        self.landings = tuple(
+            dict(each.landings).get(place, 0.0) for own, each in enumerate(starts) for place in range(own + 1)
+        )
         self.levels = _list_levels(spare, terms.start_hours, starts, self.width)
         self.overlapped = list_overlapped_starts(terms)
         self.overlap_levels = _list_overlap_levels(spare, terms.start_hours, terms.overlap_hours, self.width)
@@ -78,10 +79,11 @@ class NodeSolver:
             if self.overlapped and self.overlap_levels[i].is_reachable:
                 self._pass_ondemand(i, j)
             return
-        for rows in (self.run, self.idle_open, self.idle_closed):
-            rows[at] = rows[below]  # a first guess, so that few passes are needed
-        for rows in (self.ondemand_open, self.ondemand_closed):
-            rows[at] = rows[below]
+        # First guesses, so that few passes are needed.
+        self.run[at], self.idle_open[at], self.idle_closed[at] = (
+            self.run[below], self.idle_open[below], self.idle_closed[below],
+        )  # fmt: skip
+        self.ondemand_open[at], self.ondemand_closed[at] = self.ondemand_open[below], self.ondemand_closed[below]
         sures = self._start_ondemand(self.ondemand_open, level, j), self._start_ondemand(self.ondemand_closed, level, j)
         drop = self._iterate(i, j, sures, self._start_spot(level, j))
         self.run[at] = self._run_spot(i, j, drop)
@@ -129,21 +131,17 @@ class NodeSolver:
         if not level.is_reachable:
             return [start + self.work[j]] * CLASSES
         low, high, share = level.back
-        rest = 1 - share
-        return [start + share * less + rest * more for less, more in zip(rows[low + j], rows[high + j], strict=True)]
+        return interpolate(rows[low + j], rows[high + j], share, start)
 
     def _start_spot(self, level: _Level, j: int) -> Row:
         """List the values of starting on spot by age class, without the value at this node after a loss."""
         if not level.is_reachable:
             return [math.inf] * CLASSES
         drops, (low, high, share) = self.drops, level.back
-        rest = 1 - share
-        runs = [share * less + rest * more for less, more in zip(self.run[low + j], self.run[high + j], strict=True)]
+        landed = expect_landing(self.landings, interpolate(self.run[low + j], self.run[high + j], share))
         return [
-            paid + sum(map(mul, chances, read(runs))) + less * drops[near + j] + more * drops[far + j]
-            for paid, (read, chances), (near, far, less, more, _) in zip(
-                self.paid, self.landings, level.lost, strict=True
-            )
+            paid + on + less * drops[near + j] + more * drops[far + j]
+            for paid, on, (near, far, less, more) in zip(self.paid, landed, level.lost, strict=True)
         ]
 
     def _iterate(self, i: int, j: int, sures: tuple[Row, Row], enters: Row) -> float:
@@ -156,15 +154,12 @@ class NodeSolver:
         opens, closes = self.wait_ways[i - 1]
         opened, closed = self.idle_open[below], self.idle_closed[below]
         lead_open, lead_closed = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
-        weights = [own for _, _, _, _, own in self.levels[i].lost]
+        weights = self.levels[i].own
         guess, change_before = closed[-1], 0.0
         for _ in range(PASSES_MAX):
             second = opened[_SECOND]
-            drop, lost = (rho * second + (1 - rho) * value for value in (guess, closed[-1]))
-            others = [
-                value if (value := enter + own * lost) < sure else sure
-                for enter, own, sure in zip(enters, weights, sures[0], strict=True)
-            ]
+            drop, lost = rho * second + (1 - rho) * guess, rho * second + (1 - rho) * closed[-1]
+            others = choose_less(enters, weights, lost, sures[0])
             opened, self.wait_open[at] = opens.go_on_or_change(lead_open, guess, others)
             closed, self.wait_closed[at] = closes.go_on_or_change(lead_closed, opened[-1], sures[1])
             change = closed[-1] - guess
@@ -280,14 +275,14 @@ def _list_levels(
 
 def _find_level(spare: Sequence[float], number: int, start_hours: float, starts: Sequence[Start], width: int) -> _Level:
     low, high, share = _find_back(spare, spare[number], start_hours)
-    lost = []
+    lost, owns = [], []
     for each in starts:
         near, far, less = _find_back(spare, spare[number], each.lost_hours)
         weights = {near: (1 - each.survive) * less}
         weights[far] = weights.get(far, 0.0) + (1 - each.survive) * (1 - less)
-        own = weights.pop(number, 0.0)
-        lost.append((near * width, far * width, weights.get(near, 0.0), weights.get(far, 0.0), own))
-    return _Level(back=(low * width, high * width, share), lost=tuple(lost), is_reachable=low >= 0)
+        owns.append(weights.pop(number, 0.0))
+        lost.append((near * width, far * width, weights.get(near, 0.0), weights.get(far, 0.0)))
+    return _Level(back=(low * width, high * width, share), lost=tuple(lost), own=owns, is_reachable=low >= 0)
 
 
 def _find_back(spare: Sequence[float], here: float, hours: float) -> tuple[int, int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from broker.spot.rows import Row
 from broker.spot.starts import CLASSES, OLDEST
 
 # The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
@@ -34,7 +35,6 @@ class Terms:
         return self.spot_price * self.spot_speed
 
 
-Row = list[float]  # the values at one node by age class, the oldest first
 Point = tuple[int, float, float]  # a node, and the fractions of the steps to the next node of work and of spare time
 _NOTHING: Row = [0.0] * CLASSES  # no work left: value 0; rows are replaced, never modified
 

@@ -207,6 +207,7 @@ def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:
 _WITHOUT_WORK = {
     "deadline": "plans and recovery do not take it into account",
     "budget": "plans do not take it into account; a managed job ends when it is used up",
+    "hour_value": "plans and moves do not take it into account",
 }
 _ADD_WORK = "add `work: 100h`, the time that the task takes without failures"
 

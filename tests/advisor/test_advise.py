@@ -283,6 +283,31 @@ def test_of_options_within_a_percent_of_cost_the_faster_is_advised() -> None:
     assert prefer_faster([cheap, dear]) is cheap
 
 
+def test_an_hour_is_worth_what_broker_plan_assumes_unless_the_user_says_otherwise() -> None:
+    """2 % of the on-demand price of the gang that is cheapest on-demand; `broker plan` of one gang has the same."""
+    advice = ask(gpus=("L4",), gpus_max=1, parameters=3e8, tokens=1e8)
+    assert advice.hour_value_usd == pytest.approx(0.02 * 0.8)
+    (task,) = load_tasks_text(write_task(Wish(training=train(3e8, 1e8)), advice.options[0]), "t.yaml")
+    plan = make_plan(task, [each for each in OFFERS if each.accelerator == "L4"], prices_as_of="", figures=CARDS)
+    assert plan.hour_value_usd == pytest.approx(advice.hour_value_usd)
+    free = ask(hour_value_usd=0.0)
+    assert free.hour_value_usd == 0.0 and free.options[0].task.goal is not None
+    assert free.options[0].task.goal.hour_value_usd == 0.0  # the place is also chosen without it
+    assert "hour_value: 0" in write_task(Wish(training=train(7e9, 20e9), hour_value_usd=0.0), free.options[0])
+    assert "hour_value" not in write_task(Wish(training=train(7e9, 20e9)), ask().options[0])
+
+
+def test_the_more_an_hour_is_worth_the_faster_is_the_advice() -> None:
+    """Also beyond the cheapest options of each card, for which alone plans are made."""
+    found = [ask(hour_value_usd=value).options[0] for value in (0.0, 100.0, 10_000.0, 1e6)]
+    hours, usd = [each.hours for each in found], [each.usd for each in found]
+    assert hours == sorted(hours, reverse=True) and usd == sorted(usd) and hours[-1] < hours[0] / 4
+    for value, first in zip((100.0, 10_000.0, 1e6), found[1:], strict=True):
+        others = [first, *ask(hour_value_usd=0.0).options, *ask(hour_value_usd=0.0).faster]
+        scores = [each.usd + value * each.hours for each in others]
+        assert scores[0] <= min(scores) * 1.01 + 1e-6
+
+
 def test_a_smaller_batch_that_is_faster_per_token_is_found() -> None:
     # 70B on 1,024 H100: with one micro-batch per rank no full gradients are kept, and nothing is recomputed.
     training = train(70e9, 1e12, batch=1024)

@@ -1,24 +1,25 @@
-"""When the prices of a cloud are updated again: some hours after a success, at growing intervals after failures."""
+"""The record of price updates, without any process: what a file that cannot be trusted means."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from broker.catalog.attempts import UpdateAttempt
+from broker.catalog.attempts import FRESH_S, locate_attempts, read_attempts, record_attempts
 
-HOUR_S = 3600.0
-
-
-@pytest.mark.parametrize(
-    ("failures", "wait_s"),
-    [(0, 7 * HOUR_S), (1, 900.0), (2, 1800.0), (3, 3600.0), (7, 57_600.0), (8, 86_400.0), (20, 86_400.0)],
-)
-def test_an_update_is_due_after_its_interval(failures: int, wait_s: float) -> None:
-    attempt = UpdateAttempt(attempted_s=1e9, failures=failures)
-    assert attempt.find_next_s() == 1e9 + wait_s
-    assert not attempt.is_due(1e9) and not attempt.is_due(1e9 + wait_s - 1) and attempt.is_due(1e9 + wait_s)
-    assert attempt.is_due(1e9 - 1), "the clock was set back"
+NOW_S = 1.79e9
 
 
-def test_an_attempt_has_not_failed_unless_it_says_so() -> None:
-    assert UpdateAttempt(attempted_s=1e9).find_next_s() == 1e9 + 7 * HOUR_S
+def test_update_is_due_again_after_seven_hours(tmp_path: Path) -> None:
+    record_attempts(tmp_path, {"aws": None}, now_s=NOW_S)
+    (aws,) = read_attempts(tmp_path).values()
+    assert FRESH_S == 7 * 3600 and not aws.is_due(NOW_S + FRESH_S - 1) and aws.is_due(NOW_S + FRESH_S)
+
+
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "-Infinity", '"yesterday"', "null"])
+def test_record_with_an_impossible_time_counts_as_missing(tmp_path: Path, time: str) -> None:
+    """A time that compares with nothing would never be due, and prices would grow old in silence."""
+    text = f'{{"aws": {{"attempted_s": {time}, "succeeded_s": null, "failures": 0, "error": null}}}}'
+    locate_attempts(tmp_path).write_text(text)
+    assert read_attempts(tmp_path) == {}

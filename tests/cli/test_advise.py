@@ -36,10 +36,11 @@ def test_json_carries_the_task_file(shell: Shell) -> None:
 def test_the_shape_can_be_given(shell: Shell) -> None:
     data = json.loads(
         shell.run("advise", "--layers", "2", "--hidden", "256", "--vocab", "256", "--tokens", "10M", "--seq", "256",
-                  "--batch", "8K", "--gpus", "L4", "--json").stdout
+                  "--batch", "8K", "--gpus", "L4", "--hour-value", "0", "--json").stdout
     )  # fmt: skip
     assert data["training"]["shape"]["width"] == 256
     assert data["options"][0]["strategy"] == "1 GPU"
+    assert data["hour_value_usd"] == 0 and "hour_value: 0" in data["yaml"]
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,16 @@ def test_every_table_fits_a_terminal_and_names_ignore_case(market: Market) -> No
         assert shown and max(map(len, shown.splitlines())) <= 80, arguments
 
 
+@pytest.mark.parametrize("load", [(), ("--serve", "--rps", "5")])
+def test_advice_states_the_dates_of_its_own_prices(market: Market, load: tuple[str, ...]) -> None:
+    """Not that of the newest price in the book, which may be of another cloud."""
+    wish = ("advise", "--params", "7B", "--infra", "aws", "--gpus", "A100", "--spot", *load)
+    done = market.shell.run(*wish, *(() if load else ("--tokens", "20B")))
+    assert "Prices as of 2025-06-28;" in " ".join(done.stdout.split())
+    told = " ".join(done.stderr.split())
+    assert "note: outdated prices: spot on aws (2025-06-28" in told and "broker catalog update --cloud aws" in told
+
+
 def test_a_plan_with_stale_prices_explains_how_to_update_them(market: Market) -> None:
     task = market.shell.write("t.yaml", "resources: {infra: aws, accelerators: A100:8, use_spot: true}\nrun: x\n")
     done = market.shell.run("plan", task)

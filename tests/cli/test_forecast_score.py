@@ -71,6 +71,24 @@ def test_ended_jobs_are_compared_with_the_forecast_of_their_launch(screen: Scree
     store.close()
 
 
+def test_time_of_a_pipelines_later_task_counts_from_the_end_of_those_before_it(screen: Screen) -> None:
+    store, context = screen.open_store(), Context()
+    tasks = [context.resolve(each) for each in load_tasks_text(f"{TASK}---\n{TASK.replace('train', 'tune')}", "t.yaml")]
+    plans = [context.plan(each) for each in tasks]
+    first, second = submit(context, tasks, plans, name=None, request_id=None, hedge=2)
+    assert second.needs == (first.id,)
+    store.write(
+        "UPDATE jobs SET status = 'SUCCEEDED', submitted_s = ?, ended_s = ? WHERE id = ?",
+        (NOW_S - 92 * HOUR, NOW_S - 42 * HOUR, first.id),
+    )
+    end_job(store, second, hours=92.0, usd=1200.0)
+    _, found = read_json(screen, "cost", "--forecast")
+    assert (found["hours"], found["waited_hours"]) == (pytest.approx(42.0), pytest.approx(50.0))
+    assert found["is_in_time"] is False
+    assert read_json(screen, "forecast", "score")["jobs"] == 1
+    store.close()
+
+
 def test_ten_jobs_that_contradict_their_forecasts_widen_the_next_plan(screen: Screen) -> None:
     store = screen.open_store()
     before = read_forecast(screen)

@@ -43,6 +43,17 @@ def test_a_chance_without_its_deadline_is_left_out() -> None:
     assert (found.jobs, found.deadline_jobs, found.brier) == (2, 1, pytest.approx(0.0625))
 
 
+def test_jobs_that_waited_for_others_do_not_widen_intervals() -> None:
+    """The second task of a pipeline: 30 h after its submission, but 10 h after the first one had ended."""
+    waited = replace(judge(100, 10.0), waited_hours=20.0)
+    timeless = replace(waited, forecast=replace(waited.forecast, deadline_hours=None, deadline_chance=None))
+    found = score_forecasts([timeless] * JOBS_MIN)
+    assert (found.jobs, found.hours_coverage, found.interval_factor) == (JOBS_MIN, (1.0, 1.0, 1.0), 1.0)
+    assert waited.is_in_time is False  # the deadline of 11 h counts from submission
+    assert score_forecasts([waited] * JOBS_MIN).jobs == 0  # it had less time than its forecast assumed
+    assert score_forecasts([replace(waited, waited_hours=0.05)]).jobs == 1
+
+
 def test_intervals_widen_only_on_evidence_of_overconfidence() -> None:
     inside, outside = (USD, 101.0), (USD, 130.0)  # 130 is twice as far from the median as p90
     assert find_interval_factor([outside] * (JOBS_MIN - 1)) == 1.0

@@ -9,8 +9,9 @@ from broker.clock import SystemClock
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.state.transfer import export_store, import_store
-from broker.types import Task
+from broker.types import EventKind, JobStatus, Task, make_event
 from broker.types.forecasts import ForecastRecord
+from tests.state.samples import Hands
 
 FORECAST = ForecastRecord(
     usd=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), hours=(1.5,) * 7, usd_mean=4.0, hours_mean=1.5, deadline_hours=2.0
@@ -65,3 +66,41 @@ def test_a_damaged_forecast_hides_no_other(tmp_path: Path) -> None:
         store.write("INSERT INTO forecasts (job_id, body) VALUES (?, ?)", (job_id, body))
     assert store.forecasts.list() == {1: FORECAST}
     store.close()
+
+
+def test_time_for_which_other_jobs_kept_a_job_from_starting_is_counted(store: Store, clock: Hands) -> None:
+    """A pipeline of two tasks: the second waits 300 s for a slot, and once more after it was displaced."""
+
+    def record(kind: EventKind, after_s: float) -> None:
+        clock.time_s += after_s
+        store.events.add(make_event(kind), job_id=second.id)
+
+    first = store.jobs.add("prepare", Task())
+    second = store.jobs.add("train", Task(), needs=[first.id])
+    alone = store.jobs.add("alone", Task())
+    for job in (first, second, alone):
+        store.forecasts.add(job.id, FORECAST)
+    clock.time_s += 1000.0
+    store.jobs.set_status(first.id, JobStatus.SUCCEEDED)
+    assert store.forecasts.list_waits() == {second.id: 1000.0}
+    record(EventKind.QUEUED, 2.0)
+    record(EventKind.DISPLACING, 100.0)
+    assert store.forecasts.list_waits() == {second.id: 1000.0}  # the wait for a slot has not ended
+    record(EventKind.DECISION, 200.0)
+    record(EventKind.WAITING, 50.0)  # for capacity
+    record(EventKind.SLOT_RETURNED, 5000.0)
+    record(EventKind.QUEUED, 2.0)
+    record(EventKind.DECISION, 38.0)
+    record(EventKind.ENDED, 900.0)
+    assert store.forecasts.list_waits() == {second.id: 1000.0 + 300.0 + 40.0}
+
+
+def test_waits_of_jobs_without_a_forecast_are_not_read(store: Store, clock: Hands) -> None:
+    first = store.jobs.add("prepare", Task())
+    second = store.jobs.add("train", Task(), needs=[first.id])
+    clock.time_s += 1000.0
+    store.jobs.set_status(first.id, JobStatus.SUCCEEDED)
+    for kind in (EventKind.QUEUED, EventKind.DECISION):
+        store.events.add(make_event(kind), job_id=second.id)
+        clock.time_s += 10.0
+    assert store.forecasts.list_waits() == {}

@@ -150,8 +150,8 @@ def test_field_of_the_whole_task_that_differs_between_alternatives_is_noted(
     assert not load(text % (f"{field}: {first}", "cpus: 2", f"{field}: {first}")).notices
 
 
-@pytest.mark.parametrize(("field", "value"), [("deadline", "2d"), ("budget", "50")])
-def test_limit_that_a_plan_cannot_consider_is_noted(field: str, value: str) -> None:
+@pytest.mark.parametrize(("field", "value"), [("deadline", "2d"), ("budget", "50"), ("hour_value", "5")])
+def test_goal_that_a_plan_cannot_consider_is_noted(field: str, value: str) -> None:
     (notice,) = load(f"run: x\ngoal: {{{field}: {value}}}").notices
     assert notice.message.startswith(f"`{field}` without `work`: plans ") and not notice.blocks_launch
     assert not load(f"run: x\ngoal: {{work: 1h, {field}: {value}}}").notices
