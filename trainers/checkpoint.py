@@ -9,13 +9,14 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from trainers.errors import CheckpointError, StaleAttemptError
+from trainers.extra_state import pack_extra_state
 from trainers.manifest import (
     INDEX,
     MANIFEST_VERSION,
@@ -74,12 +75,12 @@ class CheckpointManager:
         shared: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
         about: Mapping[str, Any] | None = None,
-        buffers: Iterable[Tensor] = (),
+        buffers: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         """Register the attempt. `shared` state is common to all ranks; `own` differs from rank to rank.
 
-        `about` is JSON that is stored with each checkpoint. `buffers` are the tensors of the state that forward passes
-        change, such as BatchNorm's statistics.
+        `about` is JSON that is stored with each checkpoint. `buffers` returns the tensors of the state that forward
+        passes change, such as BatchNorm's statistics: it is called in each save, because a pass may replace them.
         """
         self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
@@ -90,7 +91,7 @@ class CheckpointManager:
         self._failures = 0  # in a row
         self._step_saved: int | None = None
         self.step_committed: int | None = None
-        self._buffers = find_addresses(buffers)
+        self._find_buffers = buffers
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
         self.stall_s = 0.0  # time that the last `save`, and the `settle` after it, blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
@@ -150,7 +151,7 @@ class CheckpointManager:
         states = {key: (holder, holder.state_dict()) for key, holder in self._shared.items()}
         live = {key: state for key, (holder, state) in states.items() if getattr(holder, "is_holder", True)}
         live[name_own(self._ranks)] = {key: holder.state_dict() for key, holder in self._own.items()}
-        live = hold_still(live, self._buffers)
+        live = hold_still(pack_extra_state(live), find_addresses(self._find_buffers()))
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")

@@ -188,7 +188,7 @@ def test_buffers_that_the_next_pass_changes_are_those_of_the_saved_step(
 def open_model(path: Path, model: torch.nn.Module, *, attempt: int) -> CheckpointManager:
     shared = {"model": model}
     return CheckpointManager(
-        FolderStorage(path), ALONE, attempt=attempt, keep=1, shared=shared, own={}, buffers=model.buffers()
+        FolderStorage(path), ALONE, attempt=attempt, keep=1, shared=shared, own={}, buffers=model.buffers
     )
 
 
