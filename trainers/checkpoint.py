@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -89,6 +89,8 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._failures = 0  # in a row
+        self._damaged: Collection[CheckpointName] = ()
+        self._removal_problem = ""
         self._step_saved: int | None = None
         self.step_committed: int | None = None
         self._find_buffers = buffers
@@ -111,6 +113,7 @@ class CheckpointManager:
         restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
         silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
         name = restorer.restore(progress or silent)
+        self._damaged = frozenset(restorer.skipped)
         if name is None:
             return None
         self._step_saved = self.step_committed = name.step
@@ -185,14 +188,16 @@ class CheckpointManager:
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
         """Copy, write and commit, in the background thread; keep an error for the next `wait`."""
         begin = time.perf_counter()
+        is_committing = False
         try:
-            state = self._snapshot.take(live)
+            state = self._take(live)
             import torch.distributed.checkpoint as dcp
 
             is_alone = self._ranks.world_size == 1
             writer = self._storage.open_writer(str(name))
             dcp.save(state, storage_writer=writer, process_group=self._ranks.background_group, no_dist=is_alone)
             files = self._collect_files(str(name))
+            is_committing = True
             problem = self._commit(name, files) if self._ranks.is_first else None
             problem = self._ranks.share(problem, is_background=True)
             if problem is not None:
@@ -200,12 +205,40 @@ class CheckpointManager:
             self.step_committed = name.step
             self.write_s = time.perf_counter() - begin
             if self._ranks.is_first:
-                remove_old(self._storage, newest=name, keep=self._keep)
+                self._remove_old(name)
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:  # the library's own failure is not an Exception
             self._failure = CheckpointError(f"`{name}` was not written: {error}")
             self._failure.__cause__ = error
+        if self._failure is not None and not is_committing and self._ranks.is_first:
+            with suppress(Exception):  # on a full disk, it would leave no room for the next one
+                self._storage.delete(str(name))
+
+    def _take(self, live: dict[str, Any]) -> dict[str, Any]:
+        """Return the copy of the state. If it fails on one rank, all raise: the others would write without it, and its
+        next save would meet theirs of this step."""
+        state: dict[str, Any] = {}
+        problem: CheckpointError | None = None
+        try:
+            state = self._snapshot.take(live)
+        except Exception as error:
+            problem = CheckpointError(f"the state was not copied on rank {self._ranks.rank}: {error or repr(error)}")
+        for failure in self._ranks.collect(problem):
+            if failure is not None:
+                raise failure
+        return state
+
+    def _remove_old(self, name: CheckpointName) -> None:
+        """Remove old checkpoints after a commit. A failure is a warning, once: the new checkpoint is complete."""
+        try:
+            if self._find_newer_attempt() is None:  # it may be reading one of them
+                remove_old(self._storage, newest=name, keep=self._keep, damaged=self._damaged)
+        except Exception as error:  # a role without the right to delete; libraries of buckets have errors of their own
+            problem = str(error)
+            if problem != self._removal_problem:
+                warn(f"old checkpoints were not removed: {problem}")
+            self._removal_problem = problem
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
         """Return every file with its checksum. Each rank computes the checksums of its own files."""

@@ -57,6 +57,7 @@ class Restorer:
         self._storage, self._ranks = storage, ranks
         self._shared, self._own = shared, own
         self._own_name = name_own(ranks)
+        self.skipped: list[CheckpointName] = []  # incomplete or damaged
 
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None if there is none.
@@ -170,6 +171,7 @@ class Restorer:
             self._own[key].load_state_dict(unpack_extra_state(_fill(live[self._own_name][key], state)))
 
     def _warn_skipped(self, name: CheckpointName, damage: Damage) -> None:
+        self.skipped.append(name)
         if self._ranks.is_first:
             warn_skipped(name, damage)
 
