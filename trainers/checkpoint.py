@@ -9,13 +9,14 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from trainers.errors import CheckpointError, StaleAttemptError
+from trainers.extra_state import pack_extra_state
 from trainers.manifest import (
     INDEX,
     MANIFEST_VERSION,
@@ -74,12 +75,12 @@ class CheckpointManager:
         shared: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
         about: Mapping[str, Any] | None = None,
-        buffers: Iterable[Tensor] = (),
+        buffers: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         """Register the attempt. `shared` state is common to all ranks; `own` differs from rank to rank.
 
-        `about` is JSON that is stored with each checkpoint. `buffers` are the tensors of the state that forward passes
-        change, such as BatchNorm's statistics.
+        `about` is JSON that is stored with each checkpoint. `buffers` returns the tensors of the state that forward
+        passes change, such as BatchNorm's statistics: it is called in each save, because a pass may replace them.
         """
         self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
@@ -88,9 +89,11 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._failures = 0  # in a row
+        self._damaged: Collection[CheckpointName] = ()
+        self._removal_problem = ""
         self._step_saved: int | None = None
         self.step_committed: int | None = None
-        self._buffers = find_addresses(buffers)
+        self._find_buffers = buffers
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
         self.stall_s = 0.0  # time that the last `save`, and the `settle` after it, blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
@@ -110,6 +113,7 @@ class CheckpointManager:
         restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
         silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
         name = restorer.restore(progress or silent)
+        self._damaged = frozenset(restorer.skipped)
         if name is None:
             return None
         self._step_saved = self.step_committed = name.step
@@ -150,7 +154,7 @@ class CheckpointManager:
         states = {key: (holder, holder.state_dict()) for key, holder in self._shared.items()}
         live = {key: state for key, (holder, state) in states.items() if getattr(holder, "is_holder", True)}
         live[name_own(self._ranks)] = {key: holder.state_dict() for key, holder in self._own.items()}
-        live = hold_still(live, self._buffers)
+        live = hold_still(pack_extra_state(live), find_addresses(self._find_buffers()))
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")
@@ -184,14 +188,16 @@ class CheckpointManager:
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
         """Copy, write and commit, in the background thread; keep an error for the next `wait`."""
         begin = time.perf_counter()
+        is_committing = False
         try:
-            state = self._snapshot.take(live)
+            state = self._take(live)
             import torch.distributed.checkpoint as dcp
 
             is_alone = self._ranks.world_size == 1
             writer = self._storage.open_writer(str(name))
             dcp.save(state, storage_writer=writer, process_group=self._ranks.background_group, no_dist=is_alone)
             files = self._collect_files(str(name))
+            is_committing = True
             problem = self._commit(name, files) if self._ranks.is_first else None
             problem = self._ranks.share(problem, is_background=True)
             if problem is not None:
@@ -199,12 +205,40 @@ class CheckpointManager:
             self.step_committed = name.step
             self.write_s = time.perf_counter() - begin
             if self._ranks.is_first:
-                remove_old(self._storage, newest=name, keep=self._keep)
+                self._remove_old(name)
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:  # the library's own failure is not an Exception
             self._failure = CheckpointError(f"`{name}` was not written: {error}")
             self._failure.__cause__ = error
+        if self._failure is not None and not is_committing and self._ranks.is_first:
+            with suppress(Exception):  # on a full disk, it would leave no room for the next one
+                self._storage.delete(str(name))
+
+    def _take(self, live: dict[str, Any]) -> dict[str, Any]:
+        """Return the copy of the state. If it fails on one rank, all raise: the others would write without it, and its
+        next save would meet theirs of this step."""
+        state: dict[str, Any] = {}
+        problem: CheckpointError | None = None
+        try:
+            state = self._snapshot.take(live)
+        except Exception as error:
+            problem = CheckpointError(f"the state was not copied on rank {self._ranks.rank}: {error or repr(error)}")
+        for failure in self._ranks.collect(problem):
+            if failure is not None:
+                raise failure
+        return state
+
+    def _remove_old(self, name: CheckpointName) -> None:
+        """Remove old checkpoints after a commit. A failure is a warning, once: the new checkpoint is complete."""
+        try:
+            if self._find_newer_attempt() is None:  # it may be reading one of them
+                remove_old(self._storage, newest=name, keep=self._keep, damaged=self._damaged)
+        except Exception as error:  # a role without the right to delete; libraries of buckets have errors of their own
+            problem = str(error)
+            if problem != self._removal_problem:
+                warn(f"old checkpoints were not removed: {problem}")
+            self._removal_problem = problem
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
         """Return every file with its checksum. Each rank computes the checksums of its own files."""

@@ -2,7 +2,7 @@
 
 A peer may be lost at any moment of a step:
 
-    forward, backward   parameters belong to the last step; buffers may have changed: copies of them are kept instead
+    forward, backward   parameters belong to the last step; buffers and extra state may have changed: copies are kept
     update              interrupted by an error, it leaves a mixture of two steps: nothing is kept
     otherwise           everything belongs to the last step
 """
@@ -72,14 +72,19 @@ class LiveState:
         """
         import torch
 
+        from trainers.extra_state import pack_extra_state
+
         self._changing, self._position, self._part, self._shared, self._wait = changing, position, part, shared, wait
         self._modules: dict[str, nn.Module] = {
             key: holder for key, holder in shared.items() if isinstance(holder, torch.nn.Module)
         }
         # Requested in the middle of a step, the state dict of a sharded module would reshard its parameters.
-        self._fixed = {key: module.state_dict(keep_vars=True) for key, module in self._modules.items()}
+        self._fixed = {
+            key: pack_extra_state(module.state_dict(keep_vars=True)) for key, module in self._modules.items()
+        }
         self._buffers: dict[str, dict[str, Tensor]] = {key: {} for key in self._modules}
-        self._copy_buffers()
+        self._extra: dict[str, dict[str, bytes]] = {}
+        self._copy_changing()
         changing.on_change = self._complete
 
     @property
@@ -109,7 +114,9 @@ class LiveState:
         kept = os.memfd_create("elastic", 0)
         with os.fdopen(os.dup(kept), "wb") as file:
             state = {
-                key: {**self._fixed[key], **self._buffers[key]} if key in self._fixed else holder.state_dict()
+                key: {**self._fixed[key], **self._buffers[key], **self._extra[key]}
+                if key in self._fixed
+                else holder.state_dict()
                 for key, holder in self._shared.items()
             }
             torch.save(keep(state), file)
@@ -117,11 +124,15 @@ class LiveState:
 
     def _complete(self) -> None:
         self._wait()
-        self._copy_buffers()
+        self._copy_changing()
 
-    def _copy_buffers(self) -> None:
-        """Copy the buffers, before the next forward pass changes them. On a GPU the copies are queued before it."""
+    def _copy_changing(self) -> None:
+        """Copy buffers and extra state before the next forward pass changes them. On a GPU the copies are queued before
+        it."""
+        from trainers.extra_state import read_extra_state
+
         for key, module in self._modules.items():
+            self._extra[key] = read_extra_state(module, self._fixed[key])
             copies = self._buffers[key]
             for name, buffer in find_buffers(module, self._fixed[key]).items():
                 place = copies.get(name)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,11 +128,16 @@ def divide(files: Iterable[str], *, rank: int, world_size: int) -> list[str]:
     return sorted(files)[rank::world_size]
 
 
-def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:
-    """Keep the `keep` newest complete checkpoints; remove older ones, and incomplete ones left behind."""
+def remove_old(
+    storage: Storage, *, newest: CheckpointName, keep: int, damaged: Collection[CheckpointName] = ()
+) -> None:
+    """Keep the `keep` newest complete checkpoints; remove older ones, and incomplete ones left behind.
+
+    `damaged` ones have a manifest but cannot be restored: they do not count, and are removed as well.
+    """
     kept = 0
     for name in list_checkpoints(storage):
-        is_complete = storage.read(f"{name}/manifest.json") is not None
+        is_complete = name not in damaged and storage.read(f"{name}/manifest.json") is not None
         kept += is_complete
         # Checkpoints of later attempts are not touched, and our own save is the newest.
         if name.attempt > newest.attempt or name == newest:

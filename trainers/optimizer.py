@@ -16,6 +16,7 @@ from torch import Tensor
 from trainers.config import TrainConfig
 from trainers.errors import TrainerError
 from trainers.offload import HostCopies, place_on_mesh
+from trainers.optimizer_values import OptimizerValues
 
 # Adam's usual decay rates for language models (GPT-3, arXiv:2005.14165, appendix B).
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -60,6 +61,8 @@ class Optimizer:
         self._optimizer = make(self._handles) if make else make_adamw(self._handles, config)
         self._base_rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._check_parameters()
+        # Our own AdamW has none.
+        self.values = OptimizerValues(self._optimizer, self._handles) if make else None
         self._blank: set[str] = set()  # parameters with state that only reserves names and shapes
         self._initialize_state()
         self.steps_done = 0
@@ -184,7 +187,6 @@ class Optimizer:
         # not always that of a new optimizer, which is therefore created in the first step with a gradient.
         self._blank = {name for name, handle in self._handles.items() if handle not in self._optimizer.state}
         before = [handle.detach().clone() for handle in self._handles.values()]
-        groups = [dict(group) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group.update({key: 0.0 for key in ("lr", "weight_decay") if key in group})
         for handle in self._handles.values():
@@ -195,8 +197,9 @@ class Optimizer:
                 handle.copy_(value)
         self._set_updates(dict.fromkeys(self._handles, 0))
         self._drop_gradients()
-        for group, given in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update({key: given[key] for key in ("lr", "weight_decay") if key in given})
+        if self.values is not None:
+            self.values.reset_groups()  # they may count updates
+            self.values.check()
 
     def _is_beginning(self) -> bool:
         return bool(self._blank) and not self._blank.isdisjoint(self._find_gradients())

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainers.extra_state import pack_extra_state, read_extra_state, unpack_extra_state
 from trainers.live_state import find_buffers
 from trainers.optimizer import local
 from trainers.peer_memory import Header, PartMemory, Path, Piece, find_end, iterate_values, lay_out, open_memory
@@ -51,7 +52,7 @@ class PeerCheckpoint:
         self._ranks, self._shared, self._every_steps = ranks, shared, every_steps
         # Requested in the middle of a step, the state dict of a sharded module would reshard its parameters.
         self._fixed = {
-            key: holder.state_dict(keep_vars=True)
+            key: pack_extra_state(holder.state_dict(keep_vars=True))
             for key, holder in shared.items()
             if isinstance(holder, torch.nn.Module)
         }
@@ -88,11 +89,11 @@ class PeerCheckpoint:
             return None
         mine = [each.header.others for each in self._inherited if each.header and describe(each).version == version]
         others: Mapping[Path, Any] = next(each[0] for each in self._ranks.collect(mine) if each)
-        states = {key: holder.state_dict() for key, holder in self._shared.items()}
+        states = pack_extra_state({key: holder.state_dict() for key, holder in self._shared.items()})
         live = {path: value for path, value in iterate_values(states) if isinstance(value, Tensor)}
         transfer_parts(self._ranks, self._group, version, self._inherited, everyone, live)
         for key, holder in self._shared.items():
-            holder.load_state_dict(_replace(states[key], (key,), others))
+            holder.load_state_dict(unpack_extra_state(_replace(states[key], (key,), others)))
         # Later losses must not accumulate memory; these parts are needed until this world has copies of its own.
         self._release_inherited(except_version=version)
         return version[0]
@@ -161,7 +162,11 @@ class PeerCheckpoint:
     def _read_state(self) -> tuple[dict[Path, Tensor], dict[Path, Any]]:
         """Return tensors and other values of the state, by path."""
         states = {
-            key: {**self._fixed[key], **find_buffers(holder, self._fixed[key])}
+            key: {
+                **self._fixed[key],
+                **find_buffers(holder, self._fixed[key]),
+                **read_extra_state(holder, self._fixed[key]),
+            }
             if key in self._fixed
             else holder.state_dict()
             for key, holder in self._shared.items()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from trainers.errors import CheckpointError
+from trainers.extra_state import pack_extra_state, unpack_extra_state
 from trainers.manifest import (
     INDEX,
     CheckpointName,
@@ -56,6 +57,7 @@ class Restorer:
         self._storage, self._ranks = storage, ranks
         self._shared, self._own = shared, own
         self._own_name = name_own(ranks)
+        self.skipped: list[CheckpointName] = []  # incomplete or damaged
 
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None if there is none.
@@ -100,7 +102,8 @@ class Restorer:
         """Return the live state by its names in a checkpoint. A collective call for some strategies."""
         live = {key: holder.state_dict() for key, holder in self._shared.items()}
         live[self._own_name] = {key: holder.state_dict() for key, holder in self._own.items()}
-        return live
+        packed: dict[str, Any] = pack_extra_state(live)
+        return packed
 
     def _is_in(self, key: str, contents: Contents) -> bool:
         """Return whether the checkpoint contains this state. State that it lacks keeps its initial values."""
@@ -163,11 +166,12 @@ class Restorer:
         # In this order: both may refer to the same tensors, and the rank's own values take precedence.
         for key, holder in self._shared.items():
             if key in staged:
-                holder.load_state_dict(_fill(live[key], staged[key]))
+                holder.load_state_dict(unpack_extra_state(_fill(live[key], staged[key])))
         for key, state in staged.get(self._own_name, {}).items():
-            self._own[key].load_state_dict(_fill(live[self._own_name][key], state))
+            self._own[key].load_state_dict(unpack_extra_state(_fill(live[self._own_name][key], state)))
 
     def _warn_skipped(self, name: CheckpointName, damage: Damage) -> None:
+        self.skipped.append(name)
         if self._ranks.is_first:
             warn_skipped(name, damage)
 

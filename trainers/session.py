@@ -116,7 +116,7 @@ class Session:
             shared=state.shared,
             own=state.own,
             about=state.recipe.about,
-            buffers=state.model.buffers(),
+            buffers=state.model.buffers,
         )
         progress = Progress(
             self.environment.progress_file,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from trainers.blocks import check_shared, find_shared, prepare_blocks
+from trainers.checkpoint import HeldByOne
 from trainers.config import RunConfig
 from trainers.devices import check_dtype, check_memory
 from trainers.float8 import convert_linears
@@ -40,6 +41,9 @@ class RunState:
     def shared(self) -> dict[str, Any]:
         """The state of the whole run by name; each rank holds all or a part of it."""
         shared = {**self.strategy.shared_state(self.model, self.optimizer), "position": self.position}
+        if self.optimizer.values is not None:
+            is_holder = getattr(shared["optimizer"], "is_holder", True)
+            shared["optimizer_values"] = HeldByOne(self.optimizer.values, is_holder=is_holder)
         if self.scaling.is_on:
             shared["loss_scale"] = self.scaling
         return shared
@@ -47,7 +51,10 @@ class RunState:
     @cached_property
     def own(self) -> dict[str, Any]:
         """The state of this rank alone, by name."""
-        return {**self.strategy.own_state(self.model, self.optimizer), "random_numbers": self.random_numbers}
+        own = {**self.strategy.own_state(self.model, self.optimizer), "random_numbers": self.random_numbers}
+        if self.optimizer.values is not None:
+            own["optimizer_values"] = self.optimizer.values
+        return {**own, "library_random_numbers": self.random_numbers.libraries}
 
 
 def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: int = 1) -> RunState:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainers.extra_state import pack_extra_state, unpack_extra_state
 from trainers.optimizer import local
 from trainers.ranks import Ranks
 from trainers.strategies.grid import Part
@@ -44,7 +45,7 @@ def transfer_state(
     step = find_step(holdings, part.count)
     if step is None:
         return None
-    live = {key: holder.state_dict() for key, holder in shared.items()}
+    live = pack_extra_state({key: holder.state_dict() for key, holder in shared.items()})
     held: dict[int, Any] = {}  # index of a part -> its state
     mine = holdings[ranks.rank]
     if mine.step == step:
@@ -57,7 +58,7 @@ def transfer_state(
         elif ranks.rank == transfer.target:
             held[transfer.index] = receive(live, transfer.source, ranks)
     for key, state in held[part.index].items():
-        shared[key].load_state_dict(state)
+        shared[key].load_state_dict(unpack_extra_state(state))
     return step
 
 

@@ -104,11 +104,11 @@ class FolderStorage:
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             _link(partial, target)
         except FileExistsError:
             return False

@@ -1,17 +1,23 @@
 """Checkpoints are written, torn, corrupted and fenced on real files."""
 
+import contextlib
+import errno
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from trainers import snapshot
-from trainers.checkpoint import CheckpointManager, list_checkpoints
+from trainers.checkpoint import CheckpointManager, find_newest, list_checkpoints
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
-from trainers.ranks import Ranks
+from trainers.ranks import Ranks, join_ranks, leave_ranks
 from trainers.storage import FolderStorage, open_storage
+
+from .strategies.conftest import Worlds
 
 # pytest resets the filter that the module sets for itself.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -188,7 +194,7 @@ def test_buffers_that_the_next_pass_changes_are_those_of_the_saved_step(
 def open_model(path: Path, model: torch.nn.Module, *, attempt: int) -> CheckpointManager:
     shared = {"model": model}
     return CheckpointManager(
-        FolderStorage(path), ALONE, attempt=attempt, keep=1, shared=shared, own={}, buffers=model.buffers()
+        FolderStorage(path), ALONE, attempt=attempt, keep=1, shared=shared, own={}, buffers=model.buffers
     )
 
 
@@ -218,3 +224,122 @@ def test_checkpoint_of_another_shape_is_one_line_with_a_hint(tmp_path: Path) -> 
     manager.wait()
     with pytest.raises(CheckpointError, match=r"does not fit this model: .*\[1, 3\].*\n\nhint: use the `--model"):
         open_for(4, 2).restore()
+
+
+class Undeletable(FolderStorage):
+    """A bucket whose role may write but not delete."""
+
+    def delete(self, path: str) -> None:
+        raise PermissionError("AccessDenied")
+
+
+def test_checkpoint_is_committed_even_if_old_ones_cannot_be_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, the save counted as failed, and the third one ended the run."""
+    manager = CheckpointManager(Undeletable(tmp_path), ALONE, attempt=1, keep=1, shared={"counter": Counter()}, own={})
+    for step in range(1, 7):
+        manager.save(step)
+        manager.wait()
+        assert manager.step_committed == step
+    assert capsys.readouterr().err.count("warning: old checkpoints were not removed: AccessDenied") == 1
+
+
+def test_stale_attempt_removes_nothing_that_the_newer_one_may_be_reading(tmp_path: Path) -> None:
+    """The newer attempt begins between the commit of the old one and its retention."""
+
+    class Overtaken(FolderStorage):
+        def create(self, path: str, content: bytes) -> bool:
+            is_new = super().create(path, content)
+            if path.startswith("step-00000010") and path.endswith("manifest.json"):
+                super().create("attempts/0000000002", b"")
+            return is_new
+
+    save_steps(tmp_path, 5)
+    counter = Counter()
+    shared, own = {"counter": counter}, {"own": Counter()}
+    manager = CheckpointManager(Overtaken(tmp_path), ALONE, attempt=1, keep=1, shared=shared, own=own)
+    manager.save(10)
+    manager.wait()
+    assert [name.step for name in list_checkpoints(FolderStorage(tmp_path))] == [10, 5]
+
+
+def test_damaged_checkpoints_take_no_place_of_those_that_are_kept(tmp_path: Path) -> None:
+    """Otherwise, one good checkpoint would be left after a fallback, and none if that one was torn."""
+    save_steps(tmp_path, 5, 90, 100)
+    for step in (90, 100):
+        (folder_of(tmp_path, step) / "__0_0.distcp").write_bytes(b"")
+    counter = Counter()
+    manager = open_manager(tmp_path, counter, attempt=2, keep=3)
+    assert manager.restore() == 5
+    for step in (10, 15):
+        manager.save(step)
+        manager.wait()
+    assert [name.step for name in list_checkpoints(FolderStorage(tmp_path))] == [15, 10, 5]
+
+
+class FullDisk(FolderStorage):
+    """A disk on which a second checkpoint fits only if it is the only incomplete one."""
+
+    is_full = False
+
+    def open_writer(self, path: str) -> Any:
+        writer = super().open_writer(path)
+        writer.fs = FullFiles() if self.is_full else writer.fs
+        return writer
+
+
+class FullFiles(FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            stream.write(b"a part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_checkpoint_that_did_not_fit_on_the_disk_leaves_no_files(tmp_path: Path) -> None:
+    """Their space is what the next checkpoint needs; they used to stay until one was complete."""
+    storage, counter = FullDisk(tmp_path), Counter()
+    manager = CheckpointManager(storage, ALONE, attempt=1, keep=1, shared={"counter": counter}, own={"own": Counter()})
+    manager.save(5)
+    manager.wait()
+    storage.is_full = True
+    manager.save(10)
+    with pytest.raises(CheckpointError, match="No space left"):
+        manager.wait()
+    assert [name.step for name in list_checkpoints(storage)] == [5]
+    storage.is_full = False
+    counter.set(15)
+    manager.save(15)
+    manager.wait()
+    assert restore(tmp_path) == 15
+
+
+def save_while_one_rank_has_no_memory(arguments: Sequence[str]) -> int:
+    """Return 0 if all ranks fail the first save and complete the second one."""
+    ranks = join_ranks(start_s=300.0, checkpoint_s=300.0)
+    storage, counter = FolderStorage(Path(arguments[0])), Counter()
+    shared, own = {"counter": counter}, {"own": Counter()}
+    manager = CheckpointManager(storage, ranks, attempt=1, keep=1, shared=shared, own=own)
+    copy = snapshot.copy_state
+
+    def fail(value: Any) -> Any:
+        raise MemoryError
+
+    snapshot.copy_state = fail if ranks.rank == 1 else copy
+    manager.save(1)
+    with pytest.raises(CheckpointError, match="not copied on rank 1"):
+        manager.wait()
+    snapshot.copy_state = copy
+    manager.save(2)
+    manager.wait()
+    found = find_newest(storage)
+    leave_ranks()
+    return 0 if found is not None and found[0].step == 2 and manager.step_committed == 2 else 1
+
+
+def test_copy_that_fails_on_one_rank_fails_on_all_and_the_next_save_is_whole(worlds: Worlds, tmp_path: Path) -> None:
+    """Before, the other ranks wrote this step together with the next one of the rank that had failed."""
+    here = "tests.trainers.test_checkpoint:save_while_one_rank_has_no_memory"
+    ended = worlds.call(tmp_path, here, [str(tmp_path / "checkpoints")], ranks=2)
+    assert ended.codes == [0, 0], ended.errors

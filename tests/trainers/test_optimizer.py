@@ -196,6 +196,74 @@ def test_momentum_without_a_counter_is_kept_beside_parameters_that_were_updated_
     assert all(torch.equal(whole.state_dict()[name], value) for name, value in parted.state_dict().items())
 
 
+class Counted(torch.optim.Optimizer):
+    """With numbers in its groups, as in schedule-free optimizers and Prodigy, and with a list for each parameter."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0, "rates": []})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["rates"].append(group["lr"] / group["k"])
+            group["sum"] = group.get("sum", 0.0) + group["rates"][-1]
+            for value in group["params"]:
+                if value.grad is not None:
+                    norms = self.state[value].setdefault("norms", [])
+                    norms.append(value.grad.norm())
+                    value.sub_(group["sum"] / (1 + max(norms)) * value.grad)
+
+
+def make_counted(named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    return Counted(list(named.values()))
+
+
+def test_values_of_an_optimizer_outside_its_tensors_are_those_of_it_alone_and_after_a_restart() -> None:
+    alone, first, second = make_model(), make_model(), make_model()
+    bare = make_counted(dict(alone.named_parameters()))
+    for step in range(6):
+        take_some(alone, bare, step)
+    optimizer = Optimizer(first.named_parameters(), CONFIG, make=make_counted)
+    for step in range(3):
+        take_some(first, optimizer, step)
+    later = Optimizer(second.named_parameters(), CONFIG, make=make_counted)
+    second.load_state_dict(first.state_dict())
+    assert later.values is not None and optimizer.values is not None
+    saved = optimizer.values.state_dict()
+    take_some(first, optimizer, 3)  # the next step does not change what is being written
+    later.load_state_dict(copy(optimizer.state_dict()))
+    later.steps_done = 3
+    later.values.load_state_dict(saved)
+    for step in range(3, 6):
+        take_some(second, later, step)
+    assert all(torch.equal(alone.state_dict()[name], value) for name, value in second.state_dict().items())
+
+
+def test_options_of_a_group_that_updates_do_not_change_are_those_of_the_program() -> None:
+    model = make_model()
+    optimizer = Optimizer(model.named_parameters(), CONFIG, make=sgd)
+    later = Optimizer(
+        model.named_parameters(),
+        CONFIG,
+        make=lambda named: torch.optim.SGD(list(named.values()), lr=0.2, weight_decay=0.5, momentum=0.8),
+    )
+    assert later.values is not None and optimizer.values is not None
+    later.values.load_state_dict(optimizer.values.state_dict())
+    (group,) = later._optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.2, 0.5, 0.8)
+
+
+def test_optimizer_whose_state_cannot_be_saved_is_refused_at_the_start() -> None:
+    class Closed(Counted):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for value in self.param_groups[0]["params"]:
+                self.state[value]["rule"] = lambda: None
+
+    with pytest.raises(TrainerError, match="cannot be saved"):
+        Optimizer(make_model().named_parameters(), CONFIG, make=lambda named: Closed(list(named.values())))
+
+
 def test_making_an_optimizer_of_your_own_changes_no_parameter() -> None:
     model, untouched = make_model(), make_model()
     Optimizer(model.named_parameters(), CONFIG, make=sgd)

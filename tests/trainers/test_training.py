@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from trainers.training import parse_config, run_training
 
 from .conftest import HELD
 from .strategies.conftest import Worlds, read_lines, read_losses
+from .test_optimizer import Counted
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -121,6 +124,19 @@ def with_statistics(arguments: Sequence[str]) -> int:
     return run_training(arguments, RECIPE | {"model": Statistics}, defaults={"train.learning_rate": 0.01})
 
 
+class Masking(Network):
+    """Draws from Python's and NumPy's generators in its passes, as wav2vec 2.0 of `transformers` does."""
+
+    def forward(self, point: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
+        kept = torch.from_numpy(np.random.rand(point.shape[1]) < random.uniform(0.5, 1.0))
+        return super().forward(point * kept, target)
+
+
+def with_values_outside_tensors(arguments: Sequence[str]) -> int:
+    own = {"model": Masking, "optimizer": lambda named: Counted([value for _, value in named])}
+    return run_training(arguments, RECIPE | own, defaults={})
+
+
 PASSED = threading.Event()
 
 
@@ -148,6 +164,9 @@ def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
     ("recipe", "ranks", "flags"),
     [
         ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
+        ("with_values_outside_tensors", 1, []),
+        pytest.param("with_values_outside_tensors", 2, ["--strategy", "ddp"], marks=pytest.mark.long),
+        pytest.param("with_values_outside_tensors", 3, ["--strategy", "parameter_server"], marks=pytest.mark.long),
         ("with_a_buffer_and_late_copies", 1, ["--train.micro_batch", "8"]),
         ("with_statistics", 2, ["--strategy", "ddp", *EVALUATED]),
         pytest.param("with_statistics", 2, ["--strategy", "allreduce", *EVALUATED], marks=pytest.mark.long),

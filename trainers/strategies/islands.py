@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.checkpoint import HeldByOne
+from trainers.extra_state import SUFFIX, find_owner
 from trainers.optimizer import Optimizer, local
 
 
@@ -21,14 +22,18 @@ class OwnTensors:
         """Return the live tensors by name."""
         moments = {key: value for key, value in self._optimizer.state_dict().items() if isinstance(value, dict)}
         parts = {"model": self._model.state_dict(), **moments}
-        return {key: {name: local(value.detach()) for name, value in part.items()} for key, part in parts.items()}
+        return {key: {name: _find_own(value) for name, value in part.items()} for key, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved tensors into the live ones."""
         with torch.no_grad():
             for key, part in self.state_dict().items():
                 for name, value in part.items():
-                    value.copy_(state[key][name])
+                    if isinstance(value, Tensor):
+                        value.copy_(state[key][name])
+        for name, value in state["model"].items():
+            if name.endswith(SUFFIX):
+                find_owner(self._model, name).set_extra_state(value)
 
 
 def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> Mapping[str, Any]:
@@ -37,6 +42,10 @@ def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> 
         "model": HeldByOne(model, is_holder=is_first),
         "optimizer": HeldByOne(optimizer, is_holder=is_first),
     }
+
+
+def _find_own(value: Any) -> Any:
+    return local(value.detach()) if isinstance(value, Tensor) else value
 
 
 def list_local(model: nn.Module) -> list[Tensor]:
