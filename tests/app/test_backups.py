@@ -310,6 +310,42 @@ def test_restore_that_was_interrupted_is_repeated_under_the_same_epoch(
     assert [path.name for path in sorted((place / "epochs").iterdir())] == ["000001", "000002"]
 
 
+def test_restored_state_is_on_the_disk_before_its_database_is_in_place(
+    tmp_path: Path,
+    place: Path,
+    clock: FrozenClock,
+    old: tuple[Context, Backups, Place],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a power cut, a rename may survive without the bytes: with a torn epoch, the server could never write."""
+    home = tmp_path / "new"
+    context, backups, _ = old
+    context.store.jobs.add("train", TASK)
+    assert backups.write_if_changed()
+    flushed: set[tuple[int, int]] = set()
+    unflushed: list[str] = []
+    fsync, replace_path = os.fsync, Path.replace
+
+    def record(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        flushed.add((found.st_dev, found.st_ino))
+        fsync(descriptor)
+
+    def check(source: Path, target: Path) -> Path:
+        if Path(target) == home / "state.db":
+            wanted = [home, *home.glob("server/*"), *home.glob("secrets/*"), home / "server", home / "secrets"]
+            found = [each for each in wanted if each.name != "confirmed"]
+            assert {"epoch.json", "secrets"} <= {each.name for each in found}
+            stats = [(each, each.stat()) for each in found]
+            unflushed.extend(str(each) for each, stat in stats if (stat.st_dev, stat.st_ino) not in flushed)
+        return replace_path(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "replace", check)
+    restore(tmp_path, place, clock)
+    assert unflushed == []
+
+
 def test_other_key_is_refused(
     tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
 ) -> None:
