@@ -52,9 +52,9 @@ class Scheduler:
         self._retry_s: dict[str, float] = {}
 
     def step(self) -> float:
-        """Process due schedules for about STEP_S_MAX; return seconds until the next step. Raises FencedError, StateError.
+        """Process due schedules for about STEP_S_MAX; return seconds until the next step.
 
-        A schedule that fails delays only itself.
+        Raises FencedError, StateError. A schedule that fails delays only itself.
         """
         now_s, begin_s = self._store.read_time_s(), self._store.clock.now_s()
         for name in self._store.schedules.list_due(now_s):
