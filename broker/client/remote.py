@@ -53,6 +53,7 @@ class RemoteSession:
     def __init__(self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._login = login
         self._note = on_note
+        self.request_id = ""  # of the newest verb on the server; empty until it has begun
         self.clock = SystemClock()
 
     @classmethod
@@ -118,7 +119,7 @@ class RemoteSession:
         self, name: str, body: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
     ) -> object:
         text = json.dumps(body).encode()
-        request_id = ""
+        self.request_id = ""
         try:
             connection = self._connect()
             try:
@@ -128,10 +129,10 @@ class RemoteSession:
                             raise decode_error(frame["error"])
                         if "result" in frame:
                             return decode(frame["result"], signature.result)
-                        request_id = str(frame.get("id") or request_id)
+                        self.request_id = str(frame.get("id") or self.request_id)
                         self._handle(frame, signature, callbacks)
             except KeyboardInterrupt:
-                self._interrupt(request_id, name)
+                self._interrupt(self.request_id, name)
                 raise
             finally:
                 connection.close()
@@ -177,6 +178,15 @@ class RemoteSession:
                     return json.loads(answer.read())
             finally:
                 connection.close()
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._explain_lost(error) from None
+
+    def post(self, path: str, body: bytes, connection: HTTPConnection | None) -> tuple[HTTPConnection, Any]:
+        """POST over a connection, or a new one, which stays open for the next request. Raises BrokerError."""
+        try:
+            connection = connection or self._connect()
+            answer = self._send(connection, "POST", path, body, accept="application/json")
+            return connection, json.loads(answer.read())
         except (OSError, HTTPException, ValueError) as error:
             raise self._explain_lost(error) from None
 

@@ -19,6 +19,7 @@ from aiohttp import web
 from broker import __version__
 from broker.app.mapping import MapRequest
 from broker.app.sweeping import SweepRequest
+from broker.app.verbs.shells import ShellInput
 from broker.client.wire import (
     HEADER,
     LINES,
@@ -111,6 +112,7 @@ class Server:
         app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
         app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
+        app.router.add_post(r"/v1/input/{id:[0-9a-f]{32}}", self._receive_input)
         app.router.add_post(r"/v1/cancel/{id:[0-9a-f]{32}}", self._cancel)
         app.router.add_post(r"/v1/{verb:[a-z_]+}", self._run_verb)
         self._pages.add_routes(app)
@@ -206,6 +208,16 @@ class Server:
             raise DeniedError("this request belongs to another user")
         running.answer(is_accepted=(await _read_object(request)).get("is_accepted") is True)
         return web.json_response({})
+
+    async def _receive_input(self, request: web.Request) -> web.Response:
+        """Pass keys and the size of a terminal to a shell; `is_accepted` is False if the shell does not read them."""
+        running = self._running.get(request.match_info["id"])
+        if running is None:
+            raise UsageError("this shell has ended")
+        if running.user != request[TOKEN].user:
+            raise DeniedError("this request belongs to another user")
+        given = decode(await _read_object(request), ShellInput)
+        return web.json_response({"is_accepted": running.put_input(given.read(), given.size)})
 
     async def _cancel(self, request: web.Request) -> web.Response:
         """Interrupt a verb, as Ctrl-C would; `is_running` is False once it has ended."""
