@@ -19,7 +19,7 @@ from broker.app.container import Context
 from broker.app.mapping import MapRequest
 from broker.app.sweeping import SweepRequest
 from broker.client.files import upload_files
-from broker.client.login import ServerLogin, connect, read_login
+from broker.client.login import TIMEOUT_S, ServerLogin, connect, read_login
 from broker.client.wire import (
     HEADER,
     INTERRUPTIBLE,
@@ -42,6 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 RETRIES_MAX = 5  # consecutive, of a connection that follows output
 RETRY_S = 1.0
+UNPACK_S_MAX = 1800.0  # for the server to unpack files, during which it sends nothing
 
 
 class RemoteSession:
@@ -87,7 +88,7 @@ class RemoteSession:
         """Send an archive of files unless the server has it. Raises BrokerError."""
         path = f"/v1/files/{digest}"
         if not self.request("GET", path)["is_known"]:
-            self.request("PUT", path, archive)
+            self.request("PUT", path, archive, timeout_s=UNPACK_S_MAX)
 
     def _follow(
         self, name: str, body: dict[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
@@ -169,10 +170,13 @@ class RemoteSession:
                 raise
             self.request("POST", path, json.dumps({"is_accepted": True}).encode())
 
-    def request(self, method: str, path: str, body: bytes | IO[bytes] | None = None) -> Any:
-        """Send one request and return its JSON response. Raises BrokerError."""
+    def request(
+        self, method: str, path: str, body: bytes | IO[bytes] | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> Any:
+        """Send one request and return its JSON response. Raises BrokerError, also if it takes longer."""
         try:
             connection = self._connect()
+            connection.sock.settimeout(timeout_s)
             try:
                 with self._send(connection, method, path, body, accept="application/json") as answer:
                     return json.loads(answer.read())

@@ -60,7 +60,11 @@ from broker.types import Task
 log = logging.getLogger(__name__)
 
 BEAT_S = 5.0  # between blank lines, which keep the connection of a silent verb alive
-THREADS_MAX = 128  # number of concurrent verbs
+THREADS_MAX = 128  # number of concurrent verbs that stay until something ends, and of all others
+STAYING = (
+    "follow_run", "follow_log", "follow_service_log", "wait_for_job", "wait_for_service", "watch_jobs", "run_map",
+    "run_sweep", "run_on_node", "open_shell",
+)  # fmt: skip
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
     (LimitError, 403),
@@ -95,7 +99,9 @@ class Server:
             run_verb=self._run_for_page,
         )
         self._login = BrowserLogins(self._context)
+        # Apart from each other, so that no number of clients that follow something keeps others from ending it.
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
+        self._staying = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="staying")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
 
@@ -123,7 +129,8 @@ class Server:
         self._is_leaving.set()
         for running in self._running.values():
             running.leave()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._staying):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
         self._context.close()
 
@@ -243,7 +250,8 @@ class Server:
     async def _start(self, wanted: VerbRequest, *, is_agreeing: bool) -> AsyncIterator[Running]:
         running = Running(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)
         self._running[wanted.id] = running
-        asyncio.get_running_loop().run_in_executor(self._threads, running.run)
+        threads = self._staying if wanted.verb.name in STAYING else self._threads
+        asyncio.get_running_loop().run_in_executor(threads, running.run)
         try:
             yield running
         finally:
