@@ -11,6 +11,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -132,7 +133,8 @@ class Backups:
                 hints=("log in to the new server, and stop this one",),
             )
         self._confirmed_s = begin_s
-        _write_private(self._home / "server" / "confirmed", repr(begin_s))
+        with contextlib.suppress(OSError):  # a full disk: other processes then ask the bucket themselves
+            _write_private(self._home / "server" / "confirmed", repr(begin_s))
 
     def write_if_changed(self) -> bool:
         """Write a copy unless the state is unchanged since the last one; return whether it was written."""
@@ -346,12 +348,15 @@ def _name(folder: str, number: int) -> str:
 def _write_private(path: Path, text: str, *, is_durable: bool = False) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        if is_durable:
-            os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     if is_durable:
         sync_file(path.parent)
         sync_file(path.parent.parent)  # the folder may be new, too

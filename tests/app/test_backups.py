@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import shutil
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from broker.errors import FencedError, StateError, TransientError, UsageError
 from broker.serve.credentials import ensure_credentials
 from broker.serve.keys import create_key, read_keys
 from broker.serve.replicas import find_folder
+from broker.server.backup import _step
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
 from broker.types import JobStatus, Resources, Secret, Task
@@ -288,6 +292,31 @@ def test_server_without_its_bucket_writes_within_its_lease_only(
         context.store.jobs.add("three", TASK)
     bucket.is_away = False
     context.store.jobs.add("four", TASK)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")])
+def test_backup_without_room_on_the_disk_is_reported_and_the_server_continues(
+    tmp_path: Path, old: tuple[Context, Backups, Place], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A copy of the state takes as much room as the state; the server would restart again and again."""
+    home, backups = tmp_path / "old", old[1]
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("broker.app.backups.pack_state", fail)
+        _step(backups, home, is_due=True)
+        told = json.loads((home / "server/backup.json").read_text())
+        assert "cannot be used" in told["error"]
+        patch.setattr(Path, "replace", refuse)  # not even the report can be written
+        _step(backups, home, is_due=True)
+    _step(backups, home, is_due=True)
+    assert json.loads((home / "server/backup.json").read_text())["error"] is None
+    assert not list((home / "server").glob(".*")), "failures leave no files"
 
 
 def test_place_of_another_server_is_refused(
