@@ -167,11 +167,14 @@ def start(folder: str, request: dict[str, Any]) -> object:
     switch(folder, request["digest"])
     try:
         run(folder)
-    except RequestError:
+    except RequestError as error:
         if before and before != request["digest"]:
             stop(folder)
             switch(folder, before)
-            run(folder)
+            try:
+                run(folder)
+            except RequestError as second:  # for example: the new version has already changed the state's schema
+                raise RequestError("%s; and the version before: %s" % (error, second), error.hint) from error
         raise
     forget_releases(folder, (before, request["digest"]))
     return read_status(folder)

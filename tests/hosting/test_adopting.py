@@ -265,3 +265,26 @@ def test_fence_of_a_moved_state_is_on_the_disk_when_it_is_written(
     monkeypatch.setattr(os, "fsync", record)
     write_moved(tmp_path, MovedTo(url="https://server", word="w1"))
     assert names == [["moved.json"]]
+
+
+@pytest.mark.parametrize("is_second_broken", [False, True])
+def test_failed_upgrade_tells_why_and_whether_the_version_before_runs(
+    host: HostProgram, monkeypatch: pytest.MonkeyPatch, *, is_second_broken: bool
+) -> None:
+    """After a migration, the version before cannot read the state; the first reason must not be lost in that."""
+    request_error = host.names["RequestError"]
+    for name in ("old", "new"):
+        (host.folder / "releases" / name).mkdir(parents=True)
+    host.names["switch"](str(host.folder), "old")
+    ran: list[str] = []
+
+    def run(folder: str) -> None:
+        ran.append((host.folder / "current").resolve().name)
+        if ran[-1] == "new" or is_second_broken:
+            raise request_error(f"{ran[-1]} is broken", "see server.log")
+
+    monkeypatch.setitem(host.names, "run", run)
+    with pytest.raises(request_error) as failed:
+        host.names["start"](str(host.folder), {"digest": "new", "arguments": []})
+    told = "; and the version before: old is broken" if is_second_broken else ""
+    assert str(failed.value) == f"new is broken{told}" and ran == ["new", "old"]
