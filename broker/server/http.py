@@ -60,7 +60,7 @@ from broker.types import Task
 log = logging.getLogger(__name__)
 
 BEAT_S = 5.0  # between blank lines, which keep the connection of a silent verb alive
-THREADS_MAX = 128  # number of concurrent verbs that stay until something ends, and of all others
+THREADS_MAX = 64  # number of concurrent verbs that stay until something ends, and of all others; each has a connection
 STAYING = (
     "follow_run", "follow_log", "follow_service_log", "wait_for_job", "wait_for_service", "watch_jobs", "run_map",
     "run_sweep", "run_on_node", "open_shell",

@@ -176,9 +176,14 @@ class Compaction:
             )
         }
         kept = {Owned.JOB.value: jobs, Owned.CLUSTER.value: clusters}
-        for row in rows:
-            if row["kind"] in kept and not kept[row["kind"]].intersection(_read_names(row["names"])):
-                self._database.execute("DELETE FROM commitments WHERE id = ?", (row["id"],))
+        gone = [
+            row["id"]
+            for row in rows
+            if row["kind"] in kept and not kept[row["kind"]].intersection(_read_names(row["names"]))
+        ]
+        for start in range(0, len(gone), BATCH):
+            batch = gone[start : start + BATCH]
+            self._database.execute(f"DELETE FROM commitments WHERE id IN ({', '.join('?' * len(batch))})", batch)
 
 
 def _read_names(text: object) -> Sequence[str]:
