@@ -118,6 +118,17 @@ def test_others_get_neither_a_shell_nor_a_command(hosted: Hosted, cluster: str, 
         session.call(run_on_node, cluster="dev", rank=0, command=("id",), on_output=lambda output: None)
 
 
+def test_owner_is_compared_again_after_the_cluster_was_found(hosted: Hosted, cluster: str) -> None:
+    """Between the first check and the command, the cluster may have been replaced by one of another user."""
+    token = next(each for each in hosted.context.store.tokens.list() if each.user == "other")
+    context = ServerContext(hosted.home, policy=Policy(), token=token)
+    with pytest.raises(DeniedError, match="belongs to user"):
+        run_on_node(context, cluster="dev", rank=0, command=("id",), on_output=lambda output: None)
+    with pytest.raises(DeniedError, match="belongs to user"):
+        open_shell(context, cluster="dev", rank=0, terminal=TERMINAL, on_output=lambda output: None)
+    context.close()
+
+
 def test_command_returns_its_output_as_bytes_and_its_exit_code(hosted: Hosted, cluster: str) -> None:
     session = hosted.open("user")
     found: list[ShellOutput] = []

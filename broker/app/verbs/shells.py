@@ -12,6 +12,7 @@ from broker.app.consoles import ScreenSize
 from broker.app.container import Context
 from broker.errors import InvalidRequestError, UsageError
 from broker.frozen import frozen
+from broker.state.people import Owned
 from broker.types import Cluster, Node
 
 COMMAND_S_MAX = 3600.0
@@ -94,6 +95,14 @@ def get_node(cluster: Cluster, rank: int) -> Node:
     return found
 
 
+def _find_own(context: Context, name: str) -> Cluster:
+    """Find a cluster that is up, then compare its owner again: the name may be another user's by now."""
+    found = find_up(context, name)
+    context.check_owner(Owned.CLUSTER, name)
+    context.check_shell(found)
+    return found
+
+
 def run_on_node(
     context: Context,
     *,
@@ -105,8 +114,7 @@ def run_on_node(
     """Run a command on a node without a terminal or input, for at most an hour; return its exit code."""
     if not command:
         raise UsageError("no command was given")
-    found = find_up(context, cluster)
-    context.check_shell(found)
+    found = _find_own(context, cluster)
     run = context.transport.run(get_node(found, rank), command, timeout_s=COMMAND_S_MAX)
     done = asyncio.run(context.run_paid(run))
     for data, is_error in ((done.stdout, False), (done.stderr, True)):
@@ -125,8 +133,7 @@ def open_shell(
     if not re.fullmatch(TERM, terminal.term):
         raise UsageError("invalid type of terminal")
     check_size(terminal.size)
-    found = find_up(context, cluster)
-    context.check_shell(found)
+    found = _find_own(context, cluster)
     shell = asyncio.run(context.run_paid(context.transport.open_shell(get_node(found, rank))))
     argv = (shell.argv[0], *shell.relayed_options, *shell.argv[1:])
     env = {"TERM": terminal.term, "LANG": "C.UTF-8", **shell.env}
