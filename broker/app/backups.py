@@ -11,6 +11,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -30,6 +31,7 @@ from broker.clock import Clock
 from broker.config import find_backup_url
 from broker.errors import BrokerError, CloudError, FencedError, StateError, UsageError
 from broker.frozen import frozen
+from broker.state.copies import sync_file
 from broker.state.restoring import restore as restore_state
 from broker.state.secret_rows import load_key
 from broker.storage import open_bucket
@@ -131,7 +133,8 @@ class Backups:
                 hints=("log in to the new server, and stop this one",),
             )
         self._confirmed_s = begin_s
-        _write_private(self._home / "server" / "confirmed", repr(begin_s))
+        with contextlib.suppress(OSError):  # a full disk: other processes then ask the bucket themselves
+            _write_private(self._home / "server" / "confirmed", repr(begin_s))
 
     def write_if_changed(self) -> bool:
         """Write a copy unless the state is unchanged since the last one; return whether it was written."""
@@ -153,7 +156,8 @@ class Backups:
         return is_new
 
     def _write_epoch(self, epoch: Epoch) -> None:
-        _write_private(self._epoch_path, json.dumps({"number": epoch.number, "word": epoch.word}))
+        """Write our epoch durably: without it, or with a torn one, this server could never write again."""
+        _write_private(self._epoch_path, json.dumps({"number": epoch.number, "word": epoch.word}), is_durable=True)
 
     def _read_confirmed_s(self) -> float:
         """Return the time of the last confirmation by another process of this server; never in the future."""
@@ -200,14 +204,20 @@ class Backups:
         return _decrypt(load_key(self._home), content, self.url)
 
     def _put_in_place(self, folder: Path) -> None:
-        """Move the files into place, the database last: its presence makes the state folder complete."""
+        """Move the files into place, the database last: its presence makes the state folder complete, even after a
+        power cut."""
+        folders = {self._home}
         for path in sorted(folder.rglob("*")):
             target = self._home / path.relative_to(folder)
             if path.is_dir():
                 target.mkdir(mode=0o700, exist_ok=True)
             elif path.name != DATABASE and not (target.name in ("config.toml", *CLOUDS) and target.exists()):
                 target.parent.mkdir(mode=0o700, exist_ok=True)
+                sync_file(path)
                 path.replace(target)
+                folders.add(target.parent)
+        for each in folders:
+            sync_file(each)
         owner = (self._home / "owner").read_text().strip()
         restore_state(self._home / DATABASE, folder / DATABASE, clock=self._clock, owner=owner)
 
@@ -335,9 +345,18 @@ def _name(folder: str, number: int) -> str:
     return f"{folder}/{number:06d}"
 
 
-def _write_private(path: Path, text: str) -> None:
+def _write_private(path: Path, text: str, *, is_durable: bool = False) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    aside.replace(path)
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if is_durable:
+        sync_file(path.parent)
+        sync_file(path.parent.parent)  # the folder may be new, too

@@ -20,6 +20,7 @@ from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
     from broker.access.granting import Grants
+    from broker.app.consoles import Console
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
@@ -67,6 +68,13 @@ class Context(Permissions):
     def market(self) -> Market:
         """The planner, with one open price book for all plans of this context."""
         return Market(find_cache(), home=find_home(self._home), find_interval_factor=self.find_interval_factor)
+
+    @cached_property
+    def console(self) -> Console:
+        """The keyboard of a user elsewhere, for `open_shell`; a server has one for each request."""
+        from broker.app.consoles import Console
+
+        return Console()
 
     @cached_property
     def store(self) -> Store:

@@ -7,13 +7,14 @@ live work. If the amount of work is unknown, that is a day at the plan's price; 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from broker.app.payers import BillIndex
 from broker.app.reporting import Period, read_month
 from broker.errors import LimitError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
-from broker.state.limits import Commitment, Limit, LimitScope
+from broker.state.limits import EVERYONE, Commitment, Limit, LimitScope
 from broker.state.people import Owned
 from broker.state.store import Bill, Store
 from broker.types import ClusterStatus, Estimate
@@ -48,9 +49,7 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
         month = read_month(None, now_s=now_s)
         asked = Amounts(usd=_expect_rest(demand.kind, usd, usd_hour, 0.0, month, now_s), gpus=gpus)
         others = [each for each in store.commitments.list() if not _is_replaced(each, demand)]
-        for limit in store.limits.list():
-            if not _applies(limit, user=user, project=project):
-                continue
+        for limit in find_limits(store.limits.list(), user=user, project=project):
             _check(limit, measure_use(store, limit, others, month), asked)
         for each in store.commitments.list():
             if _is_replaced(each, demand):
@@ -58,6 +57,16 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
         return store.commitments.add(
             user=user, project=project, kind=demand.kind, names=demand.names, usd=usd, usd_hour=usd_hour, gpus=gpus
         )
+
+
+def find_limits(limits: Sequence[Limit], *, user: str, project: str) -> Sequence[Limit]:
+    """Return the limits of a user and a project. Those of `*` apply to each of them without limits of its own."""
+    found: list[Limit] = []
+    for scope, name in ((LimitScope.USER, user), (LimitScope.PROJECT, project)):
+        of_scope = [each for each in limits if each.scope is scope]
+        own = [each for each in of_scope if _applies(each, user=user, project=project)]
+        found += own or [replace(each, name=name) for each in of_scope if each.name == EVERYONE and name]
+    return found
 
 
 def _applies(limit: Limit, *, user: str, project: str) -> bool:
@@ -85,21 +94,35 @@ def _is_replaced(commitment: Commitment, demand: LaunchSize) -> bool:
     )  # fmt: skip
 
 
+NOTHING = Amounts(usd=0.0, gpus=0.0)
+
+
 @frozen
 class LimitUse:
-    """A limit, and the usage that counts towards it now."""
+    """A limit, and the usage that counts towards it now; for `*`, none: it applies to each user or project alone."""
 
     limit: Limit
     used: Amounts
 
+    def format(self) -> tuple[str, str, str, str]:
+        """Return the used and the allowed USD, and the used and the allowed GPUs, as cells of a table."""
+        usd, gpus = self.limit.usd_month, self.limit.gpus
+        used = ("-", "-") if self.limit.name == EVERYONE else (format_usd(self.used.usd), f"{self.used.gpus:g}")
+        return used[0], "-" if usd is None else format_usd(usd), used[1], "-" if gpus is None else f"{gpus:g}"
+
 
 def list_uses(store: Store) -> Sequence[LimitUse]:
-    """List every limit with this month's use."""
+    """List every limit with this month's use, and those of `*` also for each user or project that has used some."""
     limits = store.limits.list()
     if not limits:
         return ()
     month, commitments = read_month(None, now_s=store.clock.now_s()), store.commitments.list()
-    return [LimitUse(limit=each, used=measure_use(store, each, commitments, month)) for each in limits]
+    payers = {(each.user.casefold(), each.project.casefold()): each for each in commitments}
+    applied = [limit for each in payers.values() for limit in find_limits(limits, user=each.user, project=each.project)]
+    wanted = {(each.scope, each.name.casefold()): each for each in [*applied, *limits]}
+    uses = [LimitUse(limit=each, used=measure_use(store, each, commitments, month)) for each in wanted.values()]
+    shown = [each for each in uses if each.limit in limits or each.used != NOTHING]
+    return sorted(shown, key=lambda each: (each.limit.scope, each.limit.name))
 
 
 def measure_use(store: Store, limit: Limit, commitments: Sequence[Commitment], month: Period) -> Amounts:

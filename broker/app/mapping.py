@@ -127,6 +127,7 @@ class MapDriver:
         self._plan: MapPlan | None = None
         self._retries_from = 0
         self.changed_files: Sequence[str] = ()  # of the program, since the map began
+        self._own: set[int] = set()  # workers whose owner has been compared
 
     @property
     def plan(self) -> MapPlan:
@@ -150,22 +151,32 @@ class MapDriver:
         self.split = self._plan.split
         self.changed_files = list_changed_files(self._plan, files)
         if not is_new:
-            for job_id in self._plan_crew(left=0).job_ids:
-                self._context.check_owner(Owned.JOB, str(job_id))
+            self._check_owner(self._plan_crew(left=0))
             tally.forget_failures(self._output, tally.take(self._output, self._plan))
         return is_new
 
     def look(self) -> MapView:
-        """Read the state of the map and its workers."""
+        """Read the state of the map and its workers. A server raises DeniedError if they are another user's."""
         store = self._context.store
         now = tally.take(self._output, self.plan)
         crew = self._plan_crew(left=now.left)
+        self._check_owner(crew)
         spent = store.bills.list_spend_usd(now_s=self._context.clock.now_s())
         return MapView(tally=now, crew=crew, usd=sum(spent.get(each, 0.0) for each in crew.job_ids))
 
     def _plan_crew(self, *, left: int) -> Crew:
         find_request = self._context.store.jobs.find_request
         return plan_crew(self.plan.group, self._workers, find_request, left=left, retries_from=self._retries_from)
+
+    def _check_owner(self, crew: Crew) -> None:
+        """Raise DeniedError for workers of another user, who may have begun the same new map at the same time.
+
+        Otherwise the second user's command would add workers to the map of the first, and cancel some at its end.
+        """
+        for job_id in crew.job_ids:
+            if job_id not in self._own:
+                self._context.check_owner(Owned.JOB, str(job_id))
+                self._own.add(job_id)
 
     def submit(self, crew: Crew) -> Sequence[Job]:
         """Submit the workers that are due; the first time, show and confirm the price."""

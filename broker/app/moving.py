@@ -16,6 +16,7 @@ from broker.clock import Clock
 from broker.config import Config, find_backup_url
 from broker.errors import FencedError, StateError
 from broker.frozen import frozen
+from broker.state.copies import sync_file
 
 if TYPE_CHECKING:
     from broker.state.store import Store
@@ -47,7 +48,7 @@ def read_moved(home: Path) -> MovedTo | None:
 
 
 def write_moved(home: Path, moved: MovedTo) -> None:
-    """Write the fence durably."""
+    """Write the fence durably: if a power cut could undo it, this machine would drive jobs that the server drives."""
     aside = home / f".{MOVED}-{os.urandom(8).hex()}"
     data = {"url": moved.url, "word": moved.word, "is_complete": moved.is_complete}
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -55,6 +56,7 @@ def write_moved(home: Path, moved: MovedTo) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(home / MOVED)
+    sync_file(home)
 
 
 def forget_moved(home: Path) -> None:

@@ -15,7 +15,7 @@ from broker.types import Payee
 if TYPE_CHECKING:
     from broker.app.limits import LaunchSize
     from broker.state.people import Owned
-    from broker.types import Estimate, Job
+    from broker.types import Cluster, Estimate, Job
 
 
 class Permissions:
@@ -35,6 +35,9 @@ class Permissions:
     def check_owner(self, kind: Owned, name: str) -> None:
         """Accept a change of what has this name. A server raises DeniedError if it belongs to another user. A name that
         is not in use has no owner."""
+
+    def check_shell(self, cluster: Cluster) -> None:
+        """Accept a shell on a node of the cluster. A server raises UsageError if it would be one on its own machine."""
 
     def check_requests(self, request_ids: Iterable[str]) -> None:
         """Accept request IDs, in the transaction that uses them. A server raises DeniedError for an ID of another

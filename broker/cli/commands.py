@@ -73,4 +73,4 @@ GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state", "s
 # updated in the background.
 PRICED = ("plan", "advise", "launch", "jobs launch", "gpus", "prices", "cost")
 # Commands that work on this machine's state folder: after `broker login`, they would not show the server's state.
-EMBEDDED = ("ssh", "gc", "state")
+EMBEDDED = ("gc", "state")

@@ -10,7 +10,6 @@ from broker.errors import UsageError
 
 # What to do after `broker login` instead of a command that works on the state of this machine.
 INSTEAD = {
-    "ssh": "run a command with `broker exec CLUSTER 'COMMAND'`, or use `broker ssh` on the server's machine",
     "gc": "the server's daemon terminates orphaned resources itself; or run `broker gc` on the server's machine",
     "state": "the state is on the server: run `broker state` on its machine",
     "server": "run it on the server's machine, or log out first: `broker logout`",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 from typing import Annotated
 
@@ -12,12 +11,14 @@ import typer
 
 from broker.app.clusters import find_up, raise_failures
 from broker.app.verbs.clusters import preview_down, set_autostop, start_cluster, stop_cluster, terminate_clusters
+from broker.app.verbs.shells import NodeName, ShellOutput, find_node, get_node, run_on_node
 from broker.cli import options
 from broker.cli.clusters import ClusterName
 from broker.cli.completion import complete_clusters
 from broker.cli.context import make_context, make_session
 from broker.cli.render import print_line, print_note
 from broker.cli.terminal import show_wait
+from broker.config import find_login
 from broker.errors import RunFailedError, UsageError
 from broker.formatting import format_count
 from broker.types import Autostop
@@ -100,22 +101,37 @@ def ssh(
     command: Annotated[list[str] | None, typer.Argument(help="Command to run, after `--` (default: a shell).")] = None,
 ) -> None:
     """Open a shell on a node, or run a command there."""
-    context = make_context()
-    name, rank = node, 0
-    if context.store.clusters.get(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
-        name, rank = found[1], int(found[2])
-    cluster = find_up(context, name)
-    wanted = next((each for each in cluster.nodes if each.rank == rank), None)
-    if wanted is None:
-        raise UsageError(f"cluster `{name}` has no node {rank}", hints=[f"valid ranks: 0 to {len(cluster.nodes) - 1}"])
+    session = make_session()
+    found = session.call(find_node, node=node)
     if command:
-        done = asyncio.run(context.transport.run(wanted, command, timeout_s=3600))
-        sys.stdout.buffer.write(done.stdout)
-        sys.stderr.buffer.write(done.stderr)
-        if done.returncode:
-            raise RunFailedError(f"the command exited with code {done.returncode}", returncode=done.returncode)
-        return
-    shell = asyncio.run(context.transport.open_shell(wanted))
+        words = tuple(command)
+        code = session.call(
+            run_on_node, cluster=found.cluster, rank=found.rank, command=words, on_output=_print_output
+        )  # fmt: skip
+        if code:
+            raise RunFailedError(f"the command exited with code {code}", returncode=code)
+    elif find_login() is None:
+        _execute_shell(found)
+    else:
+        from broker.client.remote import RemoteSession
+        from broker.client.shell import use_shell
+
+        assert isinstance(session, RemoteSession)
+        if code := use_shell(session, cluster=found.cluster, rank=found.rank):
+            raise typer.Exit(code)
+
+
+def _print_output(output: ShellOutput) -> None:
+    file = sys.stderr if output.is_error else sys.stdout
+    file.buffer.write(output.read())
+    file.buffer.flush()
+
+
+def _execute_shell(node: NodeName) -> None:
+    """Replace this process by the shell."""
+    context = make_context()
+    found = get_node(find_up(context, node.cluster), node.rank)
+    shell = asyncio.run(context.transport.open_shell(found))
     os.chdir(shell.folder)
     terminal = {name: value for name in ("TERM", "LANG", "COLUMNS", "LINES") if (value := os.getenv(name))}
     os.execvpe(shell.argv[0], shell.argv, {**terminal, **shell.env})

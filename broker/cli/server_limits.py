@@ -20,8 +20,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help="User to limit.")]
-ProjectOption = Annotated[str | None, typer.Option("--project", metavar="NAME", help="Project to limit.")]
+UserOption = Annotated[
+    str | None, typer.Option("--user", metavar="NAME", help="User to limit (`*`: each one without own limits).")
+]
+ProjectOption = Annotated[
+    str | None, typer.Option("--project", metavar="NAME", help="Project to limit (`*`: each one without own limits).")
+]
 
 
 @app.command(name="set")
@@ -51,23 +55,16 @@ def list_limits(as_json: options.AsJson = False) -> None:
     """List limits and this month's usage."""
     from broker.app.limits import list_uses
 
-    found = [(each.limit, each.used) for each in list_uses(make_context().store)]
+    found = list_uses(make_context().store)
     if as_json:
         print_json([
-            {**to_plain(limit), "usd_used": used.usd, "gpus_used": used.gpus} for limit, used in found
+            {**to_plain(each.limit), "usd_used": each.used.usd, "gpus_used": each.used.gpus} for each in found
         ])  # fmt: skip
         return
     if not found:
         print_line("No limits; set one with `broker server limits set --user NAME --usd-per-month USD`")
         return
-    rows = [
-        [
-            limit.scope.value, limit.name, format_usd(used.usd),
-            "-" if limit.usd_month is None else format_usd(limit.usd_month), f"{used.gpus:g}",
-            "-" if limit.gpus is None else f"{limit.gpus:g}",
-        ]
-        for limit, used in found
-    ]  # fmt: skip
+    rows = [[each.limit.scope.value, each.limit.name, *each.format()] for each in found]
     heads = ["", "NAME", "USD USED", "USD/MONTH", "GPUS USED", "GPUS"]
     print_table(heads, rows, right=("USD USED", "USD/MONTH", "GPUS USED", "GPUS"))
 

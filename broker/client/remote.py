@@ -19,7 +19,7 @@ from broker.app.container import Context
 from broker.app.mapping import MapRequest
 from broker.app.sweeping import SweepRequest
 from broker.client.files import upload_files
-from broker.client.login import ServerLogin, connect, read_login
+from broker.client.login import TIMEOUT_S, ServerLogin, connect, read_login
 from broker.client.wire import (
     HEADER,
     INTERRUPTIBLE,
@@ -42,6 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 RETRIES_MAX = 5  # consecutive, of a connection that follows output
 RETRY_S = 1.0
+UNPACK_S_MAX = 1800.0  # for the server to unpack files, during which it sends nothing
 
 
 class RemoteSession:
@@ -53,6 +54,7 @@ class RemoteSession:
     def __init__(self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._login = login
         self._note = on_note
+        self.request_id = ""  # of the newest verb on the server; empty until it has begun
         self.clock = SystemClock()
 
     @classmethod
@@ -86,7 +88,7 @@ class RemoteSession:
         """Send an archive of files unless the server has it. Raises BrokerError."""
         path = f"/v1/files/{digest}"
         if not self.request("GET", path)["is_known"]:
-            self.request("PUT", path, archive)
+            self.request("PUT", path, archive, timeout_s=UNPACK_S_MAX)
 
     def _follow(
         self, name: str, body: dict[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
@@ -118,7 +120,7 @@ class RemoteSession:
         self, name: str, body: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
     ) -> object:
         text = json.dumps(body).encode()
-        request_id = ""
+        self.request_id = ""
         try:
             connection = self._connect()
             try:
@@ -128,10 +130,10 @@ class RemoteSession:
                             raise decode_error(frame["error"])
                         if "result" in frame:
                             return decode(frame["result"], signature.result)
-                        request_id = str(frame.get("id") or request_id)
+                        self.request_id = str(frame.get("id") or self.request_id)
                         self._handle(frame, signature, callbacks)
             except KeyboardInterrupt:
-                self._interrupt(request_id, name)
+                self._interrupt(self.request_id, name)
                 raise
             finally:
                 connection.close()
@@ -168,15 +170,27 @@ class RemoteSession:
                 raise
             self.request("POST", path, json.dumps({"is_accepted": True}).encode())
 
-    def request(self, method: str, path: str, body: bytes | IO[bytes] | None = None) -> Any:
-        """Send one request and return its JSON response. Raises BrokerError."""
+    def request(
+        self, method: str, path: str, body: bytes | IO[bytes] | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> Any:
+        """Send one request and return its JSON response. Raises BrokerError, also if it takes longer."""
         try:
             connection = self._connect()
+            connection.sock.settimeout(timeout_s)
             try:
                 with self._send(connection, method, path, body, accept="application/json") as answer:
                     return json.loads(answer.read())
             finally:
                 connection.close()
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._explain_lost(error) from None
+
+    def post(self, path: str, body: bytes, connection: HTTPConnection | None) -> tuple[HTTPConnection, Any]:
+        """POST over a connection, or a new one, which stays open for the next request. Raises BrokerError."""
+        try:
+            connection = connection or self._connect()
+            answer = self._send(connection, "POST", path, body, accept="application/json")
+            return connection, json.loads(answer.read())
         except (OSError, HTTPException, ValueError) as error:
             raise self._explain_lost(error) from None
 

@@ -29,7 +29,10 @@ PROTOCOL = 2
 HEADER = "Broker-Protocol"
 LINES = "application/x-ndjson"
 ASKED = ("confirm",)  # callbacks that may refuse
-INTERRUPTIBLE = ("launch", "launch_jobs", "start_cluster", "bring_up_service", "run_map", "run_sweep")  # by Ctrl-C
+# Verbs that Ctrl-C of the client interrupts on the server.
+INTERRUPTIBLE = (
+    "launch", "launch_jobs", "start_cluster", "bring_up_service", "run_map", "run_sweep", "run_on_node"
+)  # fmt: skip
 LOCAL = ("track_upload",)  # callbacks that only run in the process of the verb
 FORECAST = "forecast"  # in addition to the fields of a plan
 MESSAGE_MAX = 64 * 2**20
@@ -68,6 +71,9 @@ def _list_verbs() -> Sequence[Verb]:
         ("clusters", "start_cluster", Role.USER, cluster),
         ("clusters", "set_autostop", Role.USER, cluster),
         ("clusters", "terminate_clusters", Role.USER, {"names": Owned.CLUSTER}),
+        ("shells", "find_node", Role.VIEWER, reading),
+        ("shells", "run_on_node", Role.USER, cluster),
+        ("shells", "open_shell", Role.USER, cluster),
         ("launching", "name_target", Role.VIEWER, reading),
         ("launching", "describe_interrupted", Role.VIEWER, reading),
         ("launching", "launch", Role.USER, cluster),

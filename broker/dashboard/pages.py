@@ -111,13 +111,8 @@ def show_overview(overview: Overview) -> Markup:
 def _show_limits(uses: Sequence[LimitUse]) -> Iterator[Markup]:
     if uses:
         cells: list[Sequence[Content]] = [
-            [
-                f"{each.limit.scope.value} {each.limit.name}", format_usd(each.used.usd),
-                "-" if each.limit.usd_month is None else format_usd(each.limit.usd_month), f"{each.used.gpus:g}",
-                "-" if each.limit.gpus is None else f"{each.limit.gpus:g}",
-            ]
-            for each in uses
-        ]  # fmt: skip
+            [f"{each.limit.scope.value} {each.limit.name}", *each.format()] for each in uses
+        ]
         heads = ["Limit of", "USD spent or expected this month", "Allowed USD", "GPUs in use", "Allowed GPUs"]
         yield element("h2", "Budgets and limits")
         yield table(heads, cells, caption="Budgets and limits", right=heads[1:])

@@ -28,12 +28,15 @@ from typing import TYPE_CHECKING, Any, Callable
 if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
     from broker.hosting.host_supervisor import (
         add_setting,
+        copy_over,
         forget,
         last_line,
         make_environment,
         read_bytes,
         read_json,
         read_text,
+        sync,
+        sync_tree,
         write_bytes,
         write_json,
         write_text,
@@ -164,11 +167,14 @@ def start(folder: str, request: dict[str, Any]) -> object:
     switch(folder, request["digest"])
     try:
         run(folder)
-    except RequestError:
+    except RequestError as error:
         if before and before != request["digest"]:
             stop(folder)
             switch(folder, before)
-            run(folder)
+            try:
+                run(folder)
+            except RequestError as second:  # for example: the new version has already changed the state's schema
+                raise RequestError("%s; and the version before: %s" % (error, second), error.hint) from error
         raise
     forget_releases(folder, (before, request["digest"]))
     return read_status(folder)
@@ -311,10 +317,12 @@ def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
                 copy_over(os.path.join(state, name), os.path.join(aside, name))
         for name, target in request["links"].items():
             os.symlink(target, os.path.join(aside, name))
-        write_text(os.path.join(aside, MARK), request["word"])  # in place at the same moment as the state
+    write_text(os.path.join(aside, MARK), request["word"])  # in place at the same moment as the state
+    sync_tree(aside)  # before the sender may record that its jobs are here
+    if os.path.isdir(state):
         os.rename(state, os.path.join(folder, "state.before-%d" % int(time.time())))
     os.rename(aside, state)
-    write_text(os.path.join(state, MARK), request["word"])  # `aside` may be from an earlier version
+    sync(folder)
     return {"is_new": True}
 
 
@@ -338,15 +346,6 @@ def has_work(database: str) -> bool:
         )
     finally:
         connection.close()
-
-
-def copy_over(source: str, target: str) -> None:
-    """Copy a file, replacing another one, or a folder to a place where there is none."""
-    if os.path.isdir(source):
-        shutil.copytree(source, target)
-    else:
-        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-        shutil.copy2(source, target)
 
 
 def forget_releases(folder: str, kept: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,33 @@ def write_bytes(path: str, content: bytes) -> None:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
+
+
+def copy_over(source: str, target: str) -> None:
+    """Copy a file, replacing another one, or a folder to a place where there is none."""
+    if os.path.isdir(source):
+        shutil.copytree(source, target)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        shutil.copy2(source, target)
+
+
+def sync_tree(folder: str) -> None:
+    """Flush a folder with all its files to the disk; links are not followed."""
+    for root, _, names in os.walk(folder):
+        for path in (os.path.join(root, name) for name in names):
+            if not os.path.islink(path):
+                sync(path)
+        sync(root)
+
+
+def sync(path: str) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: str, value: object) -> None:

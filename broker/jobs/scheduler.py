@@ -21,6 +21,9 @@ from broker.types import DueOutcome, DueTime, EventKind, Job, JobSchedule, Plan,
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+# Planning blocks the process, which must renew its lease (`claims.LEASE_S`): many schedules may be due at midnight.
+STEP_S_MAX = 0.5
+PAUSE_S = 0.05  # before the rest of the due schedules
 SCHEDULE_REQUEST = "schedule/"  # begins the request IDs of its jobs: schedule/NAME/UID of the schedule/DUE TIME
 
 
@@ -49,14 +52,16 @@ class Scheduler:
         self._retry_s: dict[str, float] = {}
 
     def step(self) -> float:
-        """Process due schedules; return seconds until the next step. Raises FencedError, StateError.
+        """Process due schedules for about STEP_S_MAX; return seconds until the next step.
 
-        A schedule that fails delays only itself.
+        Raises FencedError, StateError. A schedule that fails delays only itself.
         """
-        now_s = self._store.read_time_s()
+        now_s, begin_s = self._store.read_time_s(), self._store.clock.now_s()
         for name in self._store.schedules.list_due(now_s):
             if now_s < self._retry_s.get(name, 0.0) <= now_s + 120.0:
                 continue
+            if not 0.0 <= self._store.clock.now_s() - begin_s < STEP_S_MAX:
+                return PAUSE_S
             try:
                 self._serve(name, now_s)
                 self._forget(name)

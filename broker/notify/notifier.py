@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from broker.clock import Clock
-from broker.errors import CloudError, FencedError, StateError, UsageError
+from broker.errors import CloudError, DamagedRowError, FencedError, StateError, UsageError
 from broker.frozen import frozen
 from broker.notify.notification import NOTABLE, Notification, Sink, choose_sinks, make_notification
 from broker.notify.settings import NotifySettings
@@ -140,7 +140,11 @@ class Notifier:
         return newest
 
     def _enqueue(self, row: EventRow, default: NotifySpec) -> None:
-        job = None if row.job_id is None else self._store.jobs.get(row.job_id)
+        try:
+            job = None if row.job_id is None else self._store.jobs.get(row.job_id)
+        except DamagedRowError as error:  # the sinks of its task are unknown; later events must not wait for a repair
+            log.warning("event %s cannot be reported: %s", row.id, error.message)
+            return
         if job is None or self._is_too_old(row.time_s):
             return
         notification = make_notification(row, job, lineage=self._store.meta.lineage)

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 @frozen
 class Shell:
-    """The command to execute in the user's terminal to get a shell on a node."""
+    """The command to execute in the user's terminal to get a shell on a node.
+
+    `relayed_options` follow the program if a server executes it for a user: they disable keys with which that user
+    could act as the server's own user on its machine.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     folder: str
+    relayed_options: tuple[str, ...] = ()
 
 
 class Transport(Protocol):

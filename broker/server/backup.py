@@ -6,10 +6,11 @@ import asyncio
 import logging
 from pathlib import Path
 
-from broker.app.backups import Backups, keep_record
+from broker.app.backups import DATABASE, Backups, keep_record
 from broker.clock import SystemClock
 from broker.config import find_backup_url, find_state_url
 from broker.errors import BrokerError, FencedError
+from broker.state.faults import FAULTS, explain_fault
 
 log = logging.getLogger(__name__)
 
@@ -47,5 +48,14 @@ def _step(backups: Backups, home: Path, *, is_due: bool) -> None:
     except FencedError:
         raise
     except BrokerError as error:
-        log.warning("the backup failed: %s", error.message)
+        _report(backups, home, error)
+    except FAULTS as error:  # for example a disk without room for another copy: no reason to end the server
+        _report(backups, home, explain_fault(home / DATABASE, error))
+
+
+def _report(backups: Backups, home: Path, error: BrokerError) -> None:
+    log.warning("the backup failed: %s", error.message)
+    try:
         keep_record(home, backups.url, now_s=SystemClock().now_s(), error=error)
+    except OSError as full:
+        log.warning("this could not be recorded: %s", full)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from broker.app.consoles import Console
 from broker.app.container import Context
 from broker.app.lazy_clouds import LazyClouds
 from broker.app.limits import LaunchSize, admit
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud
     from broker.server.proxy import TrustedProxy
     from broker.state.people import Token
-    from broker.types import Estimate, Job, Task
+    from broker.types import Cluster, Estimate, Job, Task
 
 T = TypeVar("T")
 LOCAL = "local"
@@ -103,11 +104,13 @@ class ServerContext(Context):
         on_note: Callable[[str], None] = lambda text: None,
         gone: threading.Event | None = None,
         interruption: Interruption | None = None,
+        console: Console | None = None,
         token: Token | None = None,
     ) -> None:
         super().__init__(home, on_note=on_note)
         self._policy = policy
         self._interruption = interruption or Interruption()
+        self.console = console or Console()
         self._token = token
         self.is_administrator = token is None or token.role is Role.ADMIN
         self._commitment: int | None = None
@@ -151,6 +154,14 @@ class ServerContext(Context):
         """Raise DeniedError if this belongs to another user; administrators may change everything."""
         if self._token is not None and not self.is_administrator:
             check_owner(self.store, kind, name, user=self._token.user)
+
+    def check_shell(self, cluster: Cluster) -> None:
+        """Refuse a shell of the server's own user, as for the local cloud."""
+        if not self._policy.has_local_cloud and cluster.placement.offer.cloud == LOCAL:
+            raise UsageError(
+                f"cluster `{cluster.name}` runs on the server's machine as the server's own user",
+                hints=["use `broker ssh` on that machine"],
+            )
 
     def check_requests(self, request_ids: Iterable[str]) -> None:
         """Raise DeniedError if one of these request IDs is of another user's job."""

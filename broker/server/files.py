@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
 import re
 import shutil
 import tarfile
@@ -13,10 +15,12 @@ from pathlib import Path
 from broker.app.mapping import MapRequest
 from broker.client.files import UPLOADED
 from broker.errors import InvalidRequestError, UsageError
+from broker.state.copies import sync_file
 from broker.types import Task
 
 DIGEST = r"[0-9a-f]{64}"
 ARCHIVE_MAX = 16 * 2**30
+SYNCED_MAX = 100  # files that are flushed one by one; for more, flushing everything is faster
 
 
 class FileStore:
@@ -44,7 +48,7 @@ class FileStore:
                     file.write(chunk)
             if found.hexdigest() != digest:
                 raise InvalidRequestError("the files changed in transit: the SHA-256 digest differs")
-            self._unpack(archive, digest, name)
+            await asyncio.to_thread(self._unpack, archive, digest, name)  # minutes for large ones: others must not wait
         finally:
             archive.unlink(missing_ok=True)
 
@@ -55,7 +59,9 @@ class FileStore:
             with tarfile.open(archive) as file:
                 file.extractall(aside, filter="data")  # refuses names and links that point outside
             if not self.has(digest):
+                _sync_tree(aside)  # the name vouches for the content, also after a power cut: it is never sent again
                 aside.rename(self._folder / digest)
+                sync_file(self._folder)
         except (tarfile.TarError, OSError) as error:
             if not self.has(digest):
                 raise InvalidRequestError(f"cannot unpack the files: {error}") from None
@@ -100,3 +106,13 @@ class FileStore:
             file_mounts={target: fix(source) for target, source in task.file_mounts.items()},
             storage_mounts=mounts,
         )
+
+
+def _sync_tree(folder: Path) -> None:
+    """Flush a folder with all its files to the disk."""
+    paths = [folder, *(path for path in folder.rglob("*") if not path.is_symlink())]
+    if len(paths) > SYNCED_MAX:
+        os.sync()
+        return
+    for path in paths:
+        sync_file(path)

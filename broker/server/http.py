@@ -19,6 +19,7 @@ from aiohttp import web
 from broker import __version__
 from broker.app.mapping import MapRequest
 from broker.app.sweeping import SweepRequest
+from broker.app.verbs.shells import ShellInput
 from broker.client.wire import (
     HEADER,
     LINES,
@@ -59,7 +60,11 @@ from broker.types import Task
 log = logging.getLogger(__name__)
 
 BEAT_S = 5.0  # between blank lines, which keep the connection of a silent verb alive
-THREADS_MAX = 128  # number of concurrent verbs
+THREADS_MAX = 64  # number of concurrent verbs that stay until something ends, and of all others; each has a connection
+STAYING = (
+    "follow_run", "follow_log", "follow_service_log", "wait_for_job", "wait_for_service", "watch_jobs", "run_map",
+    "run_sweep", "run_on_node", "open_shell",
+)  # fmt: skip
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
     (LimitError, 403),
@@ -94,7 +99,9 @@ class Server:
             run_verb=self._run_for_page,
         )
         self._login = BrowserLogins(self._context)
+        # Apart from each other, so that no number of clients that follow something keeps others from ending it.
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
+        self._staying = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="staying")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
 
@@ -111,6 +118,7 @@ class Server:
         app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
         app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
+        app.router.add_post(r"/v1/input/{id:[0-9a-f]{32}}", self._receive_input)
         app.router.add_post(r"/v1/cancel/{id:[0-9a-f]{32}}", self._cancel)
         app.router.add_post(r"/v1/{verb:[a-z_]+}", self._run_verb)
         self._pages.add_routes(app)
@@ -121,7 +129,8 @@ class Server:
         self._is_leaving.set()
         for running in self._running.values():
             running.leave()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._staying):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
         self._context.close()
 
@@ -207,6 +216,16 @@ class Server:
         running.answer(is_accepted=(await _read_object(request)).get("is_accepted") is True)
         return web.json_response({})
 
+    async def _receive_input(self, request: web.Request) -> web.Response:
+        """Pass keys and the size of a terminal to a shell; `is_accepted` is False if the shell does not read them."""
+        running = self._running.get(request.match_info["id"])
+        if running is None:
+            raise UsageError("this shell has ended")
+        if running.user != request[TOKEN].user:
+            raise DeniedError("this request belongs to another user")
+        given = decode(await _read_object(request), ShellInput)
+        return web.json_response({"is_accepted": running.put_input(given.read(), given.size)})
+
     async def _cancel(self, request: web.Request) -> web.Response:
         """Interrupt a verb, as Ctrl-C would; `is_running` is False once it has ended."""
         running = self._running.get(request.match_info["id"])
@@ -231,7 +250,8 @@ class Server:
     async def _start(self, wanted: VerbRequest, *, is_agreeing: bool) -> AsyncIterator[Running]:
         running = Running(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)
         self._running[wanted.id] = running
-        asyncio.get_running_loop().run_in_executor(self._threads, running.run)
+        threads = self._staying if wanted.verb.name in STAYING else self._threads
+        asyncio.get_running_loop().run_in_executor(threads, running.run)
         try:
             yield running
         finally:

@@ -71,7 +71,7 @@ class IssuerLogins:
             raise
         nonces.spend(nonce)
         made = create_token(
-            self._context.store, user=identity.user, role=identity.role,
+            self._context.store, user=identity.user, role=identity.role, project=identity.project,
             days=issuer.settings.token_hours / HOURS_PER_DAY,
         )  # fmt: skip
         self._context.store.audit.add(user=identity.user, verb="login", target=f"token {made.id}", outcome="done")

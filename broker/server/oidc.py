@@ -43,10 +43,11 @@ class Fetches(Protocol):
 
 @frozen
 class Identity:
-    """A user authenticated by the issuer, with the role to which the claims map."""
+    """A user authenticated by the issuer, with the role and the project (may be empty) to which the claims map."""
 
     user: str
     role: Role
+    project: str = ""
 
 
 class Issuer:
@@ -198,16 +199,22 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
         _check_address(claims, settings)
     if user.casefold() in {each.casefold() for each in settings.denied_users}:  # issuers may keep the case of a form
         raise DeniedError(f"{user} may not log in to this server", hints=["ask an administrator of the server"])
-    given = claims.get(settings.role_claim)
-    values = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    mapped = [settings.roles[each] for each in values if isinstance(each, str) and each in settings.roles]
+    mapped = [settings.roles[each] for each in _list_values(claims, settings.role_claim) if each in settings.roles]
     role = max(mapped, key=ROLES.index) if mapped else settings.default_role
     if role is None:
         raise DeniedError(
             f"{user} has no role on this server",
             hints=[f"ask an administrator: no value of `{settings.role_claim}` is mapped in `[oidc.roles]`"],
         )
-    return Identity(user=user, role=role)
+    of_user = _list_values(claims, settings.project_claim)
+    project = next((name for value, name in settings.projects.items() if value in of_user), settings.default_project)
+    return Identity(user=user, role=role, project=project)
+
+
+def _list_values(claims: Mapping[str, Any], name: str) -> Sequence[str]:
+    given = claims.get(name)
+    values = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    return [each for each in values if isinstance(each, str)]
 
 
 def _check_address(claims: Mapping[str, Any], settings: OidcSettings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from broker.client.login import is_loopback
 from broker.config import SETTINGS, find_oidc
 from broker.errors import UsageError
 from broker.frozen import frozen
+from broker.server.tokens import USER
 from broker.state.people import Role
 from broker.types import Secret
 
@@ -24,10 +26,11 @@ class OidcSettings:
     """Settings for logins through an OIDC issuer.
 
     `user_claim` is the claim with the user's name; `role_claim` holds values that `roles` maps. A user without a mapped
-    value gets `default_role`, or is refused if that is None. `allowed_domains`: of the verified e-mail address; empty
-    means any. `pages_url`: this server's address in browsers; empty means that of the request. `pages_client_id`: the
-    client of the pages, if the issuer has a separate client for web applications; empty means `client_id` with its
-    secret.
+    value gets `default_role`, or is refused if that is None. `projects` maps values of `project_claim` to projects, in
+    order of precedence; a user without a mapped value gets `default_project`. `allowed_domains`: of the verified e-mail
+    address; empty means any. `pages_url`: this server's address in browsers; empty means that of the request.
+    `pages_client_id`: the client of the pages, if the issuer has a separate client for web applications; empty means
+    `client_id` with its secret.
     """
 
     issuer: str
@@ -37,6 +40,9 @@ class OidcSettings:
     role_claim: str = "groups"
     roles: Mapping[str, Role] = field(default_factory=dict)
     default_role: Role | None = None
+    project_claim: str = "groups"
+    projects: Mapping[str, str] = field(default_factory=dict)
+    default_project: str = ""
     allowed_domains: tuple[str, ...] = ()
     denied_users: tuple[str, ...] = ()
     scopes: str = "openid email profile"
@@ -66,6 +72,9 @@ class _OidcTable(msgspec.Struct, forbid_unknown_fields=True):
     role_claim: str = "groups"
     roles: dict[str, Role] = {}
     default_role: Role | None = None
+    project_claim: str | None = None
+    projects: dict[str, str] = {}
+    default_project: str = ""
     allowed_domains: list[str] = []
     denied_users: list[str] = []
     scopes: str = "openid email profile"
@@ -93,11 +102,16 @@ def read_oidc_settings(home: Path) -> OidcSettings | None:
         raise UsageError(f"{path}: `scopes` must contain `openid`")
     if not 0 < table.token_hours <= HOURS_MAX:
         raise UsageError(f"{path}: `token_hours` must be positive and at most {HOURS_MAX:g}")
+    for project in (*table.projects.values(), *filter(None, [table.default_project])):
+        if not re.fullmatch(USER, project):
+            raise UsageError(f"{path}: invalid project name `{project}`")
     _check_pages(table.pages, path)
     return OidcSettings(
         issuer=table.issuer, client_id=table.client_id,
         client_secret=_read_secret(home, path, table.client_secret_file),
         user_claim=table.user_claim, role_claim=table.role_claim, roles=table.roles, default_role=table.default_role,
+        project_claim=table.project_claim or table.role_claim, projects=table.projects,
+        default_project=table.default_project,
         allowed_domains=tuple(each.lower() for each in table.allowed_domains),
         denied_users=tuple(table.denied_users), scopes=table.scopes, token_hours=table.token_hours,
         pages_url=table.pages.url, pages_client_id=table.pages.client_id,

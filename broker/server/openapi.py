@@ -146,6 +146,7 @@ def _describe_others() -> dict[str, Any]:
                 "responses": done,
             },
         },
+        "/v1/input/{id}": {"parameters": [request_id], "post": _describe_input(done)},
         "/v1/cancel/{id}": {
             "parameters": [request_id],
             "post": {
@@ -155,3 +156,17 @@ def _describe_others() -> dict[str, Any]:
             },
         },
     }  # fmt: skip
+
+
+def _describe_input(responses: dict[str, Any]) -> dict[str, Any]:
+    side = {"type": "integer", "minimum": 1}
+    size = {"type": ["object", "null"], "properties": {"rows": side, "columns": side}}
+    keys = {"type": "string", "contentEncoding": "base64"}
+    return {
+        "operationId": "send_input",
+        "summary": "Send typed keys, or a new size of the terminal, to the `open_shell` with this `id`.",
+        "requestBody": {
+            "content": {"application/json": {"schema": {"type": "object", "properties": {"data": keys, "size": size}}}}
+        },
+        "responses": responses,
+    }

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from broker.app.consoles import Console, ScreenSize
 from broker.app.verbs.batches import MapState, SweepState
 from broker.app.verbs.launching import name_target
 from broker.client.wire import ASKED, Signature, Verb, encode
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 ANSWER_S_MAX = 900.0
 DRIVING = ("run_map", "run_sweep")  # end with their connection, like the commands; a repeated command continues
 RECORDED = ("on_submitted", "on_recorded")  # callbacks that report work that has already begun
+ENTERING = ("open_shell", "run_on_node")
 STARTING_JOBS = ("launch_jobs", "retry_job", "retry_group", *DRIVING)
 INTERRUPT_S_MAX = 20.0  # less than the time that clients wait for a response
 FRAMES_MAX = 256  # waiting to be sent: a slow client slows down the verb instead of filling the memory
@@ -68,6 +70,7 @@ class Running:
         self._gone = threading.Event()
         self._answer: Future[bool] = Future()
         self._interruption = Interruption()
+        self._console = Console()
         self._ended = asyncio.Event()
 
     @property
@@ -78,6 +81,7 @@ class Running:
     async def cancel(self) -> None:
         """Interrupt the verb, as Ctrl-C in a command would, and wait briefly for its end."""
         self.answer(is_accepted=False)
+        self._console.close()
         self._interruption.interrupt()
         with contextlib.suppress(TimeoutError):
             await within(self._ended.wait(), INTERRUPT_S_MAX)
@@ -90,6 +94,7 @@ class Running:
     def leave(self) -> None:
         """Record that the client has disconnected: a reading verb ends, any other continues without the client."""
         self._gone.set()
+        self._console.close()
         self.answer(is_accepted=False)
         for _ in range(FRAMES_MAX):
             try:
@@ -101,6 +106,10 @@ class Running:
         """Answer the open question; later answers are ignored."""
         if not self._answer.done():
             self._answer.set_result(is_accepted)
+
+    def put_input(self, data: bytes, size: ScreenSize | None) -> bool:
+        """Pass on what the user types, and the new size of the terminal; return False if too much is waiting."""
+        return self._console.put(data, size)
 
     async def next_frame(self, timeout_s: float) -> Frame | None:
         """Return the next frame; None if there is none within `timeout_s` seconds."""
@@ -122,7 +131,7 @@ class Running:
         self._emit({"id": self._request.id})
         context = ServerContext(
             self._home, policy=self._policy, on_note=lambda text: self._emit({"note": text}),
-            gone=self._gone if is_driving else None, interruption=self._interruption,
+            gone=self._gone if is_driving else None, interruption=self._interruption, console=self._console,
             token=token,
         )  # fmt: skip
         outcome, target = "done", ""
@@ -132,6 +141,8 @@ class Running:
             check_verb(context, token, verb, self._request.arguments)
             if not is_reading:
                 target = self._name_changed(context)
+            if verb.name in ENTERING:  # also recorded if the server dies in the middle
+                context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome="started")
             result = verb.function(context, **self._request.arguments, **self._make_callbacks())
             target = self._name_submitted(result) or target
             if isinstance(result, Service):

@@ -23,7 +23,6 @@ _UNFINISHED = (
     "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
     "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL UNION SELECT claim FROM services"
 )
-_FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
 
 
 @frozen
@@ -61,29 +60,30 @@ class Claims:
         """Return services, unfinished jobs and housekeeping not held by a process with a lease, oldest first."""
         rows = self._database.rows(
             f"SELECT id FROM ({_UNFINISHED} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
-            f"(SELECT job_id FROM claims WHERE NOT {_FREE}) ORDER BY id LIMIT {int(limit)}",
+            f"(SELECT job_id FROM claims WHERE NOT {write_is_free()}) ORDER BY id LIMIT {int(limit)}",
             (self._database.read_time_s(),),
         )
         return [row["id"] for row in rows]
 
     def claim(self, holder: str, job_ids: Sequence[int]) -> Mapping[int, int]:
         """Claim the jobs that are still free; return their new epochs."""
-        marks = ", ".join("?" * len(job_ids))
+        marks = ", ".join(f"?{number}" for number in range(2, len(job_ids) + 2))
         with self._database.claiming(is_durable=True):  # a lost epoch would be assigned twice
             for job_id in job_ids:
                 self._database.execute(
                     "INSERT INTO claims (job_id) VALUES (?) ON CONFLICT (job_id) DO NOTHING", (job_id,)
                 )
             free = self._database.rows(
-                f"SELECT job_id FROM claims WHERE job_id IN ({marks}) AND {_FREE}{self._database.lock_and_skip}",
-                (*job_ids, self._database.read_time_s()),
+                f"SELECT job_id FROM claims WHERE job_id IN ({marks}) AND {write_is_free()}"
+                f"{self._database.lock_and_skip}",
+                (self._database.read_time_s(), *job_ids),
             )
             for row in free:
                 self._database.execute(
                     "UPDATE claims SET holder = ?, epoch = epoch + 1 WHERE job_id = ?", (holder, row["job_id"])
                 )
             rows = self._database.rows(
-                f"SELECT job_id, epoch FROM claims WHERE holder = ? AND job_id IN ({marks})", (holder, *job_ids)
+                f"SELECT job_id, epoch FROM claims WHERE holder = ?1 AND job_id IN ({marks})", (holder, *job_ids)
             )
         taken = {row["job_id"] for row in free}
         return {row["job_id"]: row["epoch"] for row in rows if row["job_id"] in taken}
@@ -105,14 +105,15 @@ class Claims:
     def has_controller(self) -> bool:
         """Return whether any process has a lease."""
         found = self._database.rows(
-            "SELECT 1 FROM controllers WHERE until_s > ? LIMIT 1", (self._database.read_time_s(),)
+            f"SELECT 1 FROM controllers WHERE {write_has_lease()} LIMIT 1", (self._database.read_time_s(),)
         )
         return bool(found)
 
     def list_stats(self) -> Mapping[str, DaemonStats]:
         """Return what each process with a lease reported when it last renewed it, by name."""
         rows = self._database.rows(
-            "SELECT name, stats FROM controllers WHERE until_s > ? ORDER BY name", (self._database.read_time_s(),)
+            f"SELECT name, stats FROM controllers WHERE {write_has_lease()} ORDER BY name",
+            (self._database.read_time_s(),),
         )
         found = {str(row["name"]): decode_stats(str(row["stats"])) for row in rows}
         return {name: stats for name, stats in found.items() if stats is not None}
@@ -120,11 +121,25 @@ class Claims:
     def measure_load(self) -> JobLoad:
         """Return the number of live controllers and of unfinished jobs."""
         row = self._database.rows(
-            "SELECT (SELECT count(*) FROM controllers WHERE until_s > ?), "
+            f"SELECT (SELECT count(*) FROM controllers WHERE {write_has_lease()}), "
             f"(SELECT count(*) FROM ({_UNFINISHED}) AS jobs)",
             (self._database.read_time_s(),),
         )[0]
         return JobLoad(controller_count=row[0], job_count=row[1])
+
+
+def write_has_lease() -> str:
+    """Write the SQL condition for a process in `controllers` with a lease; `?1` is the time of the store.
+
+    A lease that ends later than any renewal could set it is from before the store's clock was set back, for example by
+    a failover: a live process renews it at once, and a dead one must not keep its jobs until then.
+    """
+    return f"until_s > ?1 AND until_s <= ?1 + {2 * LEASE_S}"
+
+
+def write_is_free() -> str:
+    """Write the SQL condition for a claim whose holder has no lease."""
+    return f"holder NOT IN (SELECT name FROM controllers WHERE {write_has_lease()})"
 
 
 @contextmanager

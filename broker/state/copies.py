@@ -84,7 +84,7 @@ def show_date(time_s: float) -> str:
 
 
 def sync_file(path: Path) -> None:
-    """Flush the file to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

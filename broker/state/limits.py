@@ -10,6 +10,8 @@ from broker.frozen import frozen
 from broker.state.base import Database, Row, read_s
 from broker.state.people import Owned
 
+EVERYONE = "*"  # as the name of a limit: of each user, or each project, without limits of its own
+
 
 class LimitScope(StrEnum):
     """The subjects of a limit."""

@@ -27,11 +27,16 @@ from broker.state.postgres_schema import list_statements
 from broker.state.schema import MIGRATIONS
 
 CONNECT_S = 10
-# A suspended process must not hold the lock for longer than a lease lasts (`claims.LEASE_S`).
+# A suspended process must not hold the lock for longer than a lease lasts (`claims.LEASE_S`). With any other isolation,
+# which the server's or the role's defaults may set, a transaction would read from a snapshot that it took before it
+# waited for the lock: it would not see what the previous one wrote.
+ISOLATION = "ISOLATION LEVEL READ COMMITTED, READ WRITE"
 SESSION = (
+    f"SET SESSION CHARACTERISTICS AS TRANSACTION {ISOLATION}; "
     "SET idle_in_transaction_session_timeout = '5s'; SET lock_timeout = '60s'; SET statement_timeout = '120s'; "
     "SET standard_conforming_strings = on; SET client_encoding = 'UTF8'"
 )
+BEGIN = f"BEGIN {ISOLATION}"  # again here: a pooler may have given this session's server connection to others
 # The lock of all writing transactions, one for each schema of the server's database.
 LOCK = "SELECT pg_advisory_xact_lock(1651666795, hashtext(current_schema()))"
 _PARAMETER = re.compile(r"\?(\d*)|%")
@@ -96,7 +101,7 @@ class PostgresDatabase:
         if self._depth:
             yield
             return
-        with self._begin(f"BEGIN; {_set_sync(is_durable=is_durable)}; {LOCK}"):
+        with self._begin(f"{BEGIN}; {_set_sync(is_durable=is_durable)}; {LOCK}"):
             check_claim(self)
             yield
 
@@ -106,7 +111,7 @@ class PostgresDatabase:
         assert not self._depth, "claims use separate transactions"
         token = FENCE.set(None)
         try:
-            with self._begin(f"BEGIN; {_set_sync(is_durable=is_durable)}"):
+            with self._begin(f"{BEGIN}; {_set_sync(is_durable=is_durable)}"):
                 yield
         finally:
             FENCE.reset(token)
@@ -129,8 +134,16 @@ class PostgresDatabase:
             self._depth -= 1
 
     def _commit(self) -> None:
-        """Commit. If the connection is lost, the transaction may or may not be committed."""
-        self._run("COMMIT", ())
+        """Commit. If the connection is lost, the transaction may or may not be committed.
+
+        Raises StateError if the server rolled back instead, which it reports as a success: a statement had failed, and
+        its error was handled inside the transaction.
+        """
+        if self._run("COMMIT", ()).statusmessage != "COMMIT":
+            raise StateError(
+                f"the state in {self} was not changed: a statement of the transaction had failed",
+                hints=("`broker state check` lists errors in the database.",),
+            )
 
     def _roll_back(self) -> None:
         """Roll back. If that fails, end the session, so that the server rolls back."""
@@ -226,7 +239,7 @@ class PostgresDatabase:
     def _migrate(self) -> None:
         if self._read_schema() == len(MIGRATIONS):
             return
-        with self._begin(f"BEGIN; {LOCK}"):
+        with self._begin(f"{BEGIN}; {LOCK}"):
             version = self._read_schema()  # again: another process may just have migrated
             if version > len(MIGRATIONS):
                 raise StateError(

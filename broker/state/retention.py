@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s
 from broker.state.clusters import ONDEMAND_USD_HOUR, PRUNED_SAVED_USD, read_usd
+from broker.state.people import Owned
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
@@ -38,7 +39,8 @@ class Compaction:
     def compact(self, *, keep_days: float = KEPT_DAYS, ended_jobs_max: int = ENDED_JOBS_MAX) -> int:
         """Prune ended jobs that are older than `keep_days` or exceed `ended_jobs_max`; return their number.
 
-        Events, intents, refusals and bills that are older than `keep_days` are pruned too. The cost is added to the
+        Events, intents, refusals and bills that are older than `keep_days` are pruned too, and on a server tokens that
+        have ended, and owners and commitments of what has been pruned. The audit log stays. The cost is added to the
         totals in the same commit. A job is kept while a kept job needs or resumes it, and while any of its nodes is not
         known to have ended.
         """
@@ -48,6 +50,7 @@ class Compaction:
             self._prune_jobs(pruned)
             self._prune_bills(before_s)
             self._prune_stories(before_s)
+            self._prune_people(before_s)
         self._database.reclaim_space()
         return len(pruned)
 
@@ -153,6 +156,42 @@ class Compaction:
             "WHERE newer.schedule_uid = due_times.schedule_uid)",
             (before_s,),
         )
+
+    def _prune_people(self, before_s: float) -> None:
+        """Prune what a server recorded for work of which no row is left: every launch and every login adds a row, and
+        the queue reads all commitments."""
+        self._database.execute("DELETE FROM tokens WHERE revoked_s < ?1 OR expires_s < ?1", (before_s,))
+        self._database.execute(
+            "DELETE FROM owners WHERE kind = ? AND name NOT IN (SELECT CAST(id AS TEXT) FROM jobs)", (Owned.JOB.value,)
+        )
+        rows = self._database.rows("SELECT id, kind, names FROM commitments WHERE time_s < ?", (before_s,))
+        if not rows:
+            return
+        jobs = {str(row["id"]) for row in self._database.rows("SELECT id FROM jobs")}
+        clusters = {
+            str(row[0])
+            for row in self._database.rows(
+                "SELECT name FROM clusters UNION SELECT cluster FROM nodes "
+                "UNION SELECT cluster FROM intents WHERE outcome IS NULL"
+            )
+        }
+        kept = {Owned.JOB.value: jobs, Owned.CLUSTER.value: clusters}
+        gone = [
+            row["id"]
+            for row in rows
+            if row["kind"] in kept and not kept[row["kind"]].intersection(_read_names(row["names"]))
+        ]
+        for start in range(0, len(gone), BATCH):
+            batch = gone[start : start + BATCH]
+            self._database.execute(f"DELETE FROM commitments WHERE id IN ({', '.join('?' * len(batch))})", batch)
+
+
+def _read_names(text: object) -> Sequence[str]:
+    try:
+        found = json.loads(str(text))
+    except ValueError:
+        return ()
+    return [str(each) for each in found] if isinstance(found, list) else ()
 
 
 def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from broker.errors import DamagedRowError
+from broker.state.copies import sync_file
 from broker.state.faults import explain_os_error
 from broker.types.jobs import name_job
 
@@ -57,6 +58,11 @@ class SecretFiles:
                 json.dump(dict(values), file)
                 file.flush()
                 os.fsync(file.fileno())
+            for folder in (
+                path.parent,
+                path.parent.parent,
+            ):  # the names, too: the row of the job is durable
+                sync_file(folder)
         except OSError as error:
             raise explain_os_error(error, default=path) from error
 

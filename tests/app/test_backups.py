@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import shutil
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from broker.errors import FencedError, StateError, TransientError, UsageError
 from broker.serve.credentials import ensure_credentials
 from broker.serve.keys import create_key, read_keys
 from broker.serve.replicas import find_folder
+from broker.server.backup import _step
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
 from broker.types import JobStatus, Resources, Secret, Task
@@ -290,6 +294,31 @@ def test_server_without_its_bucket_writes_within_its_lease_only(
     context.store.jobs.add("four", TASK)
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")])
+def test_backup_without_room_on_the_disk_is_reported_and_the_server_continues(
+    tmp_path: Path, old: tuple[Context, Backups, Place], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A copy of the state takes as much room as the state; the server would restart again and again."""
+    home, backups = tmp_path / "old", old[1]
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("broker.app.backups.pack_state", fail)
+        _step(backups, home, is_due=True)
+        told = json.loads((home / "server/backup.json").read_text())
+        assert "cannot be used" in told["error"]
+        patch.setattr(Path, "replace", refuse)  # not even the report can be written
+        _step(backups, home, is_due=True)
+    _step(backups, home, is_due=True)
+    assert json.loads((home / "server/backup.json").read_text())["error"] is None
+    assert not list((home / "server").glob(".*")), "failures leave no files"
+
+
 def test_place_of_another_server_is_refused(
     tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
 ) -> None:
@@ -308,6 +337,42 @@ def test_restore_that_was_interrupted_is_repeated_under_the_same_epoch(
         restore(tmp_path, place, clock)
     restore(tmp_path, place, clock)
     assert [path.name for path in sorted((place / "epochs").iterdir())] == ["000001", "000002"]
+
+
+def test_restored_state_is_on_the_disk_before_its_database_is_in_place(
+    tmp_path: Path,
+    place: Path,
+    clock: FrozenClock,
+    old: tuple[Context, Backups, Place],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a power cut, a rename may survive without the bytes: with a torn epoch, the server could never write."""
+    home = tmp_path / "new"
+    context, backups, _ = old
+    context.store.jobs.add("train", TASK)
+    assert backups.write_if_changed()
+    flushed: set[tuple[int, int]] = set()
+    unflushed: list[str] = []
+    fsync, replace_path = os.fsync, Path.replace
+
+    def record(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        flushed.add((found.st_dev, found.st_ino))
+        fsync(descriptor)
+
+    def check(source: Path, target: Path) -> Path:
+        if Path(target) == home / "state.db":
+            wanted = [home, *home.glob("server/*"), *home.glob("secrets/*"), home / "server", home / "secrets"]
+            found = [each for each in wanted if each.name != "confirmed"]
+            assert {"epoch.json", "secrets"} <= {each.name for each in found}
+            stats = [(each, each.stat()) for each in found]
+            unflushed.extend(str(each) for each, stat in stats if (stat.st_dev, stat.st_ino) not in flushed)
+        return replace_path(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "replace", check)
+    restore(tmp_path, place, clock)
+    assert unflushed == []
 
 
 def test_other_key_is_refused(

@@ -140,6 +140,9 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
 
     failed = terminal.run("exec", "dev", "exit 7", code=100)
     assert failed.stderr.endswith("error: run 2 ended with status FAILED with exit code 7\n")
+    assert terminal.run("ssh", "dev", "--", "echo", "here").stdout == "here\n"
+    assert "exited with code 3" in terminal.run("ssh", "dev-0", "--", "sh", "-c", "exit 3", code=100).stderr
+    assert "cluster `dev` has no node 1" in terminal.run("ssh", "dev-1", code=2).stderr
     assert [(run["id"], run["returncode"]) for run in terminal.read_json("queue", "dev")] == [(1, 0), (2, 7)]
     assert terminal.run("logs", "dev", "1", "--no-follow").stdout == "sent along\ntoken has 9 letters\n"
     unknown = terminal.run("logs", "nope", code=2)
@@ -167,7 +170,8 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
     if isinstance(terminal, Served):
         audit = terminal.server.read_json("server", "audit")
         assert [(each["verb"], each["outcome"]) for each in audit] == [
-            ("launch", "done"), ("exec_task", "done"), ("launch_jobs", "done"), ("terminate_clusters", "done"),
+            ("launch", "done"), ("exec_task", "done"), *[("run_on_node", "started"), ("run_on_node", "done")] * 2,
+            ("launch_jobs", "done"), ("terminate_clusters", "done"),
         ]  # fmt: skip
         made = terminal.server.run("server", "token", "create", "ben", "--role", "viewer").stdout
         assert "(viewer)" in terminal.run("login", terminal.url, "--token", made.strip()).stdout
@@ -176,8 +180,8 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
         terminal.server.run("server", "token", "revoke", "2")
         assert "expired or revoked" in terminal.run("jobs", "queue", code=5).stderr
         assert terminal.run("dashboard", "--no-open").stdout == f"Dashboard: {terminal.url}\n"
-        refused = terminal.run("ssh", "dev", code=2)
-        assert "`broker ssh` does not run through a server" in refused.stderr
+        refused = terminal.run("gc", code=2)
+        assert "`broker gc` does not run through a server" in refused.stderr
         notes = terminal.stop()
         assert CANARY not in notes and "Traceback" not in notes
         away = terminal.run("status", code=5)

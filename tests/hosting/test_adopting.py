@@ -222,3 +222,69 @@ def test_interrupted_move_to_a_server_that_got_work_leaves_the_jobs_here(
     assert read_moved(tmp_path) is None
     assert context.store.jobs.request_cancel(1), "this folder may write again"
     context.close()
+
+
+def test_adopted_state_is_on_the_disk_before_it_is_in_place(host: HostProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut, a rename may survive without the bytes, and the laptop has given up its own state by then."""
+    flushed: set[str] = set()
+    unflushed: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record(descriptor: int) -> None:
+        flushed.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def check(source: str, target: str) -> None:
+        if target == str(host.state):
+            found = [source, *(str(path) for path in Path(source).rglob("*") if not path.is_symlink())]
+            unflushed.extend(path for path in found if path not in flushed)
+            flushed.discard(str(host.folder))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", check)
+    (host.state / "config.toml").write_text("")
+    (host.state / "uploads/digest").mkdir(parents=True)
+    (host.state / "uploads/digest/train.py").write_text("print()")
+    assert host.adopt() == {"is_new": True}
+    assert unflushed == [] and str(host.folder) in flushed, "the rename itself is flushed before the answer"
+
+
+def test_fence_of_a_moved_state_is_on_the_disk_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, a power cut would let this machine drive the jobs that the server drives."""
+    names: list[list[str]] = []  # in the folder, whenever it is flushed
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == tmp_path:
+            names.append(sorted(path.name for path in tmp_path.iterdir()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_moved(tmp_path, MovedTo(url="https://server", word="w1"))
+    assert names == [["moved.json"]]
+
+
+@pytest.mark.parametrize("is_second_broken", [False, True])
+def test_failed_upgrade_tells_why_and_whether_the_version_before_runs(
+    host: HostProgram, monkeypatch: pytest.MonkeyPatch, *, is_second_broken: bool
+) -> None:
+    """After a migration, the version before cannot read the state; the first reason must not be lost in that."""
+    request_error = host.names["RequestError"]
+    for name in ("old", "new"):
+        (host.folder / "releases" / name).mkdir(parents=True)
+    host.names["switch"](str(host.folder), "old")
+    ran: list[str] = []
+
+    def run(folder: str) -> None:
+        ran.append((host.folder / "current").resolve().name)
+        if ran[-1] == "new" or is_second_broken:
+            raise request_error(f"{ran[-1]} is broken", "see server.log")
+
+    monkeypatch.setitem(host.names, "run", run)
+    with pytest.raises(request_error) as failed:
+        host.names["start"](str(host.folder), {"digest": "new", "arguments": []})
+    told = "; and the version before: old is broken" if is_second_broken else ""
+    assert str(failed.value) == f"new is broken{told}" and ran == ["new", "old"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import LimitError, NoOfferError, StateError
-from broker.jobs.scheduler import LOOK_S, Scheduler
+from broker.jobs.scheduler import LOOK_S, STEP_S_MAX, Scheduler
 from broker.state.postgres import PostgresDatabase
 from broker.state.store import Store
 from broker.types import DueOutcome, EventKind, Job, JobSchedule, JobStatus, Overlap, Plan, ScheduleSpec, Secret, Task
@@ -139,6 +139,23 @@ def test_failure_delays_one_schedule_only_and_loses_no_due_time(
     clock.time_s += 59.0
     scheduler.step()
     assert list_outcomes(store, bad) == [(0.0, DueOutcome.STARTED, 2)]
+
+
+def test_many_due_schedules_let_the_process_renew_its_lease(store: Store, launcher: Launcher, clock: Hands) -> None:
+    """Planning blocks the process; other controllers would take over all its jobs."""
+    for number in range(10):
+        add(store, f"j{number}")
+
+    def plan(schedule: JobSchedule) -> None:
+        clock.time_s += STEP_S_MAX * 0.6
+
+    launcher.on_plan = plan
+    scheduler = Scheduler(store, launches=launcher)
+    waits, counts = [], []
+    while not counts or counts[-1] < 10:
+        waits.append(scheduler.step())
+        counts.append(store.jobs.count())
+    assert counts == [2, 4, 6, 8, 10] and max(waits[:-1]) < LOOK_S
 
 
 def test_two_controllers_at_one_due_time_start_one_job(store: Store, open_store: OpenStore, launcher: Launcher) -> None:

@@ -303,6 +303,15 @@ def test_damaged_records_cause_repeats_rather_than_losses(stage: Stage) -> None:
     assert len(stage.receiver.taken) == 1
 
 
+def test_damaged_job_does_not_hold_up_the_notifications_of_others(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, _ = stage.end_job(), stage.end_job()
+    stage.store.write("UPDATE jobs SET task = 'not JSON' WHERE id = ?", (damaged,))
+    stage.run(2)
+    assert len(stage.receiver.taken) == 1 and "cannot be reported" in caplog.text
+
+
 def test_fenced_step_reaches_the_daemon(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     def fenced(key: str, value: str) -> None:
         raise FencedError("another daemon")

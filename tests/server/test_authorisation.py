@@ -22,13 +22,13 @@ READS = {
     "list_forecasts",
     "inspect_clouds", "inspect_cloud", "list_startable", "watch_jobs", "read_job_history", "list_services",
     "explain_service", "wait_for_service", "follow_service_log", "preview_services_down", "read_sweep",
-    "show_overview", "list_locations", "list_schedules", "list_due_times",
+    "show_overview", "list_locations", "find_node", "list_schedules", "list_due_times",
 }  # fmt: skip
 WRITES = {
     "cancel_runs", "stop_cluster", "start_cluster", "set_autostop", "terminate_clusters", "launch", "exec_task",
     "launch_jobs", "cancel_jobs", "retry_job", "retry_group", "bring_up_service", "start_service_controller",
     "update_service", "terminate_services", "run_map", "run_sweep", "schedule_job", "pause_schedule",
-    "resume_schedule", "remove_schedule",
+    "resume_schedule", "remove_schedule", "run_on_node", "open_shell",
 }  # fmt: skip
 ALLOWED = {"viewer": READS, "user": READS | WRITES, "admin": READS | WRITES}
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.app.limits import LaunchSize, admit, measure_use
+from broker.app.limits import LaunchSize, admit, list_uses, measure_use
 from broker.app.reporting import read_month
 from broker.app.verbs.launching import launch_jobs
 from broker.clock import SystemClock
 from broker.errors import LimitError
 from broker.server.http import find_status
 from broker.state.database import SqliteDatabase
-from broker.state.limits import Limit, LimitScope
+from broker.state.limits import EVERYONE, Limit, LimitScope
 from broker.state.people import Owned
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Estimate, JobStatus, Placement, Resources, Task
@@ -76,6 +76,22 @@ def test_limit_holds_for_every_spelling_of_an_address(store: Store) -> None:
     ask(store, [make_estimate()], user="Ada")
     with pytest.raises(LimitError, match="of which 8 are in use"):
         ask(store, [make_estimate()], user="ADA")
+
+
+def test_limit_of_everyone_holds_for_each_without_own_limits(store: Store) -> None:
+    """With logins through an issuer, users are unknown until they log in."""
+    store.limits.put(Limit(scope=LimitScope.USER, name=EVERYONE, usd_month=None, gpus=8))
+    store.limits.put(Limit(scope=LimitScope.PROJECT, name=EVERYONE, usd_month=None, gpus=32))
+    store.limits.put(Limit(scope=LimitScope.USER, name="Ada", usd_month=None, gpus=16))
+    for user in ("ben", "cleo", "ada", "ada"):
+        ask(store, [make_estimate()], user=user)
+    for user, whose in (("Ben", "user Ben"), ("ada", "user Ada"), ("dora", "project vision")):
+        with pytest.raises(LimitError, match=f"over the limit of {whose}"):
+            ask(store, [make_estimate()], user=user)
+    admit(store, [make_estimate()], LaunchSize(), user="dora", project="")
+    assert [(each.limit.name, each.used.gpus) for each in list_uses(store)] == [
+        ("*", 0), ("vision", 32), ("*", 0), ("Ada", 16), ("ben", 8), ("cleo", 8), ("dora", 8),
+    ]  # fmt: skip
 
 
 def test_job_counts_until_it_ends_and_its_unspent_estimate_is_free_again(store: Store, clock: Hands) -> None:

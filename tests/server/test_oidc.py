@@ -19,6 +19,7 @@ from broker.client.browser_login import log_in
 from broker.client.login import ServerLogin
 from broker.errors import AuthError, BrokerError, DeniedError, TransientError, UsageError
 from broker.server.context import Policy
+from broker.server.oidc import identify
 from broker.server.oidc_settings import read_oidc_settings
 from broker.types import Secret
 from tests.server.conftest import Hosted
@@ -34,6 +35,10 @@ denied_users = ["eve@example.org"]
 readers = "viewer"
 ml-team = "user"
 ml-admins = "admin"
+[oidc.projects]
+vision-lead = "vision"
+speech = "speech-lab"
+"team vision" = "vision"
 """
 
 
@@ -126,6 +131,37 @@ def test_claims_decide_role_and_access(
         enter(served)
     assert len(served.context.store.tokens.list()) == count
     assert served.context.store.audit.list()[-1].outcome == "DeniedError"
+
+
+@pytest.mark.parametrize(
+    ("groups", "project"),
+    [
+        (["ml-team"], ""),
+        (["ml-team", "team vision", "speech"], "speech-lab"),
+        (["ml-team", "speech", "vision-lead"], "vision"),
+        (["ml-team", "vision"], ""),
+        (["ml-team", 7], ""),
+    ],
+)
+def test_limits_of_the_project_of_a_group_apply_to_its_users(
+    served: Hosted, issuer: TestIssuer, groups: list[object], project: str
+) -> None:
+    """The first line of the table that fits decides, so that a user cannot choose a project with room."""
+    issuer.claims["groups"] = groups
+    enter(served)
+    assert served.context.store.tokens.list()[-1].project == project
+
+
+def test_user_without_a_mapped_group_has_the_default_project(tmp_path: Path) -> None:
+    text = SETTINGS.format(url="https://issuer", client=CLIENT)
+    (tmp_path / "config.toml").write_text(
+        text.replace("[oidc.roles]", 'project_claim = "dept"\ndefault_project = "rest"\n[oidc.roles]')
+    )
+    settings = read_oidc_settings(tmp_path)
+    assert settings is not None
+    claims = {"email": "ada@example.org", "email_verified": True, "groups": ["ml-team", "speech"]}
+    assert identify(claims, settings).project == "rest"
+    assert identify({**claims, "dept": "speech"}, settings).project == "speech-lab"
 
 
 EDITS: Mapping[str, tuple[Mapping[str, Any], str]] = {

@@ -254,6 +254,22 @@ def test_map_of_another_user_is_not_continued(hosted: Hosted, other: ServerConte
         assert not again.begin() and again.look().crew.job_ids == (job.id,)
 
 
+def test_map_that_two_users_begin_at_once_has_one_owner(hosted: Hosted, other: ServerContext, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": 1}\n' * 4)
+    task = Task(run="python -m trainers.map_worker embed.py", resources=TASK.resources)
+    request = MapRequest(task=task, input=f"file://{tmp_path}/in.jsonl", output=f"file://{tmp_path}/out", workers=1)
+    with open_context(hosted, "user") as own:
+        owners, others = MapDriver(own, request), MapDriver(other, replace(request, workers=2))
+        assert others.begin() and not owners.begin(), "no worker has an owner yet"
+        early = others.look().crew
+        (job,) = owners.submit(owners.look().crew)
+        with pytest.raises(DeniedError, match="used by another user"):
+            others.submit(early)
+        with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to user"):
+            others.look()
+        assert owners.look().crew.job_ids == (job.id,)
+
+
 def test_sweep_does_not_get_the_runs_that_another_user_has_just_submitted(hosted: Hosted, other: ServerContext) -> None:
     task = Task(run="true", name=next(NAMES), resources=TASK.resources)
     request = SweepRequest(task=task, parameters=["LR=0.1,0.2"], parallel=2)

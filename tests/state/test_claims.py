@@ -81,6 +81,19 @@ def test_only_a_lease_keeps_a_claim(store: Store, wait: object) -> None:
     assert store.claims.measure_load().controller_count == 0
 
 
+def test_a_clock_that_was_set_back_does_not_extend_the_lease_of_a_dead_controller(store: Store, wait: object) -> None:
+    """As after a failover to a database server whose clock is an hour behind."""
+    job = store.jobs.add("a", Task()).id
+    for name in ("dead", "alive"):
+        store.claims.renew(name)
+    store.claims.claim("dead", [job])
+    store.claims.claim("alive", [HOUSEKEEPING])
+    wait(-3600.0)  # type: ignore[operator]
+    assert store.claims.renew("alive") == {HOUSEKEEPING: 1}
+    assert store.claims.find_free(9) == [job] and store.claims.measure_load().controller_count == 1
+    assert store.claims.claim("alive", [job]) == {job: 2}
+
+
 def test_a_controller_that_resigns_releases_its_jobs_at_once(store: Store, wait: object) -> None:
     job = store.jobs.add("a", Task()).id
     for name in ("x", "y"):

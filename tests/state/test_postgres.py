@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,48 @@ def test_transactions_are_serialized(open_postgres: OpenStore) -> None:
         assert "has been writing" in caught.value.hints[0]
         two.claims.renew("y")  # a lease waits for no transaction
     two.events.add(make_event(EventKind.NOTE, text="x"))
+
+
+@pytest.mark.parametrize("default", ["isolation = 'repeatable read'", "isolation = 'serializable'", "read_only = on"])
+def test_transactions_see_what_the_previous_one_wrote_whatever_the_defaults_of_the_role(
+    open_postgres: OpenStore, default: str
+) -> None:
+    """With a snapshot from before the lock, two launches would both fit into a limit that one of them uses up."""
+    one = open_postgres()
+    one.write(f"ALTER ROLE broker SET default_transaction_{default}")
+    try:
+        two = open_postgres()
+    finally:
+        one.write("ALTER ROLE broker RESET ALL")
+    (session,) = two.rows("SELECT pg_backend_pid() AS pid")
+    waits = "SELECT 1 FROM pg_locks WHERE pid = ? AND locktype = 'advisory' AND NOT granted"
+
+    def add_if_alone() -> None:
+        with two.transaction():
+            if not two.events.list():
+                two.events.add(make_event(EventKind.NOTE, text="second"))
+
+    with ThreadPoolExecutor(1) as pool:
+        with one.transaction():
+            waiting = pool.submit(add_if_alone)
+            while not one.rows(waits, (session["pid"],)) and not waiting.done():
+                pass
+            one.events.add(make_event(EventKind.NOTE, text="first"))
+        waiting.result(timeout=60)
+    two.events.add(make_event(EventKind.NOTE, text="third"))
+    assert [each.data["text"] for each in one.events.list()] == ["first", "third"]
+
+
+def test_commit_that_the_server_turns_into_a_rollback_is_an_error(open_postgres: OpenStore) -> None:
+    """PostgreSQL rolls back a transaction in which a statement has failed, and reports success."""
+    store = open_postgres()
+    with pytest.raises(StateError, match="was not changed"), store.transaction():
+        store.events.add(make_event(EventKind.NOTE, text="lost"))
+        with contextlib.suppress(StateError):
+            store.execute("INSERT INTO meta (key, value) VALUES ('lineage', 'twice')")
+    assert not store.events.list()
+    store.events.add(make_event(EventKind.NOTE, text="kept"))
+    assert len(store.events.list()) == 1
 
 
 def test_a_claim_skips_a_job_that_its_controller_is_writing_for(open_postgres: OpenStore) -> None:

@@ -11,10 +11,13 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.errors import StateError
+from broker.state.people import Owned, Role
 from broker.state.retention import split_by_month
 from broker.state.store import Store
 from broker.types import (
     Attempt,
+    Cluster,
+    ClusterStatus,
     EventKind,
     JobStatus,
     Node,
@@ -225,3 +228,33 @@ def test_on_demand_price_of_pruned_machines_stays_in_its_total(store: Store, clo
         assert store.bills.ondemand_total_usd(now_s=NOW_S) == pytest.approx(before_usd)
     store.meta.put("pruned_saved_usd", "damaged")
     assert store.bills.ondemand_total_usd(now_s=NOW_S) < before_usd
+
+
+def test_what_a_server_recorded_for_pruned_work_is_pruned_with_it(store: Store, clock: Hands) -> None:
+    """A server adds a row for each launch and each login, and its queue reads all commitments every second."""
+    now_s = clock.time_s
+
+    def commit(kind: Owned, *names: str, days: float) -> int:
+        clock.time_s = now_s - days * DAY_S
+        return store.commitments.add(
+            user="ada", project="vision", kind=kind, names=names, usd=None, usd_hour=1.0, gpus=1.0
+        )
+
+    old, young = (run_job(store, clock, begin_s=now_s - days * DAY_S) for days in (100.0, 10.0))
+    for job_id in (old, young):
+        store.owners.put(Owned.JOB, str(job_id), "ada")
+    store.owners.put(Owned.CLUSTER, "dev", "ada")
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    store.clusters.put(Cluster(name="dev", placement=placement, status=ClusterStatus.UP, attempt=1))
+    gone = [commit(Owned.JOB, str(old), days=100.0), commit(Owned.CLUSTER, "ended", days=100.0)]
+    kept = [
+        commit(Owned.JOB, str(old), str(young), days=100.0), commit(Owned.CLUSTER, "dev", days=100.0),
+        commit(Owned.SERVICE, "web", "uid", days=100.0), commit(Owned.CLUSTER, "ended", days=10.0),
+    ]  # fmt: skip
+    for name, expires_s in (("a", now_s - 100 * DAY_S), ("b", now_s - DAY_S), ("c", None)):
+        store.tokens.add(digest=name, user="ada", role=Role.USER, expires_s=expires_s)
+    clock.time_s = now_s
+    assert store.retention.compact(keep_days=90.0) == 1
+    assert [each.id for each in store.commitments.list()] == sorted(kept) and not set(gone) & set(kept)
+    assert set(store.owners.list()) == {(Owned.JOB, str(young)), (Owned.CLUSTER, "dev")}
+    assert [each.id for each in store.tokens.list()] == [2, 3]

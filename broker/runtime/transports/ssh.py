@@ -112,7 +112,8 @@ class SshTransport:
         await self._connect(node)
         route = self._find(node)
         argv = (find_program("ssh"), "-t", *route.options, route.host)
-        return Shell(argv=argv, env={}, folder=str(Path.home()))
+        # Escapes such as `~C` would forward ports of a server's machine, see EscapeChar in ssh_config(5).
+        return Shell(argv=argv, env={}, folder=str(Path.home()), relayed_options=("-e", "none"))
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
         """Open a session that also carries the connection for all other calls: one local process per host, not two.

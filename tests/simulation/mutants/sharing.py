@@ -42,10 +42,10 @@ def a_claim_that_a_crash_takes_back() -> Patches:
 
 def a_claim_of_what_is_not_free() -> Patches:
     """Take a job from a process with a lease."""
-    is_free = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
+    is_free = claims.write_is_free()
     return (
-        _rewrite(f"AND {is_free}", "AND ? IS NOT NULL", "SELECT job_id FROM claims WHERE job_id IN"),
-        _rewrite(f"SELECT job_id FROM claims WHERE NOT {is_free}", "SELECT -1 WHERE ? IS NULL", "SELECT id FROM ("),
+        _rewrite(f"AND {is_free}", "AND ?1 IS NOT NULL", "SELECT job_id FROM claims WHERE job_id IN"),
+        _rewrite(f"SELECT job_id FROM claims WHERE NOT {is_free}", "SELECT -1 WHERE ?1 IS NULL", "SELECT id FROM ("),
         patch.object(workload, "SHARE_S", math.inf),  # otherwise jobs change hands so often that none waits
     )
 
