@@ -27,7 +27,7 @@ from broker.serve.bodies import BodyReader, PassedBody
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue
 from broker.serve.engines import EngineFacts
 from broker.serve.files import Routing
-from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, read_prompt
+from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, is_aborted, read_prompt
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
@@ -124,11 +124,15 @@ class Proxy:
 
     async def _forward_body(self, request: web.BaseRequest, body: bytes | PassedBody) -> web.StreamResponse:
         prompt = read_prompt(body) if self.routing.balancing == "prefix_affinity" and isinstance(body, bytes) else b""
-        seed = self._draw.getrandbits(31)
-        journal = StreamJournal.open(request.method, request.path, body, seed=seed) if isinstance(body, bytes) else None
+        seed, has_keys = self._draw.getrandbits(31), self.gate.has_keys
+        journal = (
+            StreamJournal.open(request.method, request.path, body, seed=seed, is_metered=has_keys)
+            if isinstance(body, bytes)
+            else None
+        )
         if journal is None:
             return await self._forward(request, body, prompt)
-        if self.gate.has_keys:
+        if has_keys:
             journal.ask_usage()
         return await TokenStream(self, request, journal, prompt).run()
 
@@ -144,7 +148,7 @@ class Proxy:
                 with route.use():
                     response = await self.send(route, request, request.path_qs, body)
                     async with response:
-                        if response.status not in BUSY or not isinstance(body, bytes) or not self._has_other(tried):
+                        if not self._is_refused(request, body, response.status) or not self._has_other(tried):
                             return await self.copy(request, route, response)
                         last = await self.keep_refusal(request, route, response)
             except ReplicaLostError as error:
@@ -229,6 +233,8 @@ class Proxy:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.table.record_break(route, "a response broke off", error)
             raise ReplicaLostError("the replica broke its response off") from None
+        if response.status == 200 and request.path.endswith((COMPLETIONS, CHAT)) and is_aborted(body):
+            raise ReplicaLostError("the engine ended the request")
         meter = request[METER]
         meter.begin(route.backend.number, response.content_type)
         meter.feed(body)
@@ -285,6 +291,11 @@ class Proxy:
 
     def _has_other(self, tried: set[int]) -> bool:
         return self.table.choose(but=tried) is not None
+
+    def _is_refused(self, request: web.BaseRequest, body: object, status: int) -> bool:
+        """Return whether another replica may answer better; a generation fails wherever its engine is terminated."""
+        is_failed = status >= 500 and request.method == "POST" and request.path.endswith(GENERATION_PATHS)
+        return isinstance(body, bytes) and (status in BUSY or is_failed)
 
     def _may_repeat(self, request: web.BaseRequest, body: object, *, was_sent: bool) -> bool:
         if not was_sent:

@@ -31,14 +31,14 @@ JSON = "application/json"
 
 
 class FailingStand(StandIn):
-    """Answers generations with `status` and `reply`, unless it is 200; counts the messages it gets."""
+    """Answers generations with `status` and `reply`, unless it is 200 and not `is_failing`; counts what it is asked."""
 
-    def __init__(self, status: int = 200, reply: bytes = b'{"error": "busy"}') -> None:
+    def __init__(self, status: int = 200, reply: bytes = b'{"error": "busy"}', *, is_failing: bool = False) -> None:
         super().__init__()
-        self.status, self.reply = status, reply
+        self.status, self.reply, self.is_failing = status, reply, is_failing
 
     async def _generate(self, request: web.BaseRequest, fields: dict[str, Any]) -> web.StreamResponse:
-        if self.status == 200:
+        if self.status == 200 and not self.is_failing:
             return await super()._generate(request, fields)
         self.asked.append(fields)
         return web.Response(status=self.status, body=self.reply, content_type=JSON, headers={"retry-after": "7"})
@@ -218,6 +218,31 @@ def test_stream_that_a_busy_replica_refuses_goes_to_another_one(tmp_path: Path) 
 
     load = play(tmp_path, scene, make_stands=lambda count: [FailingStand(429), StandIn()])
     assert load.window.errors == 0
+
+
+@pytest.mark.parametrize("stand", [(500, b"{}"), (200, b'{"choices": [{"text": "h", "finish_reason": "abort"}]}')])
+def test_generation_that_a_terminated_engine_fails_or_cuts_short_is_answered_by_another(
+    tmp_path: Path, stand: tuple[int, bytes]
+) -> None:
+    """vLLM answers the requests that it aborts on SIGTERM with what it has, and status 200."""
+
+    async def scene(bed: Bed) -> None:
+        while not bed.stands[0].asked:
+            async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "hi"}) as response:
+                assert response.status == 200 and b"abort" not in await response.read()
+
+    load = play(tmp_path, scene, make_stands=lambda count: [FailingStand(*stand, is_failing=True), StandIn()])
+    assert load.window.errors == 0
+
+
+def test_generation_that_every_engine_cuts_short_is_an_error(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "hi"}) as response:
+            assert response.status == 502
+        assert [len(each.asked) for each in bed.stands] == [1, 1]
+
+    cut = b'{"choices": [{"text": "h", "finish_reason": "abort"}]}'
+    play(tmp_path, scene, make_stands=lambda count: [FailingStand(200, cut, is_failing=True) for _ in range(count)])
 
 
 @pytest.mark.parametrize("status", [429, 500])
