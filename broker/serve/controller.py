@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -71,9 +72,10 @@ class ServiceController:
         self._read_load = read_load
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
-        self._failures = 0
+        self._failures = Counter[int]()  # by version, since one of its replicas became ready
         self._routing: Routing | None = None  # the newest routing file
-        self._next_start_s = self._next_balancer_s = -math.inf
+        self._next_start_s = dict[int, float]()  # by version
+        self._next_balancer_s = -math.inf
         self._canary: Canary | None = None
         self._lacks_keys = False  # as recorded in an event
         self._make_gateways = make_gateways
@@ -156,7 +158,7 @@ class ServiceController:
                 if not self._is_canary(replica):  # a version that is rolled back must not be returned to
                     store.mark_ready(self._name, replica.version)
                 store.add_event(self._name, ServiceEventKind.REPLICA_READY, replica=replica.number)
-            self._failures = 0
+            self._failures[replica.version] = 0
         elif replica.drained_s is None and (reason := self._find_fault(spec, seen)):
             replica = replace(replica, drained_s=self._clock.now_s(), failure=reason)
             with self._store.transaction():
@@ -199,13 +201,16 @@ class ServiceController:
         """Count a failed replica; a version that was never ready is given up after three."""
         store = self._store.services
         store.add_event(self._name, ServiceEventKind.REPLICA_FAILED, replica=replica.number, detail=reason)
-        self._failures += 1
-        self._next_start_s = self._clock.now_s() + draw_backoff_s(self._failures, cap_s=BACKOFF_S_MAX)
+        self._failures[replica.version] += 1
+        failures = self._failures[replica.version]
+        self._next_start_s[replica.version] = self._clock.now_s() + draw_backoff_s(failures, cap_s=BACKOFF_S_MAX)
+        is_given_up = failures >= FAILURES_MAX
         if self._is_canary(replica):
-            self._end_failed_canary(service)
+            if is_given_up:
+                self._end_failed_canary(service)
             return
         ready = store.find_ready_version(self._name)
-        if replica.version != service.version or ready == service.version or self._failures < FAILURES_MAX:
+        if replica.version != service.version or ready == service.version or not is_given_up:
             return
         if ready is not None:
             store.set_version(self._name, ready)
@@ -213,17 +218,17 @@ class ServiceController:
         else:
             store.set_failure(self._name, reason)
             store.add_event(self._name, ServiceEventKind.FAILED, detail=reason)
-        self._failures = 0
+        self._failures[replica.version] = 0
 
     def _is_canary(self, replica: Replica) -> bool:
         return self._canary is not None and replica.version == self._canary.version
 
     def _end_failed_canary(self, service: Service) -> None:
-        """Roll the canary back after several failures; the other replicas continue to serve."""
-        if self._failures < FAILURES_MAX:
-            return
+        """Roll the canary back; the other replicas continue to serve."""
+        assert self._canary is not None
         remove_canary(find_folder(self._config, service))
-        self._canary, self._failures = None, 0
+        self._failures[self._canary.version] = 0
+        self._canary = None
         self._store.services.add_event(self._name, ServiceEventKind.ROLLED_BACK, detail=str(service.version))
 
     def _reconcile_canary(self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica]) -> None:
@@ -238,7 +243,7 @@ class ServiceController:
         )  # fmt: skip
         for number in step.drain:
             self._drain(next(each.replica for each in seen if each.replica.number == number))
-        if self._clock.now_s() >= self._next_start_s:
+        if self._may_start(self._canary.version):
             for slot in step.start:
                 self._start(replace(service, version=self._canary.version), task, task.service, slot)
 
@@ -276,9 +281,13 @@ class ServiceController:
         for number in step.drain:
             self._drain(next(each.replica for each in seen if each.replica.number == number))
         service = self._store.services.get(self._name) or service
-        if not service.failure and now_s >= self._next_start_s:
+        if not service.failure and self._may_start(service.version):
             for slot in step.start:
                 self._start(service, task, spec, slot)
+
+    def _may_start(self, version: int) -> bool:
+        """Return whether the backoff after the last failure of a version is over."""
+        return self._clock.now_s() >= self._next_start_s.get(version, -math.inf)
 
     def _drain(self, replica: Replica) -> None:
         self._store.services.put_replica(replace(replica, drained_s=self._clock.now_s()))

@@ -33,6 +33,7 @@ from broker.types import (
     NodeState,
     Placement,
     ReadinessProbe,
+    Replica,
     ReplicaPolicy,
     Resources,
     Service,
@@ -148,6 +149,13 @@ class World:
         )
         self.store.jobs.set_status(job_id, JobStatus.RUNNING)
 
+    def fail(self, replica: Replica) -> None:
+        """End the running job of a replica."""
+        (attempt,) = self.store.jobs.list_attempts(replica.job_id)
+        self.store.jobs.set_status(replica.job_id, JobStatus.FAILED, "out of memory")
+        self.store.clusters.delete(attempt.cluster)
+        self.store.jobs.put_attempt(replace(attempt, ended_s=1.0))
+
     def settle(self, turns: int = 30) -> None:
         self.folder.path.mkdir(parents=True, exist_ok=True)
         for _ in range(turns):
@@ -189,12 +197,7 @@ def test_wanted_replicas_become_ready_and_a_failed_one_is_replaced(tmp_path: Pat
     world.settle()
     assert world.list_ready() == [1, 1]
     first = world.store.services.list_replicas("web")[0]
-    world.store.jobs.set_status(first.job_id, JobStatus.FAILED, "out of memory")
-    world.store.clusters.delete(world.store.jobs.get(first.job_id).attempts[0].cluster)  # type: ignore[union-attr]
-    attempt = world.store.jobs.list_attempts(first.job_id)[0]
-    from dataclasses import replace
-
-    world.store.jobs.put_attempt(replace(attempt, ended_s=1.0))
+    world.fail(first)
     world.settle()
     assert world.list_ready() == [1, 1]
     assert first.number not in [each.number for each in world.store.services.list_replicas("web")]
@@ -213,6 +216,20 @@ def test_version_that_never_becomes_ready_is_rolled_back(tmp_path: Path) -> None
     assert ServiceEventKind.ROLLED_BACK in world.list_kinds()
     service = world.store.services.get("web")
     assert service is not None and service.version == 1
+
+
+def test_update_is_not_rolled_back_because_replicas_of_the_old_version_fail(tmp_path: Path) -> None:
+    """That they fail is why one updates."""
+    world = World(tmp_path)
+    world.settle(5)
+    failures = iter([True, True])
+    world.failing = lambda task: task.run == "b" and next(failures, False)
+    world.store.services.add_version("web", make_task(version="b"))
+    for each in world.store.services.list_replicas("web"):
+        world.fail(each)
+    world.settle(120)
+    assert world.list_ready() == [2, 2] and not next(failures, False)
+    assert ServiceEventKind.ROLLED_BACK not in world.list_kinds()
 
 
 def test_first_version_that_fails_three_times_fails_the_service(tmp_path: Path) -> None:
