@@ -14,6 +14,7 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.locks import hold_lock
 from broker.runtime.reports import Exchanged
+from broker.serve.canary import Canary, write_canary
 from broker.serve.controller import ServiceController
 from broker.serve.files import Load, LoadWindow, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import Gateways
@@ -36,6 +37,7 @@ from broker.types import (
     Replica,
     ReplicaPolicy,
     Resources,
+    Secret,
     Service,
     ServiceEventKind,
     ServiceSpec,
@@ -353,6 +355,56 @@ def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_
     step(world, generation=routing.generation - 1, in_flight=0)
     job = world.store.jobs.get(job_id)
     assert reads and job is not None and not job.cancel_requested
+
+
+def test_each_version_is_probed_as_it_says(tmp_path: Path) -> None:
+    """An update often changes the model that a probe asks for, or its path: the old version serves until then."""
+    world = World(tmp_path)
+    world.settle(5)
+    world.store.services.add_version("web", change_probe(make_task(version="b"), path="/v2"))
+    world.is_refusing = True  # the new version stays without a report
+    world.settle(5)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and {each.version for each in routing.backends} == {1, 2}
+    assert [routing.find_probe(version).path for version in (1, 2)] == ["/", "/v2"]
+    world.is_refusing = False
+    world.settle(30)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and not routing.probes and routing.probe.path == "/v2"
+
+
+def test_times_of_a_probe_are_those_of_its_version(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1))
+    world.settle(5)
+    patient = change_probe(make_task(count=1, version="b"), path="/", initial_delay_s=4_000.0)
+    write_canary(world.folder, Canary(version=world.store.services.add_version("web", patient), share=0.5))
+    world.store.services.set_version("web", 1)
+    world.is_refusing = True
+    world.settle(3)
+    (canary,) = (each.number for each in world.store.services.list_replicas("web") if each.version == 2)
+    since_s, loads = world.clock.now, {1: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0)}
+    for _ in range(15):
+        world.clock.now += 200
+        loads[canary] = ReplicaLoad(is_ready=False, in_flight=0, since_s=since_s, error="503")
+        write_file(world.folder.load, Load(generation=1, time_s=world.clock.now, pid=1, replicas=loads))
+        world.is_locked_run()
+    assert canary in [each.number for each in world.store.services.list_replicas("web") if each.drained_s is None]
+
+
+def test_secret_of_a_probe_is_in_the_routing_file_and_not_in_the_state_file(tmp_path: Path) -> None:
+    task = change_probe(make_task(), path="/", headers={"authorization": "Bearer $LOGIN"})
+    world = World(tmp_path, replace(task, secrets={"LOGIN": Secret(value="open-sesame")}))
+    world.settle(5)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and routing.probe.headers == {"authorization": "Bearer open-sesame"}
+    assert world.folder.routing.stat().st_mode & 0o077 == 0
+    state = [each.read_bytes() for each in tmp_path.glob("state.db*")]
+    assert state and not any(b"open-sesame" in each for each in state)
+
+
+def change_probe(task: Task, **fields: Any) -> Task:
+    assert task.service is not None
+    return replace(task, service=replace(task.service, probe=ReadinessProbe(**fields)))
 
 
 def test_down_leaves_nothing(tmp_path: Path) -> None:

@@ -359,6 +359,19 @@ def test_probe_with_an_invalid_header_is_an_error_of_the_replica() -> None:
     assert "failed" in asyncio.run(run())
 
 
+def test_replica_is_probed_as_its_version_says(tmp_path: Path) -> None:
+    def make_stands(count: int) -> list[StandIn]:
+        stands = [StandIn() for _ in range(count)]
+        for each in stands:
+            each.is_healthy = False  # at the path of the service's version
+        return stands
+
+    async def scene(bed: Bed) -> None:
+        assert bed.stands[0].seen[0][:2] == ("GET", "/v1/models")
+
+    play(tmp_path, scene, make_stands=make_stands, probes={1: replace(PROBE, path="/v1/models")})
+
+
 def test_replica_that_will_be_preempted_is_chosen_only_if_all_others_will_be(tmp_path: Path) -> None:
     def make(number: int, *, is_leaving: bool) -> Backend:
         return Backend(number=number, version=1, host="h", port=number, is_leaving=is_leaving)
