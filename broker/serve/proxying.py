@@ -37,6 +37,8 @@ from broker.serve.websockets import connect_websocket, is_websocket, join_websoc
 CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 TRIES_MAX = 4
+# Of connections: a zone may take most of many replicas with it, and each that refuses is out of rotation at once.
+CONNECTIONS_MAX = 20
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
@@ -139,9 +141,10 @@ class Proxy:
     async def _forward(self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes) -> web.StreamResponse:
         tried: set[int] = set()
         last: web.StreamResponse | None = None
-        for _ in range(TRIES_MAX):
-            route = await self.find(tried, prompt, waits=last is None)
-            if route is None:
+        sent, deadline_s = 0, self._clock.now_s() + WAIT_S_MAX
+        for _ in range(CONNECTIONS_MAX):
+            route = await self.find(tried, prompt, waits=last is None, deadline_s=deadline_s)
+            if route is None or sent == TRIES_MAX:
                 break
             tried.add(route.backend.number)
             try:
@@ -151,8 +154,10 @@ class Proxy:
                         if not self._is_refused(request, body, response.status) or not self._has_other(tried):
                             return await self.copy(request, route, response)
                         last = await self.keep_refusal(request, route, response)
+                        sent += 1
             except ReplicaLostError as error:
-                last = refuse(502, str(error))
+                sent += error.was_sent
+                last = refuse(502, str(error)) if error.was_sent else last
                 if not self._may_repeat(request, body, was_sent=error.was_sent):
                     break
         return last or self.refuse_unready()
@@ -160,9 +165,10 @@ class Proxy:
     async def _forward_websocket(self, request: web.BaseRequest) -> web.StreamResponse:
         tried: set[int] = set()
         last: web.Response | None = None
-        for _ in range(TRIES_MAX):
-            route = await self.find(tried, waits=last is None)
-            if route is None:
+        sent, deadline_s = 0, self._clock.now_s() + WAIT_S_MAX
+        for _ in range(CONNECTIONS_MAX):
+            route = await self.find(tried, waits=last is None, deadline_s=deadline_s)
+            if route is None or sent == TRIES_MAX:
                 break
             tried.add(route.backend.number)
             try:
@@ -173,11 +179,12 @@ class Proxy:
                     if isinstance(found, aiohttp.ClientWebSocketResponse):
                         return await join_websockets(request, found)
                     last = found
+                    sent += 1
+                    if last.status not in BUSY:
+                        break
             except ReplicaLostError as error:
-                last = refuse(502, str(error))
-            else:
-                if last.status not in BUSY:
-                    break
+                sent += error.was_sent
+                last = refuse(502, str(error)) if error.was_sent else last
         return last or self.refuse_unready()
 
     async def send(
@@ -278,10 +285,16 @@ class Proxy:
             request.transport.abort()  # so that the client does not take a partial response for a complete one
 
     async def find(
-        self, tried: set[int], prompt: bytes = b"", *, waits: bool = True, version: int | None = None
+        self,
+        tried: set[int],
+        prompt: bytes = b"",
+        *,
+        waits: bool = True,
+        version: int | None = None,
+        deadline_s: float | None = None,
     ) -> BackendRoute | None:
         """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
-        deadline_s = self._clock.now_s() + WAIT_S_MAX
+        deadline_s = self._clock.now_s() + WAIT_S_MAX if deadline_s is None else deadline_s
         while True:
             route = self.table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, version=version)
             if route is None and tried:

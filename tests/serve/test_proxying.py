@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -137,7 +138,45 @@ def test_prompt_of_a_client_that_leaves_while_no_replica_is_ready_costs_nothing(
     assert (window.requests, window.prompt_tokens_s) == (1, 0.0)
 
 
-def test_request_that_no_replica_answers_is_an_error_in_the_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_request_outlives_the_loss_of_nearly_all_replicas(tmp_path: Path, method: str) -> None:
+    """None of the lost ones has got it: the number of replicas that refuse a connection is no reason to fail."""
+
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands[1:]:
+            await each.kill()
+        route = bed.balancer.table.routes[1]
+        with contextlib.ExitStack() as stack:
+            for _ in range(9):  # so that all others are asked first
+                stack.enter_context(route.use())
+            async with bed.client.request(method, f"{bed.url}/a", data=b"x") as response:
+                assert response.status == 200
+
+    play(tmp_path, scene, count=8, probe=replace(PROBE, interval_s=600))
+
+
+def test_request_and_websocket_wait_if_the_only_replica_refuses_their_connection(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        (stand,) = bed.stands
+        await stand.kill()
+        sending = asyncio.ensure_future(bed.client.get(f"{bed.url}/a"))
+        opening = asyncio.ensure_future(bed.client.ws_connect(f"{bed.url}/socket"))
+        await until(lambda: bed.balancer.path.counts.waiting == 2)
+        await stand.start()
+        routing = bed.balancer._routing
+        bed.balancer.adopt(replace(routing, backends=()))
+        bed.balancer.adopt(routing)  # probes at once
+        assert (await sending).status == 200
+        await (await opening).close()
+
+    play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=600))
+
+
+def test_request_that_no_replica_answers_is_an_error_in_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.serve.proxying.WAIT_S_MAX", 0.01)
+
     async def scene(bed: Bed) -> None:
         await bed.stands[0].kill()
         async with bed.client.get(f"{bed.url}/a") as response:
