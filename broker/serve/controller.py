@@ -23,6 +23,7 @@ from broker.provision.refusals import draw_backoff_s
 from broker.serve.canary import Canary, read_canary, remove_canary
 from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.forecasting import LoadForecaster
 from broker.serve.gateways import Gateways
 from broker.serve.observing import DemandMeter, ObservedReplica, observe, read_load
 from broker.serve.placement_history import HistoryKeeper
@@ -71,6 +72,7 @@ class ServiceController:
         self._chooser: SlotChooser | None = None  # until the first step has read its history
         self._read_load = read_load
         self._meter = DemandMeter()
+        self._forecaster = LoadForecaster()
         self._scaling: ScalingState | None = None
         self._failures = Counter[int]()  # by version, since one of its replicas became ready
         self._routing: Routing | None = None  # the newest routing file
@@ -255,8 +257,15 @@ class ServiceController:
         first = task.resources[0]
         if self._scaling is None or self._scaling.wanted != service.wanted:
             self._scaling = ScalingState(wanted=service.wanted)
+        views = tuple(each.describe(now_s) for each in seen if not self._is_canary(each.replica))
+        self._chooser = self._chooser or SlotChooser(self._place, self._history.read(service))
+        demand = self._gateways.measure() if self._gateways else self._meter.measure(load)
+        if spec.policy.is_predictive:
+            self._forecaster.observe(demand, now_s=now_s)
+            starts = self._chooser.history.add_starts(views)
+            demand = self._forecaster.forecast(demand, lead_s=starts.measure_cold_start_s(service.version))
         asked = count_replicas(
-            spec.policy, self._gateways.measure() if self._gateways else self._meter.measure(load),
+            spec.policy, demand,
             wanted=service.wanted, accelerator=first.accelerator or "", accelerator_count=first.accelerator_count,
         )  # fmt: skip
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
@@ -267,11 +276,9 @@ class ServiceController:
                 self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))
         on_trial = [each for each in seen if self._is_canary(each.replica)]
         seen = [each for each in seen if not self._is_canary(each.replica)]
-        views = tuple(each.describe(now_s) for each in seen)
         request = PlacementRequest(
             task=task, spec=spec, count=wanted + spec.policy.spare_count if wanted else 0, replicas=views,
         )  # fmt: skip
-        self._chooser = self._chooser or SlotChooser(self._place, self._history.read(service))
         chosen = self._chooser.choose(request, version=service.version, now_s=now_s)
         self._history.save(service, self._chooser.history)
         self._reconcile_canary(service, chosen.slots, on_trial)

@@ -279,6 +279,21 @@ def test_slow_streams_add_replicas_and_fast_ones_remove_them_one_by_one(tmp_path
     assert scaled == ["2", "1"]
 
 
+@pytest.mark.parametrize("is_predictive", [False, True])
+def test_rising_load_adds_replicas_ahead_if_the_policy_says_so(tmp_path: Path, *, is_predictive: bool) -> None:
+    policy = {"replicas_max": 40, "target_in_flight": 1.0, "is_predictive": is_predictive}
+    world = World(tmp_path, make_task(count=1, **policy))
+    world.settle(3)
+    for turn in range(30):  # ten minutes
+        world.clock.now += 20
+        world.in_flight_here = 2 + turn // 2
+        world.play()
+        world.is_locked_run()
+    service = world.store.services.get("web")
+    assert service is not None and world.in_flight_here == 16
+    assert service.wanted in ((17, 18) if is_predictive else (16,)), "replicas are ready within a minute here"
+
+
 def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:
     world = World(tmp_path, make_task(count=1))
     world.settle()

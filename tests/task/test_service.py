@@ -90,6 +90,7 @@ def test_words_are_accepted_in_any_case() -> None:
         ("service: {readiness_probe: {path: /, post_data: '{'}}", "`post_data` is not valid JSON"),
         ("service: {replica_policy: {min_replicas: 2, max_replicas: 1}}", "`max_replicas` is less than `min_replicas`"),
         ("service: {replicas: 1, replica_policy: {min_replicas: 1}}", "`replica_policy`"),
+        ("service: {replica_policy: {min_replicas: 1, predictive_scaling: true}}", "requires a target load"),
         ("service: {load_balancing_policy: fastest}", "least_load"),
         ("service: {ports: 70000}", "at most 65535"),
         ("service: {tls: {keyfile: a}}", "certfile"),
