@@ -16,7 +16,7 @@ from trainers.errors import TrainerError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the flags, load the model and serve until SIGTERM; return the exit code."""
+    """Parse the flags, load the model and serve until SIGTERM or a failure; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainers.serve", description="Serve a trained language model.")
     parser.add_argument(
         "--checkpoint",
@@ -42,7 +42,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Load the model and answer requests. Raises TrainerError, and OSError if the port is in use."""
+    """Load the model and answer requests.
+
+    Raises TrainerError, also if the engine fails, and OSError if the port is in use.
+    """
     import torch
 
     from trainers.serve_api import Api
@@ -70,10 +73,16 @@ async def serve(options: argparse.Namespace) -> None:
     server = await start_server(api.handle, options.host or find_host(os.environ), port)
     print(f"serving `{source}` on port {server.sockets[0].getsockname()[1]}", flush=True)
     stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    engine.on_failure = lambda: loop.call_soon_threadsafe(stopped.set)
+    if engine.has_failed:  # by a request before
+        stopped.set()
     await stopped.wait()
     server.close()
     await asyncio.to_thread(engine.close)
+    if engine.has_failed:
+        raise TrainerError("the engine has failed")
 
 
 def find_host(variables: Mapping[str, str]) -> str:

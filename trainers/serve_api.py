@@ -1,17 +1,26 @@
 """OpenAI's completion and chat API over an engine, optionally with token ids (`return_token_ids`, as in vLLM)."""
 
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.serve_engine import Detokenizer, Engine, FullError, Generation
+from trainers.serve_engine import Detokenizer, Engine, EngineFailedError, FullError, Generation
 from trainers.serve_http import Request, RequestError, Response, make_error
 from trainers.tokenizers import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Fields of OpenAI's and vLLM's API that would change the answer and are not implemented, with the values that do not.
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(("stop", "tools", "functions", "logit_bias", "echo", "suffix", "min_tokens", "min_p"), ()),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "stop_token_ids"), ()),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
+    "response_format": ({"type": "text"},),
+}
+FAILED = "the engine has failed"
 
 
 class Api:
@@ -27,6 +36,8 @@ class Api:
     async def handle(self, request: Request) -> Response:
         """Answer one request. Raises RequestError."""
         if request.path == "/health":
+            if self._engine.has_failed:
+                return make_error(503, FAILED)
             is_leaving = self._preemption_file is not None and self._preemption_file.exists()
             return make_error(503, "this machine is about to be preempted") if is_leaving else _answer({"status": "ok"})
         if request.path == "/v1/models":
@@ -54,12 +65,15 @@ class Api:
             self._engine.submit(generation)
         except FullError:
             return make_error(429, "too many requests are waiting")
+        except EngineFailedError:
+            return make_error(503, FAILED)
         writer = _Writer(self._tokenizer, generation, fields, name=self._name, is_chat=is_chat)
         if fields.get("stream"):
             return Response(content_type="text/event-stream", events=writer.stream())
         return _answer(await writer.collect())
 
     def _read_generation(self, fields: Mapping[str, Any], *, is_chat: bool) -> Generation:
+        _refuse_unsupported(fields)
         prompt = self._read_prompt(fields, is_chat=is_chat)
         vocabulary = self._tokenizer.vocabulary
         if not prompt or not all(isinstance(each, int) and 0 <= each < vocabulary for each in prompt):
@@ -76,6 +90,8 @@ class Api:
             tokens_max=max(1, _read_number({"max_tokens": most}, "max_tokens", rest, int)),
             temperature=_read_number(fields, "temperature", 0.0, float),
             seed=_read_number(fields, "seed", 0, int),
+            top_k=_read_number(fields, "top_k", 0, int),
+            top_p=_read_number(fields, "top_p", 1.0, float),
             resumed=resumed,
             stop_ids=frozenset() if fields.get("ignore_eos") else frozenset(self._tokenizer.separator),
         )
@@ -88,7 +104,7 @@ class Api:
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise RequestError(400, "`messages` must be a list of messages")
         # These models are trained without a chat template, so no template is correct.
-        lines = [f"{each.get('role', 'user')}: {each.get('content', '')}\n" for each in messages]
+        lines = [f"{each.get('role', 'user')}: {_join_parts(each.get('content'))}\n" for each in messages]
         return list(self._tokenizer.encode("".join([*lines, "assistant: "]).encode()))
 
 
@@ -170,10 +186,30 @@ def _answer(content: Mapping[str, Any]) -> Response:
     return Response(content=json.dumps(content).encode())
 
 
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field that would change the answer: ignored, it would make a wrong one."""
+    for name, neutral in NEUTRAL.items():
+        if fields.get(name) and fields[name] not in neutral:
+            raise RequestError(400, f"`{name}` is not supported")
+    # 0 asks for the probability of the token itself.
+    if fields.get("logprobs") not in (None, False) or type(fields.get("logprobs")) is int:
+        raise RequestError(400, "`logprobs` is not supported")
+
+
+def _join_parts(content: Any) -> str:
+    """Return the text of a message, which may come in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [each.get("text") for each in content if isinstance(each, dict)] if isinstance(content, list) else []
+    if not isinstance(content, list) or len(texts) < len(content) or not all(isinstance(each, str) for each in texts):
+        raise RequestError(400, "the `content` of a message must be text")
+    return "".join(str(each) for each in texts)
+
+
 def _read_number(fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(400, f"`{name}` must be a number")
     return kind(value)

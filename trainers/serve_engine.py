@@ -7,6 +7,7 @@ engine finds there what it has not read, also after the end.
 import asyncio
 import hashlib
 import threading
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,16 @@ from torch import Tensor
 from trainers.serve_model import CachedModel
 
 WAITING_MAX = 1024
+TEMPERATURE_MIN = 1e-5  # below it, the most likely token is chosen: logits divided by less than that overflow
+ABORTED = "abort"
 
 
 class FullError(Exception):
     """The queue of waiting generations is full."""
+
+
+class EngineFailedError(Exception):
+    """The engine has failed and generates nothing any more."""
 
 
 @dataclass(kw_only=True)
@@ -35,10 +42,12 @@ class Generation:
     tokens_max: int
     temperature: float = 0.0
     seed: int = 0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
     resumed: int = 0
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
-    finish: str | None = None  # "stop" or "length", set after the last token
+    finish: str | None = None  # "stop" or "length", set after the last token; "abort": the engine has failed
     is_cancelled: bool = False
     notify: Callable[[], object] = lambda: None
 
@@ -60,7 +69,11 @@ class Generation:
 
 
 class Engine:
-    """Generates tokens for up to `slots` sequences at once, in a separate thread."""
+    """Generates tokens for up to `slots` sequences at once, in a separate thread.
+
+    An error in that thread ends the engine: what is in its cache is unknown then. All generations are aborted, no
+    others are admitted, and `on_failure` is called.
+    """
 
     def __init__(self, model: CachedModel, *, slots: int, vocabulary: int) -> None:
         """Create an idle engine. `vocabulary` is that of the tokenizer, because the model's may be padded."""
@@ -70,6 +83,8 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
+        self.has_failed = False
+        self.on_failure: Callable[[], object] = lambda: None
         self.token_count = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -90,8 +105,10 @@ class Engine:
         self._thread.join()
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation. Raises FullError if the queue is full."""
+        """Queue a generation. Raises FullError if the queue is full, EngineFailedError."""
         with self._changed:
+            if self.has_failed:
+                raise EngineFailedError
             if len(self._waiting) >= WAITING_MAX:
                 raise FullError
             self._waiting.append(generation)
@@ -104,7 +121,23 @@ class Engine:
                     self._changed.wait()
                 if self._is_closed:
                     return
-            self.step()
+            try:
+                self.step()
+            except Exception:
+                traceback.print_exc()
+                self._fail()
+                return
+
+    def _fail(self) -> None:
+        with self._changed:
+            self.has_failed = True
+            aborted = [*self._active.values(), *self._waiting]
+            self._active.clear()
+            self._waiting.clear()
+        for each in aborted:
+            each.finish = each.finish or ABORTED
+            each.notify()
+        self.on_failure()
 
     def step(self) -> None:
         """Admit waiting sequences, compute one token for each active one, and release those that ended."""
@@ -131,7 +164,7 @@ class Engine:
     def _add(self, slot: int, logits: Tensor) -> None:
         generation = self._active[slot]
         position = generation.resumed + len(generation.tokens)
-        token = choose_token(logits[: self._vocabulary], generation.temperature, generation.seed, position)
+        token = choose_token(logits[: self._vocabulary], generation, position)
         self.token_count += 1
         if token in generation.stop_ids:
             self._release(slot, "stop")
@@ -150,13 +183,20 @@ class Engine:
         generation.notify()
 
 
-def choose_token(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+def choose_token(logits: Tensor, generation: Generation, position: int) -> int:
     """Return the most likely token, or draw one with a generator seeded by seed and position."""
-    if temperature <= 0.0:
+    if generation.temperature < TEMPERATURE_MIN:
         return int(logits.argmax())
-    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=7).digest()
+    scaled = logits.float() / generation.temperature
+    if 0 < generation.top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(generation.top_k).values[-1], float("-inf"))
+    chances = torch.softmax(scaled, dim=-1)
+    if generation.top_p < 1.0:
+        ranked, order = chances.sort(descending=True, stable=True)
+        chances[order[ranked.cumsum(0) - ranked >= generation.top_p]] = 0.0  # the most likely one always stays
+    digest = hashlib.blake2b(f"{generation.seed}/{position}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+    return int(torch.multinomial(chances, 1, generator=generator))
 
 
 class Detokenizer:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from broker.clock import SystemClock
+from broker.rehearsal.grpc_call import call_grpc
 from broker.serve.data_path import WAIT_S_MAX
 from broker.types import ReadinessProbe
 
@@ -44,7 +46,7 @@ class RequestTally:
 
 @dataclass
 class RequestSender:
-    """Send the readiness probe's request to `url`, a few times a second, while `is_sending`.
+    """Send the readiness probe's request to `url`, a few times a second, while `is_sending`; with `is_grpc`, call.
 
     `read_outage_s`: the simulated seconds so far without a ready replica.
     """
@@ -52,6 +54,7 @@ class RequestSender:
     url: str
     probe: ReadinessProbe
     read_outage_s: Callable[[], float]
+    is_grpc: bool = False
     is_sending: bool = False
     _sent: int = 0
     _late: int = 0
@@ -97,20 +100,8 @@ class RequestSender:
         await asyncio.gather(*self._open, return_exceptions=True)
 
     async def _send(self, session: aiohttp.ClientSession) -> None:
-        import aiohttp
-
-        method = "GET" if self.probe.post_data is None else "POST"
-        headers = {"content-type": "application/json"} if self.probe.post_data else {}
         begin_s, begin_real_s = self.read_outage_s(), SystemClock().now_s()
-        failure = ""
-        try:
-            async with session.request(
-                method, self.url, data=self.probe.post_data, headers={**headers, **self.probe.headers}
-            ) as response:
-                await response.read()
-                failure = "" if response.status < 300 else str(response.status)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            failure = str(error) or type(error).__name__
+        failure = await (self._call() if self.is_grpc else self._request(session))
         real_s = SystemClock().now_s() - begin_real_s
         wait_s = max(real_s, self.read_outage_s() - begin_s)
         self._wait_s_max = max(self._wait_s_max, wait_s)
@@ -120,3 +111,22 @@ class RequestSender:
             self._late += 1
         else:
             self._answered_s.append(real_s)
+
+    async def _request(self, session: aiohttp.ClientSession) -> str:
+        """Send a request; return why it failed, empty if it did not."""
+        import aiohttp
+
+        method = "GET" if self.probe.post_data is None else "POST"
+        headers = {"content-type": "application/json"} if self.probe.post_data else {}
+        try:
+            async with session.request(
+                method, self.url, data=self.probe.post_data, headers={**headers, **self.probe.headers}
+            ) as response:
+                await response.read()
+                return "" if response.status < 300 else str(response.status)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return str(error) or type(error).__name__
+
+    async def _call(self) -> str:
+        parts = urlsplit(self.url)
+        return await call_grpc(parts.hostname or "", parts.port or 0, timeout_s=TIMEOUT_S)

@@ -21,6 +21,7 @@ from broker.rehearsal.service_verdict import Orphans
 from broker.rehearsal.service_watch import ReplicaWatch, WatchedReplica
 from broker.serve.replicas import LOOPBACK, find_folder
 from broker.serve.wording import describe_service_event
+from broker.task.expansion import fill_probe
 from broker.types import Cluster, NodeState, Service, ServiceProtocol
 
 LONG_WAIT_S = 600.0  # after this, the wait is for capacity, and its length matters less than its end
@@ -42,11 +43,14 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
     _events: int = 0
 
     def __post_init__(self) -> None:
-        spec = self.context.stage.task.service
+        task = self.context.stage.task
+        spec = task.service
         assert spec is not None and spec.probe is not None, "only services with a probe are staged"
-        self.spec, self.probe = spec, spec.probe
+        self.spec, self.probe = spec, fill_probe(spec.probe, task.secrets)
         self.watch = ReplicaWatch(self.context)
-        self.requests = RequestSender("", spec.probe, self._read_outage_s)
+        self.requests = RequestSender(
+            "", self.probe, self._read_outage_s, is_grpc=spec.protocol is ServiceProtocol.GRPC
+        )
 
     async def run(self) -> None:
         """Run to the end, and send requests once a replica has been ready."""
@@ -107,7 +111,8 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         # A service without replicas starts one for a request. The balancer reports once it listens.
         is_listening = find_folder(self.context.config, service).load.exists()
         is_asked = bool(self.watch.placements) or (not service.wanted and is_listening)
-        self.requests.is_sending = self.spec.protocol is ServiceProtocol.HTTP and is_asked
+        can_send = self.spec.protocol is not ServiceProtocol.TCP and not self.spec.is_tls_passed
+        self.requests.is_sending = can_send and is_asked
         if self._full_s is None and service.wanted and ready >= service.wanted:
             self._full_s = self.context.clock.now_s()
         is_full = self._full_s is not None and len(replicas) >= service.wanted

@@ -24,13 +24,15 @@ def choose_service(task: Task, *, note: Callable[[str], None]) -> Task:
     assert task.run is not None, "checked with the service"
     if spec.gateway is not None:
         note("note: gateways are not rehearsed; the balancer runs on this machine")
-    if spec.tls is not None or spec.is_tls_passed:
+    if spec.tls is not None:
         note("note: TLS between clients and balancer is not rehearsed")
-    if spec.protocol is not ServiceProtocol.HTTP:
+    if spec.protocol is ServiceProtocol.TCP:
         note(f"note: no requests are sent to a service with `protocol: {spec.protocol}`")
+    elif spec.is_tls_passed:
+        note("note: no requests are sent to a service with `tls: passthrough`")
     if PORT_VARIABLE not in task.run and spec.policy.replicas_min + spec.policy.spare_count > 1:
         note(f"note: all replicas share this machine: their program must listen on ${PORT_VARIABLE}")
-    spec = replace(spec, gateway=None, tls=None, is_tls_passed=False)
+    spec = replace(spec, gateway=None, tls=None)
     return replace(drop_notice(drop_job_limits(task)), service=spec)
 
 

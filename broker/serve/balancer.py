@@ -239,4 +239,4 @@ class Balancer:
                 log.info("replica %s is %s", route.backend.number, "ready" if route.is_ready else f"not ready: {error}")
                 self.write_load()
                 self.path.wake()
-            await self._clock.sleep(self._routing.probe.interval_s)
+            await self._clock.sleep(self._routing.find_probe(route.backend.version).interval_s)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,21 +22,22 @@ from broker.locks import is_locked
 from broker.provision.refusals import draw_backoff_s
 from broker.serve.canary import Canary, read_canary, remove_canary
 from broker.serve.credentials import ensure_credentials, make_secrets
-from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.forecasting import LoadForecaster
 from broker.serve.gateways import Gateways
-from broker.serve.observing import DemandMeter, ObservedReplica, find_capacity, observe, read_load
+from broker.serve.observing import DemandMeter, ObservedReplica, observe, read_load
 from broker.serve.placement_history import HistoryKeeper
 from broker.serve.processes import wants_json_logs
+from broker.serve.publishing import make_backends, make_routing, read_probes
 from broker.serve.reconciling import DRAIN_S_MAX, Slot, decide
 from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
 from broker.serve.slots import Place, PlacementRequest, SlotChooser
 from broker.state.jobs import REPLICA_REQUEST
 from broker.state.store import Store
-from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
+from broker.types import ReadinessProbe, Replica, Service, ServiceEventKind, ServiceSpec, Task
 
 STEP_S = 0.5
-NEAR_IN_FLIGHT = 8.0  # without a target: requests in flight up to which a replica in a gateway's region is preferred
 FAILURES_MAX = 3  # failed replicas of a version that was never ready
 BACKOFF_S_MAX = 60.0
 BALANCER_EVERY_S = 2.0  # time between two starts
@@ -70,11 +72,14 @@ class ServiceController:
         self._chooser: SlotChooser | None = None  # until the first step has read its history
         self._read_load = read_load
         self._meter = DemandMeter()
+        self._forecaster = LoadForecaster()
         self._scaling: ScalingState | None = None
-        self._failures = 0
+        self._failures = Counter[int]()  # by version, since one of its replicas became ready
         self._routing: Routing | None = None  # the newest routing file
-        self._next_start_s = self._next_balancer_s = -math.inf
+        self._next_start_s = dict[int, float]()  # by version
+        self._next_balancer_s = -math.inf
         self._canary: Canary | None = None
+        self._probes: Mapping[int, ReadinessProbe] = {}  # of the versions with replicas
         self._lacks_keys = False  # as recorded in an event
         self._make_gateways = make_gateways
         self._gateways: Gateways | None = None  # None: the service has none
@@ -107,9 +112,10 @@ class ServiceController:
             # A `promote` that was killed may leave a canary of the wanted version.
             self._canary = None if canary is None or canary.version == service.version else canary
         seen = self._observe(load)
-        seen = [kept for each in seen if (kept := self._settle(service, spec, each, load)) is not None]
+        self._probes = read_probes(self._store, service, (each.replica.version for each in seen))
+        seen = [kept for each in seen if (kept := self._settle(service, each, load)) is not None]
         self._reconcile(service, task, seen, load)
-        self._publish(service, spec, folder, seen)
+        self._publish(service, task, folder, seen)
         if self._gateways is None or spec.gateway is None:
             self._ensure_balancer(folder)
         else:
@@ -135,9 +141,7 @@ class ServiceController:
         unfinished = frozenset(self._store.jobs.list_unfinished_ids())
         return [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
 
-    def _settle(
-        self, service: Service, spec: ServiceSpec, seen: ObservedReplica, load: Load | None
-    ) -> ObservedReplica | None:
+    def _settle(self, service: Service, seen: ObservedReplica, load: Load | None) -> ObservedReplica | None:
         """Record the events of a replica; return None if it is gone, otherwise the replica."""
         replica, store = seen.replica, self._store.services
         if seen.is_over:
@@ -156,8 +160,8 @@ class ServiceController:
                 if not self._is_canary(replica):  # a version that is rolled back must not be returned to
                     store.mark_ready(self._name, replica.version)
                 store.add_event(self._name, ServiceEventKind.REPLICA_READY, replica=replica.number)
-            self._failures = 0
-        elif replica.drained_s is None and (reason := self._find_fault(spec, seen)):
+            self._failures[replica.version] = 0
+        elif replica.drained_s is None and (reason := self._find_fault(seen)):
             replica = replace(replica, drained_s=self._clock.now_s(), failure=reason)
             with self._store.transaction():
                 store.put_replica(replica)
@@ -166,11 +170,12 @@ class ServiceController:
             self._end_drained(seen, replica, load)
         return replace(seen, replica=replica)
 
-    def _find_fault(self, spec: ServiceSpec, seen: ObservedReplica) -> str:
+    def _find_fault(self, seen: ObservedReplica) -> str:
         """Return why a running replica has to be replaced; empty if it need not be."""
-        if spec.probe is None or not seen.is_running or seen.not_ready_since_s is None:
+        probe = self._probes.get(seen.replica.version)
+        if probe is None or not seen.is_running or seen.not_ready_since_s is None:
             return ""
-        most_s = spec.probe.initial_delay_s if seen.replica.ready_s is None else spec.probe.failure_s
+        most_s = probe.initial_delay_s if seen.replica.ready_s is None else probe.failure_s
         if self._clock.now_s() - seen.not_ready_since_s <= most_s:
             return ""
         return f"not ready for {most_s:g} s: {seen.error}"
@@ -199,13 +204,16 @@ class ServiceController:
         """Count a failed replica; a version that was never ready is given up after three."""
         store = self._store.services
         store.add_event(self._name, ServiceEventKind.REPLICA_FAILED, replica=replica.number, detail=reason)
-        self._failures += 1
-        self._next_start_s = self._clock.now_s() + draw_backoff_s(self._failures, cap_s=BACKOFF_S_MAX)
+        self._failures[replica.version] += 1
+        failures = self._failures[replica.version]
+        self._next_start_s[replica.version] = self._clock.now_s() + draw_backoff_s(failures, cap_s=BACKOFF_S_MAX)
+        is_given_up = failures >= FAILURES_MAX
         if self._is_canary(replica):
-            self._end_failed_canary(service)
+            if is_given_up:
+                self._end_failed_canary(service)
             return
         ready = store.find_ready_version(self._name)
-        if replica.version != service.version or ready == service.version or self._failures < FAILURES_MAX:
+        if replica.version != service.version or ready == service.version or not is_given_up:
             return
         if ready is not None:
             store.set_version(self._name, ready)
@@ -213,17 +221,17 @@ class ServiceController:
         else:
             store.set_failure(self._name, reason)
             store.add_event(self._name, ServiceEventKind.FAILED, detail=reason)
-        self._failures = 0
+        self._failures[replica.version] = 0
 
     def _is_canary(self, replica: Replica) -> bool:
         return self._canary is not None and replica.version == self._canary.version
 
     def _end_failed_canary(self, service: Service) -> None:
-        """Roll the canary back after several failures; the other replicas continue to serve."""
-        if self._failures < FAILURES_MAX:
-            return
+        """Roll the canary back; the other replicas continue to serve."""
+        assert self._canary is not None
         remove_canary(find_folder(self._config, service))
-        self._canary, self._failures = None, 0
+        self._failures[self._canary.version] = 0
+        self._canary = None
         self._store.services.add_event(self._name, ServiceEventKind.ROLLED_BACK, detail=str(service.version))
 
     def _reconcile_canary(
@@ -239,7 +247,7 @@ class ServiceController:
             version=self._canary.version,
         )  # fmt: skip
         self._drain(step.drain, seen, load)
-        if self._clock.now_s() >= self._next_start_s:
+        if self._may_start(self._canary.version):
             for slot in step.start:
                 self._start(replace(service, version=self._canary.version), task, task.service, slot)
 
@@ -250,8 +258,15 @@ class ServiceController:
         first = task.resources[0]
         if self._scaling is None or self._scaling.wanted != service.wanted:
             self._scaling = ScalingState(wanted=service.wanted)
+        views = tuple(each.describe(now_s) for each in seen if not self._is_canary(each.replica))
+        self._chooser = self._chooser or SlotChooser(self._place, self._history.read(service))
+        demand = self._gateways.measure() if self._gateways else self._meter.measure(load)
+        if spec.policy.is_predictive:
+            self._forecaster.observe(demand, now_s=now_s)
+            starts = self._chooser.history.add_starts(views)
+            demand = self._forecaster.forecast(demand, lead_s=starts.measure_cold_start_s(service.version))
         asked = count_replicas(
-            spec.policy, self._gateways.measure() if self._gateways else self._meter.measure(load),
+            spec.policy, demand,
             wanted=service.wanted, accelerator=first.accelerator or "", accelerator_count=first.accelerator_count,
         )  # fmt: skip
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
@@ -262,12 +277,10 @@ class ServiceController:
                 self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))
         on_trial = [each for each in seen if self._is_canary(each.replica)]
         seen = [each for each in seen if not self._is_canary(each.replica)]
-        views = tuple(each.describe(now_s) for each in seen)
         request = PlacementRequest(
             task=task, spec=spec, count=wanted + spec.policy.spare_count if wanted else 0, replicas=views,
             has_report=load is not None,
         )  # fmt: skip
-        self._chooser = self._chooser or SlotChooser(self._place, self._history.read(service))
         chosen = self._chooser.choose(request, version=service.version, now_s=now_s)
         self._history.save(service, self._chooser.history)
         self._reconcile_canary(service, chosen.slots, on_trial, load)
@@ -277,9 +290,13 @@ class ServiceController:
         )  # fmt: skip
         self._drain(step.drain, seen, load)
         service = self._store.services.get(self._name) or service
-        if not service.failure and now_s >= self._next_start_s:
+        if not service.failure and self._may_start(service.version):
             for slot in step.start:
                 self._start(service, task, spec, slot)
+
+    def _may_start(self, version: int) -> bool:
+        """Return whether the backoff after the last failure of a version is over."""
+        return self._clock.now_s() >= self._next_start_s.get(version, -math.inf)
 
     def _drain(self, numbers: Sequence[int], seen: Sequence[ObservedReplica], load: Load | None) -> None:
         """Drain these replicas. Without a report it is unknown which are ready: running ones are kept until there is
@@ -308,50 +325,20 @@ class ServiceController:
             )  # fmt: skip
             self._store.services.add_event(self._name, ServiceEventKind.REPLICA_STARTED, replica=number)
 
-    def _publish(
-        self, service: Service, spec: ServiceSpec, folder: ServiceFolder, seen: Sequence[ObservedReplica]
-    ) -> None:
+    def _publish(self, service: Service, task: Task, folder: ServiceFolder, seen: Sequence[ObservedReplica]) -> None:
         """Write the routing file if anything in it changed."""
-        assert spec.probe is not None
+        assert task.service is not None
         drained = {each.number for each in self._store.services.list_replicas(self._name) if each.drained_s is not None}
-        now_s = self._clock.now_s()
-        backends = tuple(
-            replace(
-                each.backend,
-                is_draining=each.replica.number in drained,
-                is_leaving=each.is_leaving(now_s),
-                capacity=find_capacity(spec, each.job),
-            )
-            for each in seen
-            if each.backend
-        )
-        self._write_routing(folder, service, spec, backends)
-
-    def _write_routing(
-        self, folder: ServiceFolder, service: Service, spec: ServiceSpec, backends: tuple[Backend, ...]
-    ) -> None:
-        assert spec.probe is not None
         try:
             known = read_file(folder.routing, Routing)
         except StateError:
             known = None  # damaged: written again
-        wanted = Routing(
-            generation=known.generation if known else 0,
-            host=service.host,
-            port=service.port,
-            probe=spec.probe,
-            backends=backends,
-            balancing=spec.balancing,
-            stream_timeout_s=spec.stream_timeout_s,
-            tls=spec.tls,
-            shares={} if self._canary is None else {self._canary.version: self._canary.share},
-            balancers=self._gateways.count_balancers() if self._gateways else 1,
-            protocol=spec.protocol,
-            balancer=spec.balancer,
-            is_tls_passed=spec.is_tls_passed,
-            near_in_flight_max=spec.policy.target_in_flight or NEAR_IN_FLIGHT,
+        wanted = make_routing(
+            service, task, make_backends(task.service, seen, drained, now_s=self._clock.now_s()), probes=self._probes,
+            canary=self._canary, balancers=self._gateways.count_balancers() if self._gateways else 1,
             has_json_logs=self._has_json_logs,
-        )
+        )  # fmt: skip
+        wanted = replace(wanted, generation=known.generation if known else 0)
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))
             write_file(folder.routing, wanted)

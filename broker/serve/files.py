@@ -52,6 +52,7 @@ class Routing:
     host: str
     port: int
     probe: ReadinessProbe
+    probes: Mapping[int, ReadinessProbe] = field(default_factory=dict)  # of versions with another one
     backends: tuple[Backend, ...] = ()
     balancing: str = "least_load"
     stream_timeout_s: float = 120.0
@@ -65,6 +66,10 @@ class Routing:
     region: str = ""  # the balancer's region, as in `Backend`; replicas there come first
     near_in_flight_max: float = 0.0  # requests in flight up to which a replica in that region is preferred
     has_json_logs: bool = False  # as `log_format` says; read when the balancer starts
+
+    def find_probe(self, version: int) -> ReadinessProbe:
+        """Return the probe of a version: another one may serve another model, or at another path."""
+        return self.probes.get(version, self.probe)
 
     @property
     def has_keys(self) -> bool:

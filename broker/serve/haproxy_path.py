@@ -93,9 +93,9 @@ class HaproxyPath:
     async def probe(self, route: BackendRoute) -> str:
         """Probe as the builtin balancer does."""
         if self._routing.protocol is not ServiceProtocol.HTTP:
-            return await probe_connection(route, self._context, self._routing.probe)
+            return await probe_connection(route, self._context, self._routing.find_probe(route.backend.version))
         assert self._session is not None
-        return await probe_request(self._session, route, self._routing.probe)
+        return await probe_request(self._session, route, self._routing.find_probe(route.backend.version))
 
     async def refresh(self) -> None:
         """Use renewed certificates, and read the figures of all workers; without an answer, keep the last ones."""

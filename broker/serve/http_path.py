@@ -88,7 +88,7 @@ class HttpPath:
 
     async def probe(self, route: BackendRoute) -> str:
         """Send the readiness request."""
-        return await probe_request(self._proxy.session, route, self._routing.probe)
+        return await probe_request(self._proxy.session, route, self._routing.find_probe(route.backend.version))
 
     async def refresh(self) -> None:
         """Use renewed certificates; the counts are this process's own."""

@@ -20,15 +20,31 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DONE = "[DONE]"
 DEFAULT_TOKENS = 16  # the default of OpenAI's completions without `max_tokens`
 EVENT_BYTES_MAX = 16 << 20
-# Fields whose state is in the engine, or in text that the journal does not have.
+# Fields whose state is in the engine, or in text that the journal does not have. The two penalties count generated
+# tokens only, which another replica gets as part of its prompt; `regex` to `stop_regex` are SGLang's.
 UNSUPPORTED = (
     *("tools", "functions", "response_format", "logprobs", "top_logprobs", "echo", "suffix", "guided_json", "stop"),
     *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "regex", "json_schema", "ebnf", "custom_logit_processor", "stop_regex"),
+    *("logits_processors", "prompt_embeds", "use_beam_search", "kv_transfer_params"),
 )
+# Fields that have done their work once the prompt's ids are known: these would be cut to the last N once more.
+CONSUMED = ("messages", "max_completion_tokens", "add_generation_prompt", "chat_template", "truncate_prompt_tokens")
+ZERO_COUNTS = ("logprobs", "prompt_logprobs")  # 0 asks for those of the tokens themselves
+TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal"))
+ABORTED = "abort"  # `finish_reason` of vLLM and SGLang for a request that the engine ended, as on SIGTERM
 
 
 class EventTooLongError(Exception):
     """The end of an event has not arrived after the largest number of bytes."""
+
+
+class EngineFaultError(Exception):
+    """The engine has ended a stream that another replica can continue. `event` says so."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__(event)
+        self.event = event
 
 
 class StreamJournal:
@@ -51,26 +67,33 @@ class StreamJournal:
         self.is_complete = False
 
     @classmethod
-    def open(cls, method: str, path: str, body: bytes, *, seed: int) -> StreamJournal | None:
-        """Return a journal if the request is a stream that can be continued elsewhere, otherwise None."""
+    def open(cls, method: str, path: str, body: bytes, *, seed: int, is_metered: bool = False) -> StreamJournal | None:
+        """Return a journal if the request is a stream that can be continued elsewhere, otherwise None.
+
+        `is_metered`: any stream has a journal, so that the engine can be asked for the numbers of its tokens.
+        """
         if method != "POST" or not path.endswith((COMPLETIONS, CHAT)):
             return None
         fields = _read_fields(body)
         if fields.get("stream") is not True or not isinstance(fields.get("stream_options") or {}, dict):
             return None
-        if any(fields.get(name) for name in UNSUPPORTED) or (fields.get("n") or 1) != 1:
+        is_continuable = _is_continuable(fields)
+        if not is_continuable and not is_metered:
             return None
-        prompt = fields.get("prompt")
-        if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
-            return None  # several prompts, each with a stream
-        return cls(path, fields, seed=seed)
+        journal = cls(path, fields, seed=seed)
+        if not is_continuable:
+            journal.stop_asking_ids()
+        return journal
 
     def ask_usage(self) -> None:
         """Ask the engine for the numbers of tokens, which the client gets only if it asked as well."""
         self._asks_usage = True
 
     def stop_asking_ids(self) -> None:
-        """Ask for no ids from now on, because the engine refuses to return them: the stream ends with its replica."""
+        """Ask for no ids from now on, because the engine refuses them or they do not suffice.
+
+        The stream ends with its replica.
+        """
         self.is_plain = True
 
     @property
@@ -93,10 +116,10 @@ class StreamJournal:
         if self._asks_usage:
             asked["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
         self._pending = []
-        if not self._prompt or not self._ids:
+        if self.is_plain or not self._prompt or not self._ids:
             return None, asked
         self._is_continued = True
-        for name in ("messages", "max_completion_tokens", "add_generation_prompt", "chat_template"):
+        for name in CONSUMED:
             asked.pop(name, None)
         ids = [*self._prompt, *self._ids]
         rest = self._remaining
@@ -118,13 +141,13 @@ class StreamJournal:
 
         Reasoning cannot be continued, because only the engine that began it separates it from the answer.
         """
-        return not self._head or (bool(self._prompt) and not self._is_reasoning)
+        return not self._head or (bool(self._prompt) and not self.is_plain and not self._is_reasoning)
 
     def close(self) -> list[str]:
         """Return the events that complete the stream without a replica, if only its end is missing."""
         if self.is_complete:
             return []
-        if not self._has_finish and self._remaining != 0:
+        if not self._has_finish and (self._remaining is None or self._remaining > 0):
             return []
         events = [] if self._has_finish else [self._make_finish()]
         if self._has_usage and not self._has_sent_usage:
@@ -132,8 +155,12 @@ class StreamJournal:
         self.is_complete = self._has_finish = True
         return [*events, DONE]
 
-    def take(self, event: str) -> str | None:
-        """Record an event of the replica; return it as the client gets it, or None to drop it."""
+    def take(self, event: str, *, is_final: bool = False) -> str | None:
+        """Record an event of the replica; return it as the client gets it, or None to drop it.
+
+        Raises EngineFaultError if the event ends a stream that another replica can continue, unless `is_final`: then
+        the client gets it.
+        """
         if event == DONE:
             self.is_complete = True
             return DONE
@@ -141,20 +168,25 @@ class StreamJournal:
             chunk = json.loads(event)
         except (ValueError, RecursionError):
             return event
+        if not is_final and self.is_resumable and _is_fault(chunk):
+            raise EngineFaultError(event)
         if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
             return event
         is_first = not self._head
         if is_first:
             self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
+        is_only_usage = not chunk["choices"] and bool(chunk.get("usage"))
+        if is_only_usage and self._asks_usage and not self._has_usage:
+            return None
+        if self.is_plain:
+            return event
         place = self._take_prompt(chunk)
         if chunk["choices"] and self._holds_back(chunk["choices"][0]) and not is_first:
             return None
         if is_first and self._shows_ids and place is not None:
             place["prompt_token_ids"] = self._prompt
         if chunk.get("usage"):
-            if not chunk["choices"] and self._asks_usage and not self._has_usage:
-                return None
-            self._has_sent_usage = not chunk["choices"]
+            self._has_sent_usage = is_only_usage
             chunk["usage"] = self._count() if self._is_continued else chunk["usage"]
         return json.dumps({**chunk, **self._head}, separators=(",", ":"))
 
@@ -197,6 +229,46 @@ class StreamJournal:
     def _count(self) -> dict[str, int]:
         prompt, made = len(self._prompt), len(self._ids)
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _is_continuable(fields: Mapping[str, Any]) -> bool:
+    """Return whether ids and the remaining fields are all that another replica needs to continue a stream."""
+    if any(fields.get(name) for name in UNSUPPORTED) or (fields.get("n") or 1) != 1:
+        return False
+    if any(type(fields.get(name)) is int for name in ZERO_COUNTS):
+        return False
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
+        return False  # several prompts, each with a stream
+    messages = fields.get("messages")
+    return not isinstance(messages, list) or all(map(_has_only_text, messages))
+
+
+def _has_only_text(message: object) -> bool:
+    """Return whether the ids of a message are all of it: those of an image or a sound only mark its place."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else []
+    return all(isinstance(each, str) or (isinstance(each, dict) and each.get("type") in TEXT_PARTS) for each in parts)
+
+
+def _is_fault(chunk: object) -> bool:
+    """Return whether an event says that the engine failed or ended the request, and not that the request is wrong.
+
+    vLLM and SGLang send one when they are terminated or their engine fails, and then end the stream as usual.
+    """
+    if not isinstance(chunk, dict):
+        return False
+    choices = chunk.get("choices")
+    if isinstance(choices, list):
+        return any(isinstance(each, dict) and each.get("finish_reason") == ABORTED for each in choices)
+    error = chunk if chunk.get("object") == "error" else chunk.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
+
+
+def is_aborted(body: bytes) -> bool:
+    """Return whether a whole response is one that its engine ended early, as on SIGTERM."""
+    return b'"abort"' in body and _is_fault(_read_fields(body))
 
 
 def read_prompt(body: bytes) -> bytes:

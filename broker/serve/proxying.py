@@ -27,7 +27,7 @@ from broker.serve.bodies import BodyReader, PassedBody
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue
 from broker.serve.engines import EngineFacts
 from broker.serve.files import Routing
-from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, read_prompt
+from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, is_aborted, read_prompt
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
@@ -37,6 +37,8 @@ from broker.serve.websockets import connect_websocket, is_websocket, join_websoc
 CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 TRIES_MAX = 4
+# Of connections: a zone may take most of many replicas with it, and each that refuses is out of rotation at once.
+CONNECTIONS_MAX = 20
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
@@ -124,31 +126,38 @@ class Proxy:
 
     async def _forward_body(self, request: web.BaseRequest, body: bytes | PassedBody) -> web.StreamResponse:
         prompt = read_prompt(body) if self.routing.balancing == "prefix_affinity" and isinstance(body, bytes) else b""
-        seed = self._draw.getrandbits(31)
-        journal = StreamJournal.open(request.method, request.path, body, seed=seed) if isinstance(body, bytes) else None
+        seed, has_keys = self._draw.getrandbits(31), self.gate.has_keys
+        journal = (
+            StreamJournal.open(request.method, request.path, body, seed=seed, is_metered=has_keys)
+            if isinstance(body, bytes)
+            else None
+        )
         if journal is None:
             return await self._forward(request, body, prompt)
-        if self.gate.has_keys:
+        if has_keys:
             journal.ask_usage()
         return await TokenStream(self, request, journal, prompt).run()
 
     async def _forward(self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes) -> web.StreamResponse:
         tried: set[int] = set()
         last: web.StreamResponse | None = None
-        for _ in range(TRIES_MAX):
-            route = await self.find(tried, prompt, waits=last is None)
-            if route is None:
+        sent, deadline_s = 0, self._clock.now_s() + WAIT_S_MAX
+        for _ in range(CONNECTIONS_MAX):
+            route = await self.find(tried, prompt, waits=last is None, deadline_s=deadline_s)
+            if route is None or sent == TRIES_MAX:
                 break
             tried.add(route.backend.number)
             try:
                 with route.use():
                     response = await self.send(route, request, request.path_qs, body)
                     async with response:
-                        if response.status not in BUSY or not isinstance(body, bytes) or not self._has_other(tried):
+                        if not self._is_refused(request, body, response.status) or not self._has_other(tried):
                             return await self.copy(request, route, response)
                         last = await self.keep_refusal(request, route, response)
+                        sent += 1
             except ReplicaLostError as error:
-                last = refuse(502, str(error))
+                sent += error.was_sent
+                last = refuse(502, str(error)) if error.was_sent else last
                 if not self._may_repeat(request, body, was_sent=error.was_sent):
                     break
         return last or self.refuse_unready()
@@ -156,9 +165,10 @@ class Proxy:
     async def _forward_websocket(self, request: web.BaseRequest) -> web.StreamResponse:
         tried: set[int] = set()
         last: web.Response | None = None
-        for _ in range(TRIES_MAX):
-            route = await self.find(tried, waits=last is None)
-            if route is None:
+        sent, deadline_s = 0, self._clock.now_s() + WAIT_S_MAX
+        for _ in range(CONNECTIONS_MAX):
+            route = await self.find(tried, waits=last is None, deadline_s=deadline_s)
+            if route is None or sent == TRIES_MAX:
                 break
             tried.add(route.backend.number)
             try:
@@ -169,11 +179,12 @@ class Proxy:
                     if isinstance(found, aiohttp.ClientWebSocketResponse):
                         return await join_websockets(request, found)
                     last = found
+                    sent += 1
+                    if last.status not in BUSY:
+                        break
             except ReplicaLostError as error:
-                last = refuse(502, str(error))
-            else:
-                if last.status not in BUSY:
-                    break
+                sent += error.was_sent
+                last = refuse(502, str(error)) if error.was_sent else last
         return last or self.refuse_unready()
 
     async def send(
@@ -229,6 +240,8 @@ class Proxy:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.table.record_break(route, "a response broke off", error)
             raise ReplicaLostError("the replica broke its response off") from None
+        if response.status == 200 and request.path.endswith((COMPLETIONS, CHAT)) and is_aborted(body):
+            raise ReplicaLostError("the engine ended the request")
         meter = request[METER]
         meter.begin(route.backend.number, response.content_type)
         meter.feed(body)
@@ -272,10 +285,16 @@ class Proxy:
             request.transport.abort()  # so that the client does not take a partial response for a complete one
 
     async def find(
-        self, tried: set[int], prompt: bytes = b"", *, waits: bool = True, version: int | None = None
+        self,
+        tried: set[int],
+        prompt: bytes = b"",
+        *,
+        waits: bool = True,
+        version: int | None = None,
+        deadline_s: float | None = None,
     ) -> BackendRoute | None:
         """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
-        deadline_s = self._clock.now_s() + WAIT_S_MAX
+        deadline_s = self._clock.now_s() + WAIT_S_MAX if deadline_s is None else deadline_s
         while True:
             route = self.table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, version=version)
             if route is None and tried:
@@ -285,6 +304,11 @@ class Proxy:
 
     def _has_other(self, tried: set[int]) -> bool:
         return self.table.choose(but=tried) is not None
+
+    def _is_refused(self, request: web.BaseRequest, body: object, status: int) -> bool:
+        """Return whether another replica may answer better; a generation fails wherever its engine is terminated."""
+        is_failed = status >= 500 and request.method == "POST" and request.path.endswith(GENERATION_PATHS)
+        return isinstance(body, bytes) and (status in BUSY or is_failed)
 
     def _may_repeat(self, request: web.BaseRequest, body: object, *, was_sent: bool) -> bool:
         if not was_sent:

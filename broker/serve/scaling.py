@@ -43,11 +43,15 @@ class Demand:
 
 @frozen
 class ScalingState:
-    """The present number, and since when the load has required more or fewer; None: it does not."""
+    """The present number, and since when the load has required more or fewer; None: it does not.
+
+    `below_most`: the largest number that it has required since `below_since_s`.
+    """
 
     wanted: int
     above_since_s: float | None = None
     below_since_s: float | None = None
+    below_most: int = 0
 
 
 def find_target_qps(policy: ReplicaPolicy, accelerator: str, count: float = 1) -> float:
@@ -98,13 +102,18 @@ def _count_for_latency(policy: ReplicaPolicy, demand: Demand, present: int) -> i
 
 
 def scale(policy: ReplicaPolicy, state: ScalingState, asked: int, *, now_s: float) -> ScalingState:
-    """Move to the required number once it has been required for long enough; bounds apply at once."""
+    """Move to the required number once more or fewer have been required for long enough; bounds apply at once.
+
+    It falls to the largest number that was required meanwhile: at the moment when the delay ends, a service may happen
+    to have no request in flight.
+    """
     least, most = policy.replicas_min, max(policy.replicas_max or policy.replicas_min, policy.replicas_min)
     wanted = min(max(state.wanted, least), most)
     above_s = None if asked <= wanted else now_s if state.above_since_s is None else state.above_since_s
     below_s = None if asked >= wanted else now_s if state.below_since_s is None else state.below_since_s
+    below_most = 0 if below_s is None else asked if state.below_since_s is None else max(asked, state.below_most)
     if above_s is not None and (wanted == 0 or now_s - above_s >= policy.upscale_delay_s):
         return ScalingState(wanted=asked)
     if below_s is not None and now_s - below_s >= policy.downscale_delay_s:
-        return ScalingState(wanted=asked)
-    return replace(state, wanted=wanted, above_since_s=above_s, below_since_s=below_s)
+        return ScalingState(wanted=below_most)
+    return replace(state, wanted=wanted, above_since_s=above_s, below_since_s=below_s, below_most=below_most)

@@ -12,7 +12,7 @@ from aiohttp import web
 from broker.serve.answers import EVENT_STREAM, METER, make_headers, refuse
 from broker.serve.data_path import Counts
 from broker.serve.engines import REFUSALS, EngineFacts
-from broker.serve.journal import EventParser, EventTooLongError, StreamJournal
+from broker.serve.journal import DONE, EngineFaultError, EventParser, EventTooLongError, StreamJournal
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.routes import BackendRoute, RouteTable
 
@@ -67,6 +67,7 @@ class TokenStream:
         self._replicas, self._request, self._journal, self._prompt = replicas, request, journal, prompt
         self._answer: web.StreamResponse | None = None
         self._refusal: web.Response | None = None  # of the replica that was asked last
+        self._fault: str | None = None  # the event with which its engine ended the stream
 
     async def run(self) -> web.StreamResponse:
         """Follow the stream to its end. Raises ClientGoneError."""
@@ -107,12 +108,15 @@ class TokenStream:
                     await self._must_have().write_eof()
                     return self._must_have()
                 stalls = stalls + 1 if self._answer is not None and self._journal.counts == before else 0
+                if self._fault is not None and stalls >= UNANSWERED_MAX:
+                    break
                 if stalls:
                     await asyncio.sleep(min(PAUSE_S * 2 ** (stalls - 1), PAUSE_S_MAX))
-        return self._give_up()
+        return await self._give_up()
 
     async def _follow(self, route: BackendRoute) -> None:
         """Follow the stream on one replica to its end. Raises ReplicaLostError."""
+        self._fault = None
         if self._replicas.engines.refuses_ids(route, self._request.path):
             self._journal.stop_asking_ids()
         response = await self._ask(route)
@@ -178,15 +182,24 @@ class TokenStream:
             if events is None:
                 raise ReplicaLostError("the stream ended early")
             await self._write(self._take(events))
+            if self._fault is not None:
+                raise ReplicaLostError("the engine ended the stream")
         await self._must_have().write_eof()
 
     def _take(self, events: list[str]) -> list[str]:
-        """Record events of the replica; return those for the client."""
+        """Record events of the replica up to its fault; return those for the client."""
         meter = self._request[METER]
-        taken = [self._journal.take(event) for event in events]
-        for event, kept in zip(events, taken, strict=True):
+        taken = []
+        for event in events:
+            try:
+                kept = self._journal.take(event)
+            except EngineFaultError as fault:
+                self._fault = fault.event
+                break
             meter.take_event(event if kept is None else kept)
-        return [event for event in taken if event is not None]
+            if kept is not None:
+                taken.append(kept)
+        return taken
 
     async def _write(self, events: list[str]) -> None:
         if not events:
@@ -200,10 +213,13 @@ class TokenStream:
         assert self._answer is not None
         return self._answer
 
-    def _give_up(self) -> web.StreamResponse:
+    async def _give_up(self) -> web.StreamResponse:
         if self._answer is None:
             return self._refusal or self._replicas.refuse_unready()
         self._replicas.counts.broken += 1
-        if self._request.transport is not None:
+        if self._fault is not None and (event := self._journal.take(self._fault, is_final=True)):
+            await self._write([event, DONE])
+            await self._answer.write_eof()
+        elif self._request.transport is not None:
             self._request.transport.abort()
         return self._answer

@@ -94,7 +94,7 @@ class TcpPath:
 
     async def probe(self, route: BackendRoute) -> str:
         """Open a connection and close it."""
-        return await probe_connection(route, self._context, self._routing.probe)
+        return await probe_connection(route, self._context, self._routing.find_probe(route.backend.version))
 
     async def refresh(self) -> None:
         """Use renewed certificates; the counts are this process's own."""

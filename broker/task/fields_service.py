@@ -52,6 +52,10 @@ REPLICA_POLICY = Table(
             shape=Number(above=0),
             about="Target 95th percentile of the time per output token of a stream (broker extension).",
         ),
+        "predictive_scaling": Field(
+            shape=Flag(),
+            about="Add replicas ahead of a rising load, by the time that they need to start (broker extension).",
+        ),
         "dynamic_ondemand_fallback": Field(shape=Flag(), about="Use on-demand replicas while spot is unavailable."),
         "base_ondemand_fallback_replicas": Field(shape=Whole(), about="Number of replicas that are always on-demand."),
         "spot_placer": Field(shape=Choice(words=("dynamic_fallback",)), about="Placement of spot replicas."),

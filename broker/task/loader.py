@@ -109,7 +109,7 @@ def _read_document(
     reader.hide(value for name, value in written.items() if name in secret_texts or is_credential_name(name))
     reader.hide(list_texts(marked.value["secrets"]) if secret_texts else ())
     variables = {**written, **envs, **secrets}
-    section = TASK.read(reader, expand_variables(reader, marked, variables), "")
+    section = TASK.read(reader, expand_variables(reader, marked, variables, {*secret_texts, *secrets}), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
 
 

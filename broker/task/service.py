@@ -187,6 +187,7 @@ def _read_policy(reader: Reader, service: Section) -> ReplicaPolicy:
         "spare_count": "num_overprovision",
         "target_in_flight": "target_requests_in_flight_per_replica",
         **LATENCY_TARGETS,
+        "is_predictive": "predictive_scaling",
         "ondemand_min": "base_ondemand_fallback_replicas",
         "has_ondemand_fallback": "dynamic_ondemand_fallback",
         "upscale_delay_s": "upscale_delay_seconds",
@@ -198,4 +199,7 @@ def _read_policy(reader: Reader, service: Section) -> ReplicaPolicy:
     if read.replicas_max is not None and read.replicas_max < read.replicas_min:
         hint = f"set `max_replicas` to {read.replicas_min} or more"
         reader.fault(policy.marks["max_replicas"], "`max_replicas` is less than `min_replicas`", hint)
+    if read.is_predictive and not (read.target_qps or read.target_in_flight):
+        hint = "add `target_qps_per_replica` or `target_requests_in_flight_per_replica`"
+        reader.fault(policy.marks["predictive_scaling"], "`predictive_scaling` requires a target load", hint)
     return read

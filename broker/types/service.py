@@ -39,6 +39,7 @@ class ReplicaPolicy:
     target_in_flight: float | None = None  # requests in flight per replica
     target_ttft_s: float | None = None  # 95th percentile of the time to a stream's first token
     target_tpot_s: float | None = None  # 95th percentile of the time per token after the first
+    is_predictive: bool = False  # a rising load is continued by the time that a replica needs to start
     ondemand_min: int = 0
     has_ondemand_fallback: bool = False
     upscale_delay_s: float = 0.0

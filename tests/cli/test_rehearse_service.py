@@ -114,3 +114,14 @@ def test_an_interrupted_rehearsal_of_a_service_leaves_nothing_running(shell: She
 )
 def test_options_that_do_not_fit_are_refused(shell: Shell, options: tuple[str, ...], task: str, message: str) -> None:
     assert message in shell.run("rehearse", shell.write("web.yaml", task), *options, code=2).stderr
+
+
+@pytest.mark.slow
+def test_service_over_grpc_is_called_until_it_ends(shell: Shell) -> None:
+    pytest.importorskip("grpc", reason="grpcio is not installed: `pip install grpcio`")
+    run = f"run: exec {sys.executable} -m tests.serve.grpc_stand_in --port $BROKER_REPLICA_PORT\n"
+    service = "service: {protocol: grpc, replicas: 2}\n"
+    head = "name: web\nresources: {infra: aws/us-east-1, cpus: 2+, use_spot: true, ports: 8000}\n"
+    done = shell.run("rehearse", shell.write("web.yaml", head + service + run), "--for", "20m", "--json")
+    assert json.loads(done.stdout)["requests"]["answered"] > 0
+    assert "no requests are sent" not in done.stderr

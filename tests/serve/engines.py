@@ -33,6 +33,7 @@ class EngineStandIn(StandIn):
     def __init__(self, engine: str, *, reasoning: int = 0) -> None:
         super().__init__()
         self.engine, self.reasoning = engine, reasoning
+        self.faults: list[dict[str, Any]] = []  # with which the next generations end after the first `free` tokens
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/v1/models":
@@ -64,6 +65,8 @@ class EngineStandIn(StandIn):
         for index in range(count):
             if index >= self.free:
                 await self.gate.wait()
+                if self.faults:
+                    return await self._fail(answer, {**head, **self.faults.pop(0)})
             ids.append(draw_token(ids))
             is_reasoning = is_chat and index < self.reasoning
             is_last = index + 1 == count
@@ -76,6 +79,13 @@ class EngineStandIn(StandIn):
         if (fields.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": size, "completion_tokens": count, "total_tokens": size + count}
             await self._write(answer, {**head, "choices": [], "usage": usage})
+        await answer.write(b"data: [DONE]\n\n")
+        await answer.write_eof()
+        return answer
+
+    async def _fail(self, answer: web.StreamResponse, fault: dict[str, Any]) -> web.StreamResponse:
+        """End a stream as vLLM and SGLang do if they are terminated or their engine fails."""
+        await self._write(answer, fault)
         await answer.write(b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer

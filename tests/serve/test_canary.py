@@ -16,6 +16,7 @@ from broker.errors import UsageError
 from broker.serve.canary import Canary, read_canary, remove_canary, write_canary
 from broker.serve.files import Backend, Routing, read_file
 from broker.serve.routes import RouteTable
+from broker.types import JobStatus
 from tests.serve.live_bed import LiveBed
 from tests.serve.test_controller import World, make_task
 
@@ -99,6 +100,27 @@ def test_canary_that_fails_three_times_is_rolled_back(tmp_path: Path) -> None:
     assert read_canary(world.folder) is None and list_versions(world) == [1, 1]
     service = world.store.services.get("web")
     assert service is not None and service.version == 1 and not service.failure
+
+
+def test_failures_of_a_canary_are_its_own(tmp_path: Path) -> None:
+    """Replicas of the service fail and become ready meanwhile, which neither ends a canary nor keeps it."""
+    world = World(tmp_path)
+    world.settle(5)
+    world.failing = lambda task: task.run == "b"
+    add_canary(world)
+
+    def count_failed() -> int:
+        return sum(job.task.run == "b" and job.status is JobStatus.FAILED for job in world.store.jobs.list())
+
+    seen = 0
+    while read_canary(world.folder) is not None and seen < 6:
+        world.settle(1)
+        if count_failed() > seen:
+            seen = count_failed()
+            running = {job.id for job in world.store.jobs.list() if job.status is JobStatus.RUNNING}
+            for each in [each for each in world.store.services.list_replicas("web") if each.job_id in running][:1]:
+                world.fail(each)
+    assert count_failed() == 3
 
 
 def test_share_is_read_as_percent_or_fraction() -> None:

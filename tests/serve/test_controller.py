@@ -14,6 +14,7 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.locks import hold_lock
 from broker.runtime.reports import Exchanged
+from broker.serve.canary import Canary, write_canary
 from broker.serve.controller import ServiceController
 from broker.serve.files import Load, LoadWindow, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import Gateways
@@ -33,8 +34,10 @@ from broker.types import (
     NodeState,
     Placement,
     ReadinessProbe,
+    Replica,
     ReplicaPolicy,
     Resources,
+    Secret,
     Service,
     ServiceEventKind,
     ServiceSpec,
@@ -148,6 +151,13 @@ class World:
         )
         self.store.jobs.set_status(job_id, JobStatus.RUNNING)
 
+    def fail(self, replica: Replica) -> None:
+        """End the running job of a replica."""
+        (attempt,) = self.store.jobs.list_attempts(replica.job_id)
+        self.store.jobs.set_status(replica.job_id, JobStatus.FAILED, "out of memory")
+        self.store.clusters.delete(attempt.cluster)
+        self.store.jobs.put_attempt(replace(attempt, ended_s=1.0))
+
     def settle(self, turns: int = 30) -> None:
         self.folder.path.mkdir(parents=True, exist_ok=True)
         for _ in range(turns):
@@ -189,12 +199,7 @@ def test_wanted_replicas_become_ready_and_a_failed_one_is_replaced(tmp_path: Pat
     world.settle()
     assert world.list_ready() == [1, 1]
     first = world.store.services.list_replicas("web")[0]
-    world.store.jobs.set_status(first.job_id, JobStatus.FAILED, "out of memory")
-    world.store.clusters.delete(world.store.jobs.get(first.job_id).attempts[0].cluster)  # type: ignore[union-attr]
-    attempt = world.store.jobs.list_attempts(first.job_id)[0]
-    from dataclasses import replace
-
-    world.store.jobs.put_attempt(replace(attempt, ended_s=1.0))
+    world.fail(first)
     world.settle()
     assert world.list_ready() == [1, 1]
     assert first.number not in [each.number for each in world.store.services.list_replicas("web")]
@@ -213,6 +218,20 @@ def test_version_that_never_becomes_ready_is_rolled_back(tmp_path: Path) -> None
     assert ServiceEventKind.ROLLED_BACK in world.list_kinds()
     service = world.store.services.get("web")
     assert service is not None and service.version == 1
+
+
+def test_update_is_not_rolled_back_because_replicas_of_the_old_version_fail(tmp_path: Path) -> None:
+    """That they fail is why one updates."""
+    world = World(tmp_path)
+    world.settle(5)
+    failures = iter([True, True])
+    world.failing = lambda task: task.run == "b" and next(failures, False)
+    world.store.services.add_version("web", make_task(version="b"))
+    for each in world.store.services.list_replicas("web"):
+        world.fail(each)
+    world.settle(120)
+    assert world.list_ready() == [2, 2] and not next(failures, False)
+    assert ServiceEventKind.ROLLED_BACK not in world.list_kinds()
 
 
 def test_first_version_that_fails_three_times_fails_the_service(tmp_path: Path) -> None:
@@ -258,6 +277,21 @@ def test_slow_streams_add_replicas_and_fast_ones_remove_them_one_by_one(tmp_path
     assert world.list_ready() == [1]
     scaled = [each.detail for each in world.store.services.list_events("web") if each.kind is ServiceEventKind.SCALED]
     assert scaled == ["2", "1"]
+
+
+@pytest.mark.parametrize("is_predictive", [False, True])
+def test_rising_load_adds_replicas_ahead_if_the_policy_says_so(tmp_path: Path, *, is_predictive: bool) -> None:
+    policy = {"replicas_max": 40, "target_in_flight": 1.0, "is_predictive": is_predictive}
+    world = World(tmp_path, make_task(count=1, **policy))
+    world.settle(3)
+    for turn in range(30):  # ten minutes
+        world.clock.now += 20
+        world.in_flight_here = 2 + turn // 2
+        world.play()
+        world.is_locked_run()
+    service = world.store.services.get("web")
+    assert service is not None and world.in_flight_here == 16
+    assert service.wanted in ((17, 18) if is_predictive else (16,)), "replicas are ready within a minute here"
 
 
 def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:
@@ -350,6 +384,56 @@ def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_
     step(world, generation=routing.generation - 1, in_flight=0)
     job = world.store.jobs.get(job_id)
     assert reads and job is not None and not job.cancel_requested
+
+
+def test_each_version_is_probed_as_it_says(tmp_path: Path) -> None:
+    """An update often changes the model that a probe asks for, or its path: the old version serves until then."""
+    world = World(tmp_path)
+    world.settle(5)
+    world.store.services.add_version("web", change_probe(make_task(version="b"), path="/v2"))
+    world.is_refusing = True  # the new version stays without a report
+    world.settle(5)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and {each.version for each in routing.backends} == {1, 2}
+    assert [routing.find_probe(version).path for version in (1, 2)] == ["/", "/v2"]
+    world.is_refusing = False
+    world.settle(30)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and not routing.probes and routing.probe.path == "/v2"
+
+
+def test_times_of_a_probe_are_those_of_its_version(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1))
+    world.settle(5)
+    patient = change_probe(make_task(count=1, version="b"), path="/", initial_delay_s=4_000.0)
+    write_canary(world.folder, Canary(version=world.store.services.add_version("web", patient), share=0.5))
+    world.store.services.set_version("web", 1)
+    world.is_refusing = True
+    world.settle(3)
+    (canary,) = (each.number for each in world.store.services.list_replicas("web") if each.version == 2)
+    since_s, loads = world.clock.now, {1: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0)}
+    for _ in range(15):
+        world.clock.now += 200
+        loads[canary] = ReplicaLoad(is_ready=False, in_flight=0, since_s=since_s, error="503")
+        write_file(world.folder.load, Load(generation=1, time_s=world.clock.now, pid=1, replicas=loads))
+        world.is_locked_run()
+    assert canary in [each.number for each in world.store.services.list_replicas("web") if each.drained_s is None]
+
+
+def test_secret_of_a_probe_is_in_the_routing_file_and_not_in_the_state_file(tmp_path: Path) -> None:
+    task = change_probe(make_task(), path="/", headers={"authorization": "Bearer $LOGIN"})
+    world = World(tmp_path, replace(task, secrets={"LOGIN": Secret(value="open-sesame")}))
+    world.settle(5)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and routing.probe.headers == {"authorization": "Bearer open-sesame"}
+    assert world.folder.routing.stat().st_mode & 0o077 == 0
+    state = [each.read_bytes() for each in tmp_path.glob("state.db*")]
+    assert state and not any(b"open-sesame" in each for each in state)
+
+
+def change_probe(task: Task, **fields: Any) -> Task:
+    assert task.service is not None
+    return replace(task, service=replace(task.service, probe=ReadinessProbe(**fields)))
 
 
 def test_down_leaves_nothing(tmp_path: Path) -> None:

@@ -53,6 +53,16 @@ def test_number_changes_only_after_its_delay_and_a_calm_spell_starts_again() -> 
         assert state.wanted == expected, now_s
 
 
+def test_number_falls_to_the_largest_that_was_required_meanwhile() -> None:
+    """A sample without requests would otherwise send a busy service to zero, and through another cold start."""
+    policy = replace(POLICY, replicas_min=0)
+    state = ScalingState(wanted=4)
+    steps = ((0, 1, 4), (50, 2, 4), (99, 1, 4), (100, 0, 2), (101, 1, 2), (201, 0, 1), (301, 0, 1), (401, 0, 0))
+    for now_s, asked, expected in steps:
+        state = scale(policy, state, asked, now_s=now_s)
+        assert state.wanted == expected, now_s
+
+
 def test_service_wakes_from_zero_at_once() -> None:
     assert scale(replace(POLICY, replicas_min=0), ScalingState(wanted=0), 1, now_s=0).wanted == 1
 

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from broker.serve.engines import parse_context
+from broker.serve.streams import UNANSWERED_MAX
 from tests.serve.engines import CONTEXT, EngineStandIn
 from tests.serve.stand_in import StandIn, expect_text
 from tests.serve.test_balancer import Bed, play
@@ -134,6 +135,62 @@ def test_answer_is_continued_after_its_reasoning_and_reasoning_itself_is_not(tmp
 
     load = play(tmp_path, scene, make_stands=make_stands("vllm", reasoning=reasoning))
     assert load.broken == (1 if reasoning == 5 else 0)
+
+
+DEAD = {"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}}
+INVALID = {"error": {"message": "the prompt is too long", "type": "BadRequestError", "code": 400}}
+
+
+def make_abort(path: str) -> dict[str, Any]:
+    text: dict[str, Any] = {"delta": {"content": "?"}} if path == CHAT else {"text": "?"}
+    return {"choices": [{"index": 0, **text, "finish_reason": "abort", "token_ids": [63]}]}
+
+
+@all_streams
+@pytest.mark.parametrize("is_abort", [True, False], ids=["terminated", "dead"])
+def test_stream_that_an_engine_ends_because_of_itself_continues_elsewhere(
+    tmp_path: Path, path: str, *, is_abort: bool
+) -> None:
+    """vLLM aborts its requests on SIGTERM: the stream then ends as if it were whole."""
+
+    async def scene(bed: Bed) -> None:
+        for stand in bed.stands:
+            assert isinstance(stand, EngineStandIn)
+            stand.faults = [make_abort(path) if is_abort else DEAD]
+        events = await bed.stream(path, **ask(path))
+        assert join(events) == expect_text("hi", 12)
+        assert not any("error" in each for each in events)
+
+    load = play(tmp_path, scene, make_stands=make_stands("vllm"))
+    assert (load.resumed, load.broken) == (2, 0)
+
+
+def test_error_of_the_request_itself_reaches_the_client_without_another_try(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for stand in bed.stands:
+            assert isinstance(stand, EngineStandIn)
+            stand.faults = [INVALID]
+        events = await bed.stream(COMPLETIONS, **ask(COMPLETIONS))
+        assert [each["error"]["code"] for each in events if "error" in each] == [400]
+
+    load = play(tmp_path, scene, make_stands=make_stands("vllm"))
+    assert (load.resumed, load.broken) == (0, 0)
+
+
+def test_stream_that_all_engines_end_is_given_up_after_a_few_tries_with_their_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.serve.streams.PAUSE_S", 0.001)
+
+    async def scene(bed: Bed) -> None:
+        for stand in bed.stands:
+            assert isinstance(stand, EngineStandIn)
+            stand.free, stand.faults = 0, [DEAD] * 20
+        events = await bed.stream(COMPLETIONS, **ask(COMPLETIONS))
+        assert [each["error"]["code"] for each in events] == [500]
+        assert sum(len(each.asked) for each in bed.stands) == UNANSWERED_MAX
+
+    assert play(tmp_path, scene, make_stands=make_stands("vllm")).broken == 1
 
 
 @pytest.mark.parametrize(

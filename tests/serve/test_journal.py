@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from broker.serve.journal import COMPLETIONS, DONE, EventParser, EventTooLongError, StreamJournal, read_prompt
+from broker.serve.journal import CHAT, COMPLETIONS, DONE, EventParser, EventTooLongError, StreamJournal, read_prompt
 
 PATH = "/v1/completions"
 
@@ -28,6 +28,74 @@ def make_event(text: str, ids: list[int], finish: str | None = None, **more: Any
 )  # fmt: skip
 def test_request_that_another_replica_cannot_continue_has_no_journal(fields: dict[str, Any]) -> None:
     assert open_journal(**fields) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"frequency_penalty": 0.2},
+        {"presence_penalty": -1},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"regex": "a+"},
+        {"json_schema": "{}"},
+        {"ebnf": "root ::= 'a'"},
+    ],
+)  # fmt: skip
+def test_request_whose_state_is_in_its_engine_has_no_journal(fields: dict[str, Any]) -> None:
+    assert open_journal(**fields) is None
+
+
+def test_defaults_that_clients_send_do_not_prevent_a_journal() -> None:
+    defaults = {"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": None, "n": 1, "stop": None, "tools": []}
+    assert open_journal(**defaults) is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "is_kept"),
+    [
+        ("hi", True),
+        ([{"type": "text", "text": "hi"}, "there"], True),
+        ([{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,"}}], False),
+        ([{"image_url": "http://x/y.png"}], False),  # vLLM's short form
+        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], False),
+    ],
+)  # fmt: skip
+def test_chat_about_an_image_has_no_journal(content: object, *, is_kept: bool) -> None:
+    """The prompt's ids only mark the place of the image: another replica would continue without having seen it."""
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": content}]
+    body = json.dumps({"messages": messages, "stream": True}).encode()
+    assert (StreamJournal.open("POST", CHAT, body, seed=7) is not None) == is_kept
+
+
+def test_prompt_that_was_truncated_is_not_truncated_again() -> None:
+    journal = open_journal(max_tokens=5, truncate_prompt_tokens=2)
+    assert journal is not None
+    assert journal.make_request()[1]["truncate_prompt_tokens"] == 2
+    journal.take(make_event("x", [1], prompt_token_ids=[97, 98]))
+    assert "truncate_prompt_tokens" not in journal.make_request()[1]
+
+
+def test_engine_that_sent_more_than_was_asked_is_not_asked_for_a_negative_number() -> None:
+    journal = open_journal(max_tokens=1)
+    assert journal is not None
+    journal.take(make_event("xy", [1, 2], prompt_token_ids=[97]))
+    assert journal.close()[-1] == DONE
+
+
+def test_metered_stream_that_cannot_be_continued_passes_unchanged_and_hides_its_usage() -> None:
+    body = json.dumps({"prompt": "a", "stream": True, "n": 2, "return_token_ids": True}).encode()
+    journal = StreamJournal.open("POST", PATH, body, seed=7, is_metered=True)
+    assert journal is not None
+    journal.ask_usage()
+    path, asked = journal.make_request()
+    assert path is None and "seed" not in asked and asked["stream_options"] == {"include_usage": True}
+    for index in (0, 1):
+        choice = {"index": index, "text": "", "token_ids": [195], "prompt_token_ids": [97], "finish_reason": None}
+        event = json.dumps({"id": "x", "choices": [choice]})
+        assert journal.take(event) == event, "the ids of several choices are not one stream"
+    assert journal.take(json.dumps({"id": "x", "choices": [], "usage": {"prompt_tokens": 1}})) is None
+    assert not journal.is_resumable and journal.close() == []
 
 
 def test_request_without_token_streaming_has_no_journal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -31,14 +32,14 @@ JSON = "application/json"
 
 
 class FailingStand(StandIn):
-    """Answers generations with `status` and `reply`, unless it is 200; counts the messages it gets."""
+    """Answers generations with `status` and `reply`, unless it is 200 and not `is_failing`; counts what it is asked."""
 
-    def __init__(self, status: int = 200, reply: bytes = b'{"error": "busy"}') -> None:
+    def __init__(self, status: int = 200, reply: bytes = b'{"error": "busy"}', *, is_failing: bool = False) -> None:
         super().__init__()
-        self.status, self.reply = status, reply
+        self.status, self.reply, self.is_failing = status, reply, is_failing
 
     async def _generate(self, request: web.BaseRequest, fields: dict[str, Any]) -> web.StreamResponse:
-        if self.status == 200:
+        if self.status == 200 and not self.is_failing:
             return await super()._generate(request, fields)
         self.asked.append(fields)
         return web.Response(status=self.status, body=self.reply, content_type=JSON, headers={"retry-after": "7"})
@@ -137,7 +138,45 @@ def test_prompt_of_a_client_that_leaves_while_no_replica_is_ready_costs_nothing(
     assert (window.requests, window.prompt_tokens_s) == (1, 0.0)
 
 
-def test_request_that_no_replica_answers_is_an_error_in_the_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_request_outlives_the_loss_of_nearly_all_replicas(tmp_path: Path, method: str) -> None:
+    """None of the lost ones has got it: the number of replicas that refuse a connection is no reason to fail."""
+
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands[1:]:
+            await each.kill()
+        route = bed.balancer.table.routes[1]
+        with contextlib.ExitStack() as stack:
+            for _ in range(9):  # so that all others are asked first
+                stack.enter_context(route.use())
+            async with bed.client.request(method, f"{bed.url}/a", data=b"x") as response:
+                assert response.status == 200
+
+    play(tmp_path, scene, count=8, probe=replace(PROBE, interval_s=600))
+
+
+def test_request_and_websocket_wait_if_the_only_replica_refuses_their_connection(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        (stand,) = bed.stands
+        await stand.kill()
+        sending = asyncio.ensure_future(bed.client.get(f"{bed.url}/a"))
+        opening = asyncio.ensure_future(bed.client.ws_connect(f"{bed.url}/socket"))
+        await until(lambda: bed.balancer.path.counts.waiting == 2)
+        await stand.start()
+        routing = bed.balancer._routing
+        bed.balancer.adopt(replace(routing, backends=()))
+        bed.balancer.adopt(routing)  # probes at once
+        assert (await sending).status == 200
+        await (await opening).close()
+
+    play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=600))
+
+
+def test_request_that_no_replica_answers_is_an_error_in_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.serve.proxying.WAIT_S_MAX", 0.01)
+
     async def scene(bed: Bed) -> None:
         await bed.stands[0].kill()
         async with bed.client.get(f"{bed.url}/a") as response:
@@ -218,6 +257,31 @@ def test_stream_that_a_busy_replica_refuses_goes_to_another_one(tmp_path: Path) 
 
     load = play(tmp_path, scene, make_stands=lambda count: [FailingStand(429), StandIn()])
     assert load.window.errors == 0
+
+
+@pytest.mark.parametrize("stand", [(500, b"{}"), (200, b'{"choices": [{"text": "h", "finish_reason": "abort"}]}')])
+def test_generation_that_a_terminated_engine_fails_or_cuts_short_is_answered_by_another(
+    tmp_path: Path, stand: tuple[int, bytes]
+) -> None:
+    """vLLM answers the requests that it aborts on SIGTERM with what it has, and status 200."""
+
+    async def scene(bed: Bed) -> None:
+        while not bed.stands[0].asked:
+            async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "hi"}) as response:
+                assert response.status == 200 and b"abort" not in await response.read()
+
+    load = play(tmp_path, scene, make_stands=lambda count: [FailingStand(*stand, is_failing=True), StandIn()])
+    assert load.window.errors == 0
+
+
+def test_generation_that_every_engine_cuts_short_is_an_error(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "hi"}) as response:
+            assert response.status == 502
+        assert [len(each.asked) for each in bed.stands] == [1, 1]
+
+    cut = b'{"choices": [{"text": "h", "finish_reason": "abort"}]}'
+    play(tmp_path, scene, make_stands=lambda count: [FailingStand(200, cut, is_failing=True) for _ in range(count)])
 
 
 @pytest.mark.parametrize("status", [429, 500])
@@ -332,6 +396,19 @@ def test_probe_with_an_invalid_header_is_an_error_of_the_replica() -> None:
             return await probe_request(session, route, ReadinessProbe(path="/", headers={"x-a": "b\nc"}))
 
     assert "failed" in asyncio.run(run())
+
+
+def test_replica_is_probed_as_its_version_says(tmp_path: Path) -> None:
+    def make_stands(count: int) -> list[StandIn]:
+        stands = [StandIn() for _ in range(count)]
+        for each in stands:
+            each.is_healthy = False  # at the path of the service's version
+        return stands
+
+    async def scene(bed: Bed) -> None:
+        assert bed.stands[0].seen[0][:2] == ("GET", "/v1/models")
+
+    play(tmp_path, scene, make_stands=make_stands, probes={1: replace(PROBE, path="/v1/models")})
 
 
 def test_replica_that_will_be_preempted_is_chosen_only_if_all_others_will_be(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import broker
 from broker.app.services import check_service
 from broker.errors import TaskError, UsageError
+from broker.task.expansion import fill_probe
 from broker.task.loader import load_tasks, load_tasks_text
 from broker.types import (
     GatewayPlace,
@@ -55,6 +57,26 @@ def test_probe_has_the_values_of_the_file_and_otherwise_those_of_skypilot() -> N
     assert load_file("several_nodes").stream_timeout_s == 600
 
 
+def test_probe_refers_to_secrets_until_it_is_sent() -> None:
+    """The row of a service in the state file has its probe."""
+    (task,) = load_tasks_text(
+        "run: x\nresources: {ports: 8080}\nsecrets: {LOGIN: 'a\"b'}\nenvs: {MODEL: m}\nservice:\n"
+        "  readiness_probe: {path: /v1, headers: {a: Bearer $LOGIN}, post_data: {model: $MODEL, key: '${LOGIN}'}}",
+        "task.yaml",
+    )
+    assert task.service is not None and task.service.probe is not None
+    assert task.service.probe.headers == {"a": "Bearer $LOGIN"} and 'a"b' not in repr(task)
+    filled = fill_probe(task.service.probe, task.secrets)
+    assert filled.headers == {"a": 'Bearer a"b'}
+    assert json.loads(filled.post_data or "") == {"model": "m", "key": 'a"b'}
+    given = load_tasks_text(
+        "run: x\nsecrets: {LOGIN: null}\nservice: {readiness_probe: {path: '/?key=$LOGIN'}}", "task.yaml",
+        secrets={"LOGIN": "abc"},
+    )[0]  # fmt: skip
+    assert given.service is not None and given.service.probe is not None and given.service.probe.path == "/?key=$LOGIN"
+    assert fill_probe(given.service.probe, given.secrets).path == "/?key=abc"
+
+
 def test_words_are_accepted_in_any_case() -> None:
     assert load_file("instance_aware").balancing == "instance_aware_least_load"
     assert load_file("dynamic_ondemand").policy.has_ondemand_fallback
@@ -68,6 +90,7 @@ def test_words_are_accepted_in_any_case() -> None:
         ("service: {readiness_probe: {path: /, post_data: '{'}}", "`post_data` is not valid JSON"),
         ("service: {replica_policy: {min_replicas: 2, max_replicas: 1}}", "`max_replicas` is less than `min_replicas`"),
         ("service: {replicas: 1, replica_policy: {min_replicas: 1}}", "`replica_policy`"),
+        ("service: {replica_policy: {min_replicas: 1, predictive_scaling: true}}", "requires a target load"),
         ("service: {load_balancing_policy: fastest}", "least_load"),
         ("service: {ports: 70000}", "at most 65535"),
         ("service: {tls: {keyfile: a}}", "certfile"),

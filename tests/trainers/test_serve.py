@@ -15,7 +15,7 @@ from trainers.config import ModelConfig
 from trainers.models import create_language_model
 from trainers.serve import find_host
 from trainers.serve_api import Api
-from trainers.serve_engine import Detokenizer, Engine, Generation
+from trainers.serve_engine import Detokenizer, Engine, Generation, choose_token
 from trainers.serve_http import Request, RequestError, start_server
 from trainers.serve_model import CachedModel
 from trainers.tokenizers import ByteTokenizer
@@ -156,9 +156,14 @@ def test_bytes_that_form_no_character_are_sent_in_the_end() -> None:
 # The API over HTTP.
 
 
-def serve(check: Callable[[int], Awaitable[None]], preemption_file: Path | None = None) -> None:
+def serve(
+    check: Callable[[int], Awaitable[None]],
+    preemption_file: Path | None = None,
+    prepare: Callable[[Engine], None] = lambda engine: None,
+) -> None:
     async def run() -> None:
         engine = make_engine()
+        prepare(engine)
         engine.start()
         api = Api(engine, ByteTokenizer(), name="tiny", context=64, preemption_file=preemption_file)
         server = await start_server(api.handle, "127.0.0.1", 0)
@@ -226,7 +231,8 @@ def test_chat_streams_deltas_and_other_paths_answer() -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"prompt": ""}, {"prompt": [999]}, {"prompt": "a" * 64}, {"prompt": "a", "max_tokens": "x"}, {"prompt": ["a"]},
-     {"prompt": "a", "resumed_tokens": 2}],
+     {"prompt": "a", "resumed_tokens": 2}, {"prompt": "a", "temperature": float("nan")}, {"prompt": "a", "seed": 1e999},
+     {"prompt": "a", "stop": "x"}, {"prompt": "a", "n": 2}, {"prompt": "a", "logprobs": 0}],
 )  # fmt: skip
 def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> None:
     async def check(port: int) -> None:
@@ -234,6 +240,65 @@ def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> N
         assert status == 400 and json.loads(content)["error"]["message"]
 
     serve(check)
+
+
+def test_fields_with_their_defaults_are_accepted() -> None:
+    async def check(port: int) -> None:
+        plain = {"n": 1, "stop": None, "tools": [], "logprobs": None, "top_p": 1, "presence_penalty": 0, "user": "ann"}
+        fields = {"prompt": "a", "max_tokens": 2, "response_format": {"type": "text"}, **plain}
+        assert (await call(port, "/v1/completions", fields))[0] == 200
+
+    serve(check)
+
+
+def test_message_in_parts_is_their_text_and_an_image_is_refused() -> None:
+    async def check(port: int) -> None:
+        parts: list[dict[str, Any]] = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        answers = []
+        for content in ("hi", parts):
+            fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "return_token_ids": True}
+            answers.append(json.loads((await call(port, "/v1/chat/completions", fields))[1]))
+        assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
+        parts.append({"type": "image_url", "image_url": {"url": "data:,"}})
+        assert (await call(port, "/v1/chat/completions", fields))[0] == 400
+
+    serve(check)
+
+
+def test_tiny_temperature_does_not_end_the_engine() -> None:
+    """Logits divided by it are infinite, and no token can be drawn from their probabilities."""
+    cold, greedy = (Generation(prompt=[1, 2, 3], tokens_max=8, temperature=each) for each in (1e-300, 0.0))
+    run_steps(make_engine(), cold, greedy)
+    assert cold.tokens == greedy.tokens
+
+
+def test_sampling_is_limited_to_the_most_likely_tokens() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
+    drawn = {
+        name: {
+            choose_token(logits, Generation(prompt=[0], tokens_max=1, temperature=1.0, **limit), n) for n in range(200)
+        }
+        for name, limit in {"all": {}, "k": {"top_k": 2}, "p": {"top_p": 0.6}, "tiny": {"top_p": 1e-9}}.items()
+    }
+    assert drawn == {"all": {0, 1, 2, 3}, "k": {1, 2}, "p": {1}, "tiny": {1}}
+
+
+def test_engine_that_fails_aborts_its_generations_and_is_unhealthy(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its thread would otherwise be gone: requests would hang, and the probe would succeed."""
+    failures: list[bool] = []
+
+    async def check(port: int) -> None:
+        status, content = await call(port, "/v1/completions", {"prompt": "a", "max_tokens": 9})
+        assert status == 200 and json.loads(content)["choices"][0]["finish_reason"] == "abort"
+        assert (await call(port, "/health", method="GET"))[0] == 503
+        assert (await call(port, "/v1/completions", {"prompt": "a"}))[0] == 503 and failures == [True]
+
+    def damage(engine: Engine) -> None:
+        engine.on_failure = lambda: failures.append(True)
+        engine._model.forward = lambda *parts: 1 / 0  # type: ignore[method-assign]
+
+    serve(check, prepare=damage)
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_replica_with_a_preemption_notice_is_no_longer_healthy(tmp_path: Path) -> None:
