@@ -108,6 +108,19 @@ def test_an_event_appears_without_a_reload(chromium: Any, served: Served, story:
     tab.context.close()
 
 
+def test_a_failed_load_is_noted_until_the_next_one(chromium: Any, served: Served, story: Story) -> None:
+    tab = Tab(chromium, served)
+    tab.open("/jobs/1")
+    tab.page.route("**/jobs/1", lambda route: route.abort())
+    story.add_event(1, make_event(EventKind.NOTE, text="a change that cannot be loaded"))
+    tab.page.get_by_role("alert").filter(has_text="not up to date").wait_for()
+    tab.page.unroute("**/jobs/1")
+    story.add_event(1, make_event(EventKind.NOTE, text="a change that is loaded"))
+    tab.page.get_by_text("a change that is loaded").wait_for()
+    tab.page.get_by_role("alert").wait_for(state="detached")
+    tab.context.close()
+
+
 # A load that has its answer waits for the second change; `gate` opens then.
 SLOW_LOAD = """
 let open;

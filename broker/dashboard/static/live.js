@@ -3,6 +3,7 @@
 {
   let isLoading = false;
   let hasMissed = false;
+  let hasFailed = false; // to load the newest version
   let newest = document.body.dataset.newest;
   const note = document.createElement("p");
   note.className = "note";
@@ -43,12 +44,12 @@
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         replace(document.querySelector("main"), page.querySelector("main"));
         if (changes?.readyState === EventSource.OPEN) note.remove();
-      } else {
-        warn("This page is not up to date; load it again.");
       }
+      hasFailed = !answer.ok;
     } catch {
-      // the server cannot be reached; the stream reports its return
+      hasFailed = true; // the server cannot be reached
     } finally {
+      if (hasFailed) warn("This page is not up to date; load it again.");
       isLoading = false;
       if (hasMissed) load();
     }
@@ -61,7 +62,7 @@
       newest = change.data;
       load();
     };
-    changes.onopen = () => note.remove();
+    changes.onopen = () => (hasFailed ? load() : note.remove());
     changes.onerror = () => {
       const isOver = changes.readyState === EventSource.CLOSED; // refused; otherwise the browser tries again
       warn(isOver ? "This page no longer updates; load it again." : "No connection: this page is not up to date.");
