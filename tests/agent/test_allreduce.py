@@ -214,7 +214,7 @@ def test_stranger_without_the_token_is_not_a_peer(tmp_path: Path) -> None:
     def disturb() -> None:
         while not stop.wait(0.01):
             try:
-                with socket.create_connection(("127.0.0.1", ports[0]), timeout=5) as stranger:
+                with socket.create_connection(("127.0.0.1", ports[0]), timeout=60) as stranger:
                     stranger.sendall(b"1" * 32 + (1).to_bytes(4, "big"))
             except OSError:
                 pass
