@@ -41,6 +41,8 @@ error: {sys.executable} has no torch
 hint: in a task, `setup: python3 -m trainers.setup` installs torch for the node; elsewhere `pip install torch`"""
 # Time for workers to exit after one has failed; then they are assumed to hang in a collective, and killed.
 GRACE_S = 5.0
+# The same after one has left because of a preemption: the first rank may still commit and report the checkpoint.
+LEAVE_S = 60.0
 # Restarts of killed workers on one node of an elastic run. If memory was insufficient, it will be again.
 RESTARTS_MAX = 3
 # Time at the end of an elastic run for ranks of other nodes to exit before their rendezvous does.
@@ -311,8 +313,7 @@ def run_workers(
             exit_code = exit_code or code
         elif code and not exit_code:
             exit_code = 128 - code if code < 0 else code  # 128 + signal, as a shell reports it
-            # Not at once: after a preemption the first rank may still be reporting its checkpoint.
-            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+            signal.setitimer(signal.ITIMER_REAL, LEAVE_S if code == EXIT_CODE_PREEMPTED else GRACE_S)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if standbys:
         standbys.end()

@@ -10,6 +10,7 @@ from broker.runtime.reports import Uploads
 from broker.types import Cluster, ClusterStatus
 
 ANSWER_S = 10.0  # timeout of a request: nodes that are gone must not delay `down` for long
+AGAIN_S = 20.0  # of another one if no node answered: a busy machine takes seconds to log in, and files could be lost
 SILENCE_S = 60.0  # without a response for this long, a node counts as lost
 HOLD_S = 1800.0  # without progress; as long as a node itself waits at the end of a run
 LOOK_S = 1.0
@@ -26,12 +27,19 @@ async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
         return
     try:
         uploads = await context.gang.read_uploads(cluster, timeout_s=ANSWER_S)
+        if are_silent(uploads, cluster):
+            uploads = await context.gang.read_uploads(cluster, timeout_s=AGAIN_S)
     except StateError as error:
         raise _explain_unasked(cluster, error) from error
     if uploads.has_mounts:
         await _Wait(context, cluster).run(uploads)
-    elif uploads.silent and len(uploads.silent) == len(cluster.nodes):
+    elif are_silent(uploads, cluster):
         context.note(f"no node of `{cluster.name}` responds: files that are not yet in their mounted bucket are lost")
+
+
+def are_silent(uploads: Uploads, cluster: Cluster) -> bool:
+    """Return whether no node of a cluster has answered."""
+    return bool(uploads.silent) and len(uploads.silent) == len(cluster.nodes)
 
 
 class _Wait:

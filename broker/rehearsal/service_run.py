@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from broker.app.gateways import choose_port
 from broker.clock import SystemClock
 from broker.clouds import local_machine
 from broker.formatting import format_count, format_usd
@@ -19,7 +18,7 @@ from broker.rehearsal.request_load import RequestSender
 from broker.rehearsal.service_context import BOOT_SPEED, ServiceRehearsalContext
 from broker.rehearsal.service_verdict import Orphans
 from broker.rehearsal.service_watch import ReplicaWatch, WatchedReplica
-from broker.serve.replicas import LOOPBACK, find_folder
+from broker.serve.replicas import LOOPBACK, draw_free_port, find_folder
 from broker.serve.wording import describe_service_event
 from broker.task.expansion import fill_probe
 from broker.types import Cluster, NodeState, Service, ServiceProtocol
@@ -64,7 +63,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
     def submit(self) -> None:
         """Record the service."""
         context = self.context
-        port = choose_port(context, LOOPBACK, None)
+        port = draw_free_port()  # another rehearsal may begin at the same time
         made = context.store.services.add(
             context.service, context.stage.played, host=LOOPBACK, port=port, wanted=self.spec.policy.replicas_min
         )

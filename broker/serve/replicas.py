@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,9 @@ from broker.types import Secret, Service, ServiceSpec, Task
 LOCAL = "local"
 LOOPBACK = "127.0.0.1"
 SERVICE_VARIABLE = "BROKER_SERVICE"
+# Below those of services, and below those that the kernel gives to outgoing connections (Linux: from 32768), as any
+# program may take one of these a moment later, or while a replica is being replaced.
+FREE_PORTS = range(20000, 30000)
 ENTRANCE_PORT = 19443  # outside the ports from which nodes and their systems choose
 
 
@@ -61,11 +66,22 @@ def draw_ports(task: Task, spec: ServiceSpec) -> ReplicaPorts:
 
 
 def draw_free_ports() -> ReplicaPorts:
-    """Return two free ports of this machine."""
-    with socket.socket() as program, socket.socket() as entrance:
-        for each in (program, entrance):
-            each.bind((LOOPBACK, 0))
-        return ReplicaPorts(program=program.getsockname()[1], entrance=entrance.getsockname()[1])
+    """Return two free ports of this machine. Raises OSError without any."""
+    program = draw_free_port()
+    return ReplicaPorts(program=program, entrance=draw_free_port(but=program))
+
+
+def draw_free_port(*, but: int | None = None) -> int:
+    """Return a free port of this machine, at random: processes that look at the same time find different ones.
+
+    Raises OSError without one.
+    """
+    for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            if port != but:
+                return port
+    raise OSError(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")
 
 
 def is_local(task: Task) -> bool:

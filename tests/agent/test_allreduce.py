@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from broker.agent import FOLDER
+from broker.serve.replicas import draw_free_port
 
 PROGRAM = FOLDER / "agent_allreduce.py"
 TOKEN = "0" * 32
@@ -78,10 +79,9 @@ class Nodes:
 
 
 def find_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    ports = list[int]()
+    while len(ports) < count:
+        ports += {draw_free_port()} - {*ports}
     return ports
 
 
@@ -214,7 +214,7 @@ def test_stranger_without_the_token_is_not_a_peer(tmp_path: Path) -> None:
     def disturb() -> None:
         while not stop.wait(0.01):
             try:
-                with socket.create_connection(("127.0.0.1", ports[0]), timeout=5) as stranger:
+                with socket.create_connection(("127.0.0.1", ports[0]), timeout=60) as stranger:
                     stranger.sendall(b"1" * 32 + (1).to_bytes(4, "big"))
             except OSError:
                 pass

@@ -21,6 +21,7 @@ from broker.agent import FOLDER
 from broker.runtime.credentials import make_credential
 from broker.serve.credentials import make_client_context, make_secrets
 from broker.serve.files import ServiceFolder
+from broker.serve.replicas import draw_free_port
 
 sys.path.insert(0, str(FOLDER))  # the nodes' files import each other by bare names
 import agent_entrance
@@ -211,16 +212,10 @@ http.server.HTTPServer(place, Handler).serve_forever()
 """
 
 
-def draw_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_node_opens_the_entrance_of_its_run_and_its_program_does_not_see_the_key(rig: Rig, tmp_path: Path) -> None:
     folder = ServiceFolder(path=tmp_path / "service")
     (tmp_path / "program.py").write_text(PROGRAM)
-    port, envs = draw_port(), {"BROKER_REPLICA_HOST": "127.0.0.1", "BROKER_REPLICA_PORT": str(draw_port())}
+    port, envs = draw_free_port(), {"BROKER_REPLICA_HOST": "127.0.0.1", "BROKER_REPLICA_PORT": str(draw_free_port())}
     task = make_task(
         f"exec {sys.executable} {tmp_path / 'program.py'}",
         envs={**envs, "BROKER_ENTRANCE_PORT": str(port)}, secrets=make_secrets(folder, "web"),

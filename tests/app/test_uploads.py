@@ -58,6 +58,12 @@ def test_node_that_is_silent_for_a_moment_may_have_pending_files() -> None:
     assert len(bed.notes) == 1 and "1 file (0.000 GB) for `s3://bucket/out` is uploaded" in bed.notes[0]
 
 
+def test_cluster_whose_nodes_answer_late_is_asked_again_before_its_files_are_given_up() -> None:
+    bed = FakeContext([Uploads(silent=("n0", "n1")), PENDING, CLEAN])
+    bed.wait()
+    assert len(bed.notes) == 1 and "1 file (0.000 GB) for `s3://bucket/out` is uploaded" in bed.notes[0]
+
+
 def test_node_that_stays_silent_is_lost_and_named() -> None:
     bed = FakeContext([replace(CLEAN, silent=("n1",))])
     bed.wait()

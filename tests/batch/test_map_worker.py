@@ -25,7 +25,7 @@ from trainers.map_leases import FAILED, Leases, read_plan
 from trainers.map_places import Place, open_place
 
 ROOT = Path(__file__).parents[2]
-WAIT_S_MAX = 120  # far more than required
+WAIT_S_MAX = 600  # far more than required
 DOUBLE = "def process(items):\n    return [2 * each for each in items]\n"
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import aiohttp
 
 from broker.serve.keys import create_key
+from broker.serve.replicas import draw_free_port
 from broker.types import ReadinessProbe
 from tests.bench.serve_requests import RequestReport
-from tests.serve.live_bed import LOOK_S, STAND_IN, LiveBed, draw_free_port, read_cpu_s, read_resident_bytes
+from tests.serve.live_bed import LOOK_S, STAND_IN, LiveBed, read_cpu_s, read_resident_bytes
 
 CONNECTIONS = 16
 TURNS, REQUESTS_PER_TURN = 8, 1_600

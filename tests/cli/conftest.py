@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.clock import SystemClock
+from broker.serve.replicas import draw_free_port
 from broker.state.store import Store
 from broker.types import JobStatus
 from tests.signals import signal_all
@@ -48,7 +49,7 @@ class Shell:
 
     def run(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run one command to its end; `code` None accepts any exit code."""
-        command = [sys.executable, "-m", "broker", *arguments]
+        command = [sys.executable, "-m", "broker", *choose_port(arguments)]
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=self.folder, env=self.environment, timeout=COMMAND_S_MAX
         )
@@ -61,7 +62,7 @@ class Shell:
     def open(self, *arguments: str, stdin: int | None = None) -> subprocess.Popen[str]:
         """Start a command that runs during the test."""
         return subprocess.Popen(
-            [sys.executable, "-m", "broker", *arguments],
+            [sys.executable, "-m", "broker", *choose_port(arguments)],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -139,6 +140,11 @@ class Shell:
         assert daemons, "a daemon runs"
         signal_all(daemons)
         self.wait_until(lambda: not self.find_processes("broker daemon"), "the daemon is dead")
+
+
+def choose_port(arguments: Sequence[str]) -> Sequence[str]:
+    """Give a service a port of its own: the first free one is the same for all tests that run at the same time."""
+    return (*arguments, "--port", str(draw_free_port())) if arguments[:2] == ("serve", "up") else arguments
 
 
 @pytest.fixture

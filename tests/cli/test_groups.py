@@ -58,7 +58,7 @@ def read_step(shell: Shell) -> int:
 def test_a_learner_outlives_its_workers_and_they_find_it_after_its_own_preemption(shell: Shell) -> None:
     """Kill the daemon, then preempt one worker's node, then the learner: the group ends as if nothing had happened."""
     template = str(ROOT / "task_templates" / "rl-group.yaml")
-    envs = ["--env", "STEPS=600"]
+    envs = ["--env", "STEPS=100000"]  # it is cancelled
     shell.run("jobs", "launch", template, *envs, "--yes", "--detach-run")
     shell.wait_until(lambda: read_step(shell) >= 3, "the learner works")
     shell.kill_daemon()

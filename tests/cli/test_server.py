@@ -247,7 +247,7 @@ def test_service_lives_its_whole_life(terminal: Shell) -> None:
     task = terminal.write("web.yaml", WEB.format(python=sys.executable))
     assert terminal.run("serve", "status").stdout.startswith("No services; ")
     up = terminal.run("serve", "up", task, "--yes", "--wait")
-    assert "\nService web is recorded; its endpoint is http://127.0.0.1:3" in up.stdout
+    assert "\nService web is recorded; its endpoint is http://127.0.0.1:2" in up.stdout
     assert up.stdout.endswith("Service web is ready\n")
     (service,) = terminal.read_json("serve", "status")
     with urllib.request.urlopen(f"http://{service['endpoint']}", timeout=300) as response:

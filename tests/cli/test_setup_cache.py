@@ -65,6 +65,11 @@ class Bed:
                 manifest.write_bytes(prolong_setup(manifest.read_bytes()))
 
     def preempt(self, job_id: int) -> None:
+        """Preempt the job once its program has begun and its lines are copied: otherwise, they are lost with it."""
+        log = self.shell.home / "logs" / "jobs" / f"{job_id}.log"
+        self.shell.wait_until(
+            lambda: log.exists() and log.read_text().count("the tool works") == 2, "the program has begun"
+        )
         self.shell.run("local", "preempt", str(job_id))
 
     def finish(self) -> None:

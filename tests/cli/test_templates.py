@@ -29,7 +29,7 @@ TEMPLATES = [
 # tests/trainers runs; their commands are always parsed.
 OFTEN = {"hello"}
 SOMETIMES = {"ddp", "fsdp"}  # run by `make test-slow`; the others by `make test-exhaustive`
-RUN_S_MAX = 300  # far more than required
+RUN_S_MAX = 900  # far more than required
 STEPS = "--train.steps 4"
 SMALL = {
     "trainers.lm": "--model.width 32 --model.context 32",

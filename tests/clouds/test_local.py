@@ -39,7 +39,7 @@ for i in range(3):
 
 
 async def release_evil(rig: Rig, node: Node) -> None:
-    done = await rig.transport.run(node, ["python3", "-c", EVIL], timeout_s=60)
+    done = await rig.transport.run(node, ["python3", "-c", EVIL], timeout_s=300)
     assert done.returncode == 0, done
     await wait_for(lambda: all((Path(node.handle) / f"home/evil-{i}").exists() for i in range(3)))
     assert len(processes_of(node)) >= 3
@@ -126,13 +126,13 @@ def test_interrupted_creation_is_pending_until_the_same_token_boots_it(rig: Rig)
 def test_stopped_node_keeps_its_disk_and_starts_again(rig: Rig) -> None:
     async def act() -> None:
         (node,) = await rig.cloud.create_nodes(make_request())
-        await rig.transport.run(node, ["bash", "-c", "echo kept > ~/file"], timeout_s=60)
+        await rig.transport.run(node, ["bash", "-c", "echo kept > ~/file"], timeout_s=300)
         await rig.cloud.stop_nodes([node.id])
         assert (await rig.state_of(node)).state is NodeState.STOPPED
         assert not processes_of(node)
         await rig.cloud.start_nodes([node.id])
         assert (await rig.state_of(node)).state is NodeState.RUNNING
-        done = await rig.transport.run(node, ["cat", "file"], timeout_s=60)
+        done = await rig.transport.run(node, ["cat", "file"], timeout_s=300)
         assert done.stdout == b"kept\n"
         await rig.cloud.stop_nodes([node.id])
         await rig.cloud.terminate_nodes([node])
@@ -269,7 +269,7 @@ def test_a_timed_out_command_raises_instead_of_returning_a_code(rig: Rig) -> Non
 def test_a_node_whose_folder_is_deleted_ends_with_its_processes(rig: Rig) -> None:
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
-        await rig.transport.run(node, ["bash", "-c", "setsid sleep 5434 & echo hi"], timeout_s=60)
+        await rig.transport.run(node, ["bash", "-c", "setsid sleep 5434 & echo hi"], timeout_s=300)
         await wait_for(lambda: len(processes_of(node)) > 2)  # a process has no environment while it executes a program
         pids = processes_of(node)
         deleted = Path(node.handle).rename(f"{node.handle}-deleted")  # at once: the node may write until it notices

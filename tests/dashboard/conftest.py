@@ -196,7 +196,7 @@ class Served:
         self._home = home
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(300)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

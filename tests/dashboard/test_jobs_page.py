@@ -71,9 +71,9 @@ def test_the_complete_log_is_plain_text(served: Served, story: Story) -> None:
     log = story.context.config.logs / "jobs" / "1.log"
     log.write_text("line\n" * 1000 + HOSTILE)
     opener = build_opener(HTTPCookieProcessor())
-    opener.open(served.link, timeout=60).read()
-    answer = opener.open(f"{served.base}/jobs/1/log", timeout=60)
+    opener.open(served.link, timeout=300).read()
+    answer = opener.open(f"{served.base}/jobs/1/log", timeout=300)
     assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert answer.read().decode() == log.read_text()
-    assert opener.open(f"{served.base}/jobs/3/log", timeout=60).read() == b""
+    assert opener.open(f"{served.base}/jobs/3/log", timeout=300).read() == b""

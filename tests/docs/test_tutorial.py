@@ -13,7 +13,7 @@ from tests.cli.conftest import Shell
 from tests.docs.pages import ROOT, list_block_commands, list_blocks
 
 PAGE = ROOT / "docs/TUTORIAL.md"
-WAIT_S_MAX = 300
+WAIT_S_MAX = 900
 
 
 class Reader(Shell):

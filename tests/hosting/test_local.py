@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from broker.serve.replicas import draw_free_port
 from tests.cli.conftest import Shell
 from tests.signals import signal_all
 from tests.tiers import long
@@ -21,18 +21,12 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="the host pro
 HOLD = "name: hold\nresources: {infra: local}\nrun: echo pid $$; until [ -e %s ]; do sleep 0.1; done; echo released\n"
 
 
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Hosted(Shell):
     """A user's terminal with a server on this machine."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.port = find_port()
+        self.port = draw_free_port()
         self.server_home = self.home / "hosted" / "server" / "state"
 
     def up(self, *options: str, code: int | None = 0) -> str:

@@ -148,7 +148,7 @@ def test_job_leaves_a_node_with_a_slow_network_and_finishes(
     bed: Bed, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stated speed of these nodes is far below what this machine does, even if it is busy."""
-    monkeypatch.setitem(network._BY_CLOUD, "local", [("gpus", 0.2)])
+    monkeypatch.setitem(network._BY_CLOUD, "local", [("gpus", 0.05)])
     network.network_gbs.cache_clear()
     gpus.plant("network")
     job = bed.run(make_task(gpus, num_nodes=3))
@@ -180,7 +180,7 @@ def test_check_can_be_switched_off(bed: Bed, gpus: FakeGpus) -> None:
 @pytest.mark.long
 def test_slow_node_is_named_while_the_job_continues(bed: Bed, gpus: FakeGpus) -> None:
     run = """
-    for step in $(seq 1 400); do
+    for step in $(seq 1 4000); do
       [ -e "$BROKER_CHECKPOINT_DIR/stop" ] && break
       echo "{\\"step\\": $step, \\"own_s\\": $((SKYPILOT_NODE_RANK * 3 + 1))}" >> "$BROKER_PROGRESS_FILE"; sleep 0.3
     done"""

@@ -17,7 +17,7 @@ from broker.runtime.reports import GangReport
 from broker.runtime.transports.local import LocalTransport
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState, Offer, Placement, Resources, Task
 
-DEADLINE_S = 300.0  # generous: only a broken program reaches it
+DEADLINE_S = 900.0  # generous: only a broken program reaches it
 TOKENS = itertools.count()
 
 

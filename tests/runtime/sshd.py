@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from broker.runtime.keys import HOST, LOGIN, Keys
+from broker.serve.replicas import draw_free_port
 from broker.types import Node, NodeState
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
@@ -26,9 +27,7 @@ class Sshd:
         self.home = folder / "home"
         self.home.mkdir(parents=True)
         gang = keys.ensure("c", token)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = draw_free_port()
         (folder / "authorized_keys").write_text(gang.read(LOGIN).public)
         (folder / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {host_key or gang.folder / HOST}\n"

@@ -163,7 +163,7 @@ def test_many_simultaneous_commands_use_one_connection(sshd: Sshd, keys: Keys) -
     sshd.start()
 
     async def act() -> list[bytes]:
-        calls = (transport.run(sshd.node, ["echo", str(number)], timeout_s=60) for number in range(20))
+        calls = (transport.run(sshd.node, ["echo", str(number)], timeout_s=300) for number in range(20))
         return [done.stdout for done in await asyncio.gather(*calls)]
 
     assert asyncio.run(act()) == [f"{number}\n".encode() for number in range(20)]
@@ -217,7 +217,7 @@ def test_secret_environment_is_in_no_command_line(sshd: Sshd, keys: Keys) -> Non
     transport = SshTransport(keys, clock=SystemClock())
     sshd.start()
     look = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; echo $CANARY | tr a-z A-Z"
-    done = asyncio.run(transport.run(sshd.node, ["sh", "-c", look], timeout_s=60, env={"CANARY": "tweet-tweet"}))
+    done = asyncio.run(transport.run(sshd.node, ["sh", "-c", look], timeout_s=300, env={"CANARY": "tweet-tweet"}))
     assert b"tweet-tweet" not in done.stdout
     assert done.stdout.endswith(b"TWEET-TWEET\n")
 

@@ -78,12 +78,12 @@ def test_command_gets_stdin_and_environment_and_gives_all_its_output(stand: Stan
         script = "cat; echo $X >&2; pwd >&2; exit 5"
         data = bytes(range(256)) * 5000
         env = {"X": "x 'y'", "Y": "two\nlines"}
-        done = await stand.transport.run(stand.node, ["bash", "-c", script], timeout_s=60, stdin=data, env=env)
+        done = await stand.transport.run(stand.node, ["bash", "-c", script], timeout_s=300, stdin=data, env=env)
         assert (done.returncode, done.stdout) == (5, data)
         assert done.stderr == f"x 'y'\n{stand.home}\n".encode()
-        lines = await stand.transport.run(stand.node, ["printenv", "Y"], timeout_s=60, env=env)
+        lines = await stand.transport.run(stand.node, ["printenv", "Y"], timeout_s=300, env=env)
         assert lines.stdout == b"two\nlines\n"
-        missing = await stand.transport.run(stand.node, ["no-such-command"], timeout_s=60)
+        missing = await stand.transport.run(stand.node, ["no-such-command"], timeout_s=300)
         assert missing.returncode == 127
 
     asyncio.run(act())
@@ -91,20 +91,20 @@ def test_command_gets_stdin_and_environment_and_gives_all_its_output(stand: Stan
 
 @pytest.mark.parametrize("returncode", [1, 137, 255])
 def test_exit_code_of_the_program_never_counts_as_a_lost_node(stand: Stand, returncode: int) -> None:
-    done = asyncio.run(stand.transport.run(stand.node, ["sh", "-c", f"exit {returncode}"], timeout_s=60))
+    done = asyncio.run(stand.transport.run(stand.node, ["sh", "-c", f"exit {returncode}"], timeout_s=300))
     assert done.returncode == returncode
 
 
 def test_arguments_reach_the_program_unchanged(stand: Stand) -> None:
     words = ["two words", "", "$HOME", "`id`", "a'b\"c", "*", "new\nline", "ünï"]
-    done = asyncio.run(stand.transport.run(stand.node, ["printf", "%s\\0", *words], timeout_s=60))
+    done = asyncio.run(stand.transport.run(stand.node, ["printf", "%s\\0", *words], timeout_s=300))
     assert done.stdout.decode().split("\0")[:-1] == words
 
 
 def test_daemon_holding_the_output_open_does_not_delay_the_answer(stand: Stand) -> None:
     async def act() -> None:
-        done = await stand.transport.run(stand.node, ["bash", "-c", "sleep 5432 & echo $!"], timeout_s=60)
-        await stand.transport.run(stand.node, ["kill", done.stdout.decode().strip()], timeout_s=60)
+        done = await stand.transport.run(stand.node, ["bash", "-c", "sleep 5432 & echo $!"], timeout_s=300)
+        await stand.transport.run(stand.node, ["kill", done.stdout.decode().strip()], timeout_s=300)
 
     asyncio.run(act())
 
@@ -133,11 +133,11 @@ def read_cmdline(entry: Path) -> bytes:
 
 
 def test_node_that_is_gone_is_transient(stand: Stand, tmp_path: Path) -> None:
-    asyncio.run(stand.transport.run(stand.node, ["true"], timeout_s=60))
+    asyncio.run(stand.transport.run(stand.node, ["true"], timeout_s=300))
     stand.switch_off()
     (tmp_path / "a").write_text("a")
     with pytest.raises(TransientError):
-        asyncio.run(stand.transport.run(stand.node, ["true"], timeout_s=60))
+        asyncio.run(stand.transport.run(stand.node, ["true"], timeout_s=300))
     with pytest.raises(TransientError):
         asyncio.run(stand.transport.put(stand.node, tmp_path / "a", "a"))
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -21,18 +20,13 @@ from broker.agent import FOLDER
 from broker.runtime.credentials import make_credential
 from broker.serve.credentials import CLIENT_SECRET, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.replicas import draw_free_port
 from broker.types import ReadinessProbe, TlsFiles
 from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_load
 
 PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
 STAND_IN = "tests.serve.stand_in"
 LOOK_S = 0.01
-
-
-def draw_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def read_cpu_s(pid: int) -> float:

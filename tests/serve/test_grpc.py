@@ -19,8 +19,8 @@ from broker.clock import SystemClock
 from broker.runtime.credentials import make_credential
 from broker.serve.balancer import Balancer
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
+from broker.serve.replicas import draw_free_port
 from broker.types import BalancerType, ReadinessProbe, ServiceProtocol, TlsFiles
-from tests.serve.live_bed import draw_free_port
 from tests.serve.stands import needs_haproxy
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed: `pip install grpcio`")

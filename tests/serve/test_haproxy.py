@@ -27,8 +27,8 @@ from broker.serve.haproxy_control import (
     parse_figures,
     parse_workers,
 )
+from broker.serve.replicas import draw_free_port
 from broker.types import BalancerType, ReadinessProbe, ServiceProtocol, TlsFiles
-from tests.serve.live_bed import draw_free_port
 from tests.serve.stand_in import StandIn
 from tests.serve.stands import needs_haproxy
 

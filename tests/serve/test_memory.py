@@ -15,8 +15,8 @@ from broker.clock import SystemClock
 from broker.serve.balancer import run_balancer
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.memory import CHANGE_MIN, MemoryTrimmer, find_malloc_trim
+from broker.serve.replicas import draw_free_port
 from broker.types import ReadinessProbe
-from tests.serve.live_bed import draw_free_port
 
 
 def count_trims(*in_flight: int) -> list[int]:

@@ -53,7 +53,7 @@ def find_holder(store: PostgresStore) -> tuple[int, int]:
 
 def is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=300) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

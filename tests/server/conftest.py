@@ -40,7 +40,7 @@ class Hosted:
         self._listening: Listening | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(300)
 
     def _run(self) -> None:
         async def work() -> None:
@@ -81,7 +81,7 @@ class Hosted:
         data = None if body is None else json.dumps(body).encode()
         sent = {**({"Authorization": f"Bearer {token}"} if token else {}), **(headers or {})}
         try:
-            with urlopen(Request(self.listening.url + path, data=data, headers=sent), timeout=60) as answer:
+            with urlopen(Request(self.listening.url + path, data=data, headers=sent), timeout=300) as answer:
                 status, text = answer.status, answer.read().decode()
         except HTTPError as error:
             status, text = error.code, error.read().decode()

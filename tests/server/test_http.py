@@ -139,7 +139,7 @@ def test_body_that_is_not_an_object_of_valid_text_is_refused_in_one_sentence(hos
     headers = {"Authorization": f"Bearer {hosted.tokens['admin']}"}
     request = Request(f"{hosted.listening.url}/v1/list_queue", data=body, headers=headers)
     with pytest.raises(HTTPError) as caught:
-        urlopen(request, timeout=60)
+        urlopen(request, timeout=300)
     assert caught.value.code == 400
     assert "the body must be a JSON object of valid Unicode text" in caught.value.read().decode()
 
@@ -189,7 +189,7 @@ def test_viewer_cannot_send_files(hosted: Hosted) -> None:
         headers={"Authorization": f"Bearer {hosted.tokens['viewer']}"},
     )  # fmt: skip
     with pytest.raises(OSError, match="403"):
-        urlopen(request, timeout=60)
+        urlopen(request, timeout=300)
 
 
 def test_certificate_is_pinned(tmp_path: Path) -> None:

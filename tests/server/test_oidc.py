@@ -72,7 +72,7 @@ def browse(page: str) -> None:
 
     def follow() -> None:
         with contextlib.suppress(OSError):  # a refusal, or a client that has given up
-            urlopen(page, timeout=60).read()
+            urlopen(page, timeout=300).read()
 
     threading.Thread(target=follow, daemon=True).start()
 

@@ -92,7 +92,7 @@ def visit(url: str) -> dict[str, str]:
     from urllib.error import HTTPError
 
     with pytest.raises(HTTPError) as caught:
-        build_opener(_NoRedirect()).open(url, timeout=60)
+        build_opener(_NoRedirect()).open(url, timeout=300)
     return read_query(caught.value.headers["Location"])
 
 

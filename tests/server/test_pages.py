@@ -35,7 +35,7 @@ class Page:
 
 def ask(hosted: Hosted, method: str, path: str, form: dict[str, str] | None = None, **headers: str) -> Page:
     """Send a request without following redirects."""
-    connection = http.client.HTTPConnection(urlsplit(hosted.listening.url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(hosted.listening.url).netloc, timeout=300)
     body = None if form is None else urlencode(form)
     given = {"Content-Type": "application/x-www-form-urlencoded"} if form is not None else {}
     connection.request(method, path, body, {**given, **headers})

@@ -27,7 +27,7 @@ def bed(tmp_path: Path, metadata: MetadataServer, shared: Path) -> Iterator[Bed]
 
 async def open_cluster(bed: Bed, shared: Path, node_count: int = 1) -> Cluster:
     cluster = await bed.make_cluster(node_count)
-    await asyncio.gather(*(bed.transport.run(node, ["true"], timeout_s=60) for node in cluster.nodes))
+    await asyncio.gather(*(bed.transport.run(node, ["true"], timeout_s=300) for node in cluster.nodes))
     for node in cluster.nodes:
         if obstacle := await asyncio.to_thread(start_docker, bed.cloud.hosts[node.id], IMAGE, shared):
             pytest.skip(obstacle)

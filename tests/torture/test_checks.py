@@ -26,7 +26,7 @@ from tests.torture.references import compare_numbers
 from tests.torture.workloads import HERE, STEPS, Setting, Workload, draw_workload
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
-WAIT_S_MAX = 300.0
+WAIT_S_MAX = 900.0
 
 
 def start_witness(evidence: Path, attempt: int, *program: str) -> subprocess.Popen[bytes]:

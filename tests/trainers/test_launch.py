@@ -36,6 +36,23 @@ def test_worker_that_is_ended_while_it_starts_is_preempted_and_not_started_again
     assert (tmp_path / "starts").read_text() == "x"
 
 
+# Ranks that leave one after the other, and a launcher that is in a hurry after a failure.
+LEAVING = """
+import os, sys
+from trainers import launch
+launch.GRACE_S = 0.05
+code = "import os, sys, time; time.sleep({0}); open('left-{0}', 'x'); os._exit(143)"
+sys.exit(launch.run_workers([([sys.executable, "-S", "-c", code.format(s)], dict(os.environ)) for s in (0, 1)]))
+"""
+
+
+def test_rank_that_commits_the_checkpoint_is_not_cut_off_when_another_has_left(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", LEAVING], cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 143
+    assert {each.name for each in tmp_path.iterdir()} == {"left-0", "left-1"}
+
+
 def test_signal_before_a_program_executes_itself_again_counts_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.preemption.signal", SimpleNamespace(SIGTERM=15, signal=lambda *_: None))
     monkeypatch.setattr("trainers.preemption.os", SimpleNamespace(environ=(environment := {})))

@@ -29,8 +29,9 @@ import aiohttp
 from aiohttp import web
 
 from broker.serve.haproxy_control import find_haproxy
+from broker.serve.replicas import draw_free_port
 from tests.bench.serve_balancer import ask_repeatedly
-from tests.serve.live_bed import LOOK_S, LiveBed, draw_free_port, read_cpu_s
+from tests.serve.live_bed import LOOK_S, LiveBed, read_cpu_s
 
 SKY_SIDE = Path(__file__).parent / "sky_balancer.py"
 BROKER, SKYSERVE, HAPROXY = "broker", "SkyServe", "HAProxy"

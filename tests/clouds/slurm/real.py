@@ -13,6 +13,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from broker.serve.replicas import draw_free_port
+
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = {
     "munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "srun": "slurm-client",
@@ -123,8 +125,7 @@ class RealSlurm:
 
 
 def find_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    ports = list[int]()
+    while len(ports) < count:
+        ports += {draw_free_port()} - {*ports}
+    return ports

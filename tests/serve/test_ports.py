@@ -1,0 +1,31 @@
+"""Ports of replicas on this machine: free, and not given to others while they are waited for."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from broker.app.gateways import PORTS
+from broker.serve import replicas
+from broker.serve.replicas import FREE_PORTS, LOOPBACK, draw_free_port, draw_free_ports
+
+
+def test_ports_of_replicas_are_neither_those_of_services_nor_of_outgoing_connections() -> None:
+    assert not {*PORTS} & {*FREE_PORTS}
+    assert FREE_PORTS.stop <= 32768, "Linux gives those from there on to outgoing connections"
+
+
+def test_a_port_in_use_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(replicas, "FREE_PORTS", range(port, port + 1))
+        with pytest.raises(OSError, match="is free"):
+            draw_free_port()
+
+
+def test_program_and_entrance_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas.random, "sample", lambda ports, count: [20_011, 20_012, 20_013, 20_014])
+    drawn = draw_free_ports()
+    assert drawn.program != drawn.entrance
