@@ -39,7 +39,7 @@ class SweepStep:
 def decide(
     board: Board, jobs: Mapping[int, Job], *, runs: int, parallel: int, early: Early, is_closed: bool = False
 ) -> SweepStep:
-    """Record new losses, choose runs to stop, and fill the free slots with runs in order; a closed sweep starts none."""
+    """Record new losses, choose runs to stop, and fill free slots with runs in order; a closed sweep starts none."""
     if early == "asha":
         for run, job in sorted(jobs.items()):
             board = _observe(board, run, job)
