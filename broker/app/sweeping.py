@@ -15,6 +15,7 @@ from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
 from broker.app.limits import LaunchSize
 from broker.app.programs import digest_files
+from broker.errors import BrokerError
 from broker.frozen import frozen
 from broker.state.people import Owned
 from broker.sweeps import board as boards
@@ -60,6 +61,9 @@ class SweepDriver:
         self.group = name_sweep(request)
         self._ended: dict[int, Job] = {}
         self._task: Task | None = None
+        self._live: frozenset[int] = frozenset()  # runs, as of the last step
+        self._first_id: int | None = None  # the newest job when this command took its first step
+        self._closed: BrokerError | None = None  # why no further run starts
 
     def show(self) -> None:
         """Plan the first run without starting anything."""
@@ -75,9 +79,11 @@ class SweepDriver:
         """Take the next step: stop and submit runs; the first time, show and confirm the price."""
         store, request = self._context.store, self._request
         jobs, before = self._find_jobs(), self._read_board()
+        self._closed = self._closed or self._find_closure(before, jobs)
         step = boards.decide(
-            before, jobs, runs=len(self.configurations), parallel=request.parallel, early=request.early
-        )
+            before, jobs, runs=len(self.configurations), parallel=request.parallel, early=request.early,
+            is_closed=self._closed is not None,
+        )  # fmt: skip
         if step.board != before:  # before the requests, so that a stopped run is on record as stopped
             store.meta.put(f"sweep:{self.group}", boards.encode(step.board))
         for run in step.stops:
@@ -87,17 +93,41 @@ class SweepDriver:
             jobs[run] = self._submit(run)
         if step.starts or step.stops:
             self._context.ensure_daemon()
+        self._live = frozenset(run for run, job in jobs.items() if not job.status.is_terminal)
         return self._make_view(jobs, step.board, is_over=step.is_over)
 
     async def follow(self) -> AsyncIterator[SweepView]:
-        """Yield the state after each step, about once a second, until all runs have ended."""
+        """Yield the state after each step, about once a second, until all runs have ended.
+
+        Raises BrokerError if the sweep was cancelled, or its first runs all failed, once no run is live.
+        """
         while True:
             view = self.advance()
             yield view
             if view.is_over:
+                if self._closed is not None:
+                    raise self._closed
                 return
             self._context.keep_jobs_going()
             await self._context.clock.sleep(LOOK_S)
+
+    def _find_closure(self, board: Board, jobs: Mapping[int, Job]) -> BrokerError | None:
+        """Return why no further run starts; None to go on. Nothing is left to start once all runs have a job."""
+        if self._first_id is None:
+            self._first_id = max((line.id for line in self._context.store.jobs.list_lines(1)), default=0)
+        left = len(self.configurations) - len(jobs)
+        if not left:
+            return None
+        hint = "the same command starts the other runs"
+        if boards.is_cancelled(board, jobs, before=self._live):
+            return BrokerError(f"{self.group} was cancelled; {left} runs were not started", hints=[hint])
+        if failed := boards.list_failures(jobs, after=self._first_id):
+            return BrokerError(
+                f"{len(failed)} runs failed and none has reported a step; {left} runs were not started",
+                details=[f"job {job.id} ended with status {job.status.value}" for job in failed[:3]],
+                hints=[f"see `broker jobs logs {failed[0].id}`; {hint}"],
+            )
+        return None
 
     def _find_jobs(self) -> dict[int, Job]:
         found = dict(self._ended)

@@ -5,6 +5,7 @@ none                 any       yes                map-k7wq2/1/1
 1: RUNNING           any       yes                -
 1: SUCCEEDED         live      yes                -              the others hold all remaining shards
 1: SUCCEEDED         ended     yes                map-k7wq2/1/2  one of them ended without finishing its shard
+1: SUCCEEDED         cancelled yes                -              later, by the user, since this command began
 1: FAILED            any       yes                -              unless it failed before this command began
 """
 
@@ -17,6 +18,7 @@ from broker.frozen import frozen
 from broker.types import Job, JobStatus
 
 ROUNDS_MAX = 1000
+NEVER_S = float("-inf")
 
 
 @frozen
@@ -60,17 +62,19 @@ def plan_crew(group: str, workers: int, find_job: Callable[[str], Job | None], *
         if worker <= workers and number <= ROUNDS_MAX:
             wanted.append((Submission(name=f"{group}-{worker}", request_id=f"{group}/{worker}/{number}"), job))
     live = sum(not job.status.is_terminal for job in newest)
-    due = [each for each, job in wanted if _is_due(job, live=live, retries_from=retries_from)]
+    cancelled = [job for job in newest if job.status is JobStatus.CANCELLED and job.id >= retries_from]
+    cancelled_s = max((job.ended_s or 0.0 for job in cancelled), default=NEVER_S)
+    due = [each for each, job in wanted if _is_due(job, live=live, retries_from=retries_from, cancelled_s=cancelled_s)]
     return Crew(
         newest=tuple(newest), job_ids=tuple(job_ids), submissions=tuple(due[: max(0, min(workers, left) - live)])
     )
 
 
-def _is_due(job: Job | None, *, live: int, retries_from: int) -> bool:
+def _is_due(job: Job | None, *, live: int, retries_from: int, cancelled_s: float) -> bool:
     if job is None:
-        return True
+        return live > 0 or cancelled_s == NEVER_S
     if job.status is JobStatus.SUCCEEDED:
-        return not live
+        return not live and (job.ended_s or 0.0) >= cancelled_s
     return job.status.is_terminal and job.id < retries_from
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Literal
 
@@ -14,6 +14,8 @@ from broker.sweeps.asha import Records, list_rungs, record
 from broker.types import Job, JobStatus
 
 Early = Literal["none", "asha"]
+FAILURES_MAX = 3  # runs whose program failed, after which no further run starts if none has ever worked
+FAILED = (JobStatus.FAILED, JobStatus.FAILED_SETUP)
 
 
 @frozen
@@ -34,17 +36,40 @@ class SweepStep:
     is_over: bool
 
 
-def decide(board: Board, jobs: Mapping[int, Job], *, runs: int, parallel: int, early: Early) -> SweepStep:
-    """Record new losses, choose runs to stop, and fill the free slots with runs in order."""
+def decide(
+    board: Board, jobs: Mapping[int, Job], *, runs: int, parallel: int, early: Early, is_closed: bool = False
+) -> SweepStep:
+    """Record new losses, choose runs to stop, and fill free slots with runs in order; a closed sweep starts none."""
     if early == "asha":
         for run, job in sorted(jobs.items()):
             board = _observe(board, run, job)
     live = {run for run, job in jobs.items() if not job.status.is_terminal}
     stops = tuple(sorted(run for run in live if run in board.stopped and not jobs[run].cancel_requested))
     busy = len(live - set(board.stopped))  # the machines of a stopped run are being terminated
-    waiting = [run for run in range(runs) if run not in jobs]
+    waiting = [] if is_closed else [run for run in range(runs) if run not in jobs]
     starts = tuple(waiting[: max(0, parallel - busy)])
     return SweepStep(board=board, starts=starts, stops=stops, is_over=not live and not waiting)
+
+
+def is_cancelled(board: Board, jobs: Mapping[int, Job], *, before: Collection[int]) -> bool:
+    """Return whether the user has cancelled the sweep: all runs that were live `before` and have not ended otherwise.
+
+    Without this, `broker jobs cancel` would make room for the next runs. One cancelled run of several does so.
+    """
+    left = [jobs[run] for run in before if run not in board.stopped]
+    left = [job for job in left if not job.status.is_terminal or job.status is JobStatus.CANCELLED]
+    return bool(left) and all(job.cancel_requested or job.status is JobStatus.CANCELLED for job in left)
+
+
+def list_failures(jobs: Mapping[int, Job], *, after: int) -> Sequence[Job]:
+    """Return the failed runs if they are many and no run has worked, so that the program is at fault; else none.
+
+    Only jobs with an ID above `after` count: those that the current command started.
+    """
+    if any(job.status is JobStatus.SUCCEEDED or job.progress is not None for job in jobs.values()):
+        return ()
+    failed = [job for job in jobs.values() if job.status in FAILED and job.id > after]
+    return failed if len(failed) >= FAILURES_MAX else ()
 
 
 def _observe(board: Board, run: int, job: Job) -> Board:

@@ -11,7 +11,7 @@ import pytest
 
 from broker.app.container import Context
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
-from broker.errors import UsageError
+from broker.errors import BrokerError, UsageError
 from broker.sweeps.asha import Records, is_kept, list_rungs, record
 from broker.sweeps.board import find_best, rank
 from broker.sweeps.space import NumberRange, draw, parse_parameter, parse_parameters
@@ -136,6 +136,51 @@ class SweepWorld(World):
             return driver, view
         finally:
             context.close()
+
+
+class FailingWorld(SweepWorld):
+    """Every program fails before its first step."""
+
+    def train(self, context: Context, job: Job) -> None:
+        context.store.jobs.set_status(job.id, JobStatus.FAILED)
+
+
+class CancellingWorld(SweepWorld):
+    """The user cancels the jobs of the sweep as soon as they run."""
+
+    def train(self, context: Context, job: Job) -> None:
+        context.store.jobs.request_cancel(job.id)
+        context.store.jobs.set_status(job.id, JobStatus.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("make_world", "message"),
+    [
+        (FailingWorld, "4 runs failed and none has reported a step; 60 runs"),
+        (CancellingWorld, "was cancelled; 60 runs"),
+    ],
+)
+def test_no_further_run_starts_after_the_first_have_all_failed_or_were_cancelled(
+    make_world: type[SweepWorld], message: str, tmp_path: Path
+) -> None:
+    world = make_world(tmp_path)
+    with pytest.raises(BrokerError, match=message):
+        world.run(Killer(None), parallel=4)
+    with pytest.raises(BrokerError, match=message.replace("60", "56")):
+        world.run(Killer(None), parallel=4)  # the same command starts others
+
+
+def test_one_cancelled_run_makes_room_for_the_next(tmp_path: Path) -> None:
+    class OneCancelled(SweepWorld):
+        def train(self, context: Context, job: Job) -> None:
+            if job.id == 1:
+                context.store.jobs.request_cancel(job.id)
+                context.store.jobs.set_status(job.id, JobStatus.CANCELLED)
+            else:
+                super().train(context, job)
+
+    _, view = OneCancelled(tmp_path).run(Killer(None), runs=4, parallel=2)
+    assert len(view.jobs) == 4 and view.is_over
 
 
 def compute_loss(job: Job, step: int) -> float:
