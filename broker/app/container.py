@@ -187,22 +187,28 @@ class Context(Permissions):
     def make_controller(self, job_id: int) -> JobController:
         """Return a controller for one managed job, wired to this context's store and clouds."""
         from broker.jobs.controller import JobController
-        from broker.state.history import SHARED_S_MAX
 
         return JobController(
             job_id,
             store=self.store,
             provisioner=self.provisioner,
             gang=self.gang,
-            planner=lambda task, avoid: self.market.rank(
-                task,
-                usable_clouds=frozenset(self.clouds),
-                avoid=avoid,
-                history=self.store.history.read(age_s_max=SHARED_S_MAX),
-            ),
+            planner=self.plan_for_controller,
             clock=self.clock,
             config=self.config,
             queue=self.job_queue,
+        )
+
+    def plan_for_controller(self, task: Task, avoid: Callable[[Placement], bool] | None) -> Plan:
+        """Rank placements at the newest prices: a controller plans again days after its process has started."""
+        from broker.state.history import SHARED_S_MAX
+
+        self.market.renew()
+        return self.market.rank(
+            task,
+            usable_clouds=frozenset(self.clouds),
+            avoid=avoid,
+            history=self.store.history.read(age_s_max=SHARED_S_MAX),
         )
 
     @cached_property

@@ -1,5 +1,6 @@
 """Keep the prices of the clouds in use fresh: a command that uses prices starts one detached update if they are old.
 
+The daemon and the server, which plan for days without a command, check too.
 The command itself only reads one small file. The update is a separate process: at most one at a time, with limits on
 time and bytes, low priority, and a log. Nothing waits for it: a cloud that cannot be updated keeps its prices.
 """
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from broker.app.market import find_cache
 from broker.catalog.attempts import FRESH_S, read_attempts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 UPDATER = (sys.executable, "-m", "broker", "updater")
 URL_VARIABLE = "BROKER_PRICES_URL_"  # followed by the source's name in capitals: another URL, such as a mirror
+LOOK_S = 600.0  # between checks of a process that lives for days; each reads one small file
 RESTART_S = 600.0  # minimum time before an updater is restarted that died before it recorded its attempt
 TOTAL_S_MAX = 600
 BYTES_MAX = 128 << 20  # SkyPilot's files of all clouds are about 40 MiB
@@ -55,6 +57,15 @@ def start_update_if_due(clock: Clock, home: Path | None = None) -> bool:
     except (OSError, BrokerError):
         return False  # the cache is not writable, or a setting is invalid, which other commands report
     return True
+
+
+async def keep_prices_fresh(clock: Clock, home: Path | None = None) -> NoReturn:
+    """Start updates that are due, for a process that plans for days without a command, until it is cancelled."""
+    import asyncio  # 40 ms that no command should pay
+
+    while True:
+        await asyncio.to_thread(start_update_if_due, clock, home)
+        await clock.sleep(LOOK_S)
 
 
 def _claim_start(cache: Path, now_s: float, *, every_s: float) -> bool:

@@ -28,6 +28,7 @@ class Market:
         self._cache = cache
         self.home = home
         self._find_interval_factor = find_interval_factor
+        self._stamp: tuple[int, int] | None = None
 
     @cached_property
     def interval_factor(self) -> float:
@@ -39,7 +40,27 @@ class Market:
         """The price book, opened on first use. Raises StateError."""
         from broker.catalog.bundle import open_book
 
+        self._stamp = self._stamp_prices()
         return open_book(self._cache)
+
+    def renew(self) -> None:
+        """Read the prices again if they were replaced since they were opened, for processes that plan for days.
+
+        A command keeps the prices that it has shown.
+        """
+        if "book" in self.__dict__ and self._stamp_prices() != self._stamp:
+            for name in ("book", "figures"):
+                self.__dict__.pop(name, None)
+
+    def _stamp_prices(self) -> tuple[int, int] | None:
+        """Return a value that changes when an update or an import replaces the prices; None without either."""
+        from broker.catalog.bundle import locate_live_book
+
+        try:
+            found = locate_live_book(self._cache).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     @cached_property
     def figures(self) -> Mapping[str, AcceleratorFigures]:

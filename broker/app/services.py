@@ -281,6 +281,7 @@ def find_ondemand_usd_hour(context: Context, task: Task) -> float:
 
 def _rank(context: Context, task: Task, *, is_spot: bool) -> Sequence[Estimate]:
     resources = tuple(replace(each, use_spot=is_spot) for each in task.resources)
+    context.market.renew()  # the controller of a service plans for months
     try:
         plan = context.market.rank(
             replace(task, resources=resources), usable_clouds=frozenset(context.clouds), history=context.read_history()

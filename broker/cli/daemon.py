@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from broker.app.container import Context
+from broker.app.freshness import keep_prices_fresh
 from broker.cli.context import make_context
 from broker.cli.descriptors import allow_descriptors
 from broker.cli.log_lines import start_log
@@ -24,8 +26,14 @@ def daemon(
     start_log(context.config)
     allow_descriptors()  # each node keeps one; with fewer, the remaining nodes are polled
     os.chdir(context.config.home)  # the caller's folder may be deleted
-    asyncio.run(
-        run_daemon(
+    asyncio.run(run_controllers(context, idle_s=idle))
+
+
+async def run_controllers(context: Context, *, idle_s: float) -> None:
+    """Run the controllers of all jobs and services, and keep prices fresh meanwhile."""
+    updates = asyncio.ensure_future(keep_prices_fresh(context.clock, context.config.home))
+    try:
+        await run_daemon(
             store=context.store,
             make_controller=context.make_any_controller,
             provisioner=context.provisioner,
@@ -33,6 +41,7 @@ def daemon(
             config=context.config,
             notifier=context.notifier,
             scheduler=context.scheduler,
-            idle_s=idle,
+            idle_s=idle_s,
         )
-    )
+    finally:
+        updates.cancel()

@@ -172,7 +172,7 @@ def controller(state: StateOption = None) -> None:
 
     For servers started with `--no-controller`.
     """
-    from broker.jobs.daemon import run_daemon
+    from broker.cli.daemon import run_controllers
 
     if state is not None:
         choose_state_url(state)
@@ -180,18 +180,7 @@ def controller(state: StateOption = None) -> None:
     if context.store.is_shared:
         load_key(context.config.home)  # an invalid key must not wait for a job with secrets
     start_log(context.config)
-    asyncio.run(
-        run_daemon(
-            store=context.store,
-            make_controller=context.make_any_controller,
-            provisioner=context.provisioner,
-            clock=context.clock,
-            config=context.config,
-            notifier=context.notifier,
-            scheduler=context.scheduler,
-            idle_s=math.inf,
-        )
-    )
+    asyncio.run(run_controllers(context, idle_s=math.inf))
 
 
 @token_app.command()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from broker.app.freshness import keep_prices_fresh
 from broker.client.login import is_loopback
 from broker.clock import SystemClock
 from broker.errors import BrokerError, UsageError
@@ -126,10 +127,10 @@ async def serve(
 
 
 async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable[object]]) -> None:
-    """Keep the daemon running and the backup current until `until` returns. Raises FencedError if replaced."""
+    """Keep the daemon running and backup and prices current until `until` returns. Raises FencedError if replaced."""
     tasks = [
         asyncio.ensure_future(until()), asyncio.create_task(_keep_jobs_going(home, policy)),
-        asyncio.create_task(keep_backup(home)),
+        asyncio.create_task(keep_backup(home)), asyncio.create_task(keep_prices_fresh(SystemClock(), home)),
     ]  # fmt: skip
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
