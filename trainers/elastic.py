@@ -35,6 +35,10 @@ BEAT_S = 2.0
 SEARCH_S = 3.0
 # The death of a peer is detected at once, a vanished machine after `rendezvous.SILENCE_S_MAX`.
 CHANGE_S_MAX = 40.0
+# A rank whose error is not explained by then says so. The death of a peer has long been detected.
+EXPLAINED_S_MAX = 5.0
+# Errors in a program, which no lost peer causes: collectives raise RuntimeError, and their users TrainerError.
+MISTAKES = (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError)
 VOTE_S_MAX = 120.0
 HOLDING_VARIABLE = "BROKER_ELASTIC_HOLDING"  # step, index of the part and number of parts in the memory kept
 NOTHING_HELD = "[-1, 0, 1]"
@@ -76,6 +80,7 @@ class ElasticMember:
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
+        self._is_explained = threading.Event()  # no peer was lost, or nobody can say
         self._past = read_past(os.environ)
         self._places = Places(meeting, self._past)
         self._is_done = False  # whether the connection is expected to end
@@ -162,9 +167,23 @@ class ElasticMember:
         self._is_done = True
         self._send(kind="done")
 
-    def await_change(self) -> None:
-        """Wait after an error that a lost peer may have caused. Does not return if a peer was lost."""
-        self._is_lost.wait(CHANGE_S_MAX)
+    def await_change(self, error: Exception) -> None:
+        """Wait after an error that a lost peer may have caused. Does not return if a peer was lost.
+
+        Returns at once if no peer can have caused it: it is a mistake in a program, or all ranks have failed.
+        """
+        if isinstance(error, MISTAKES):
+            return
+        self._send(kind="failed")
+        if not self._is_explained.wait(EXPLAINED_S_MAX):
+            text = str(error).partition("\n")[0]
+            print(
+                f"note: rank {self.world.rank} failed with {type(error).__name__}: {text}; "
+                f"this ends it in {CHANGE_S_MAX - EXPLAINED_S_MAX:.0f} s, unless another rank proves to be lost",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._is_explained.wait(CHANGE_S_MAX - EXPLAINED_S_MAX)
 
     def restart(self) -> None:
         """Re-execute the program with the state in memory. Never returns; a second thread that calls it blocks."""
@@ -261,9 +280,12 @@ class ElasticMember:
                     self.restart()
                 elif message["kind"] == "verdict":
                     self._verdicts.put(message["verdict"])
+                elif message["kind"] == "failed":
+                    self._is_explained.set()
         if not self._places.is_one and not self._is_done:
             self.restart()  # the leader was lost, its ranks with it
         self._is_lost.set()  # training continues, but the next loss ends the run
+        self._is_explained.set()
 
     def _beat(self) -> None:
         while not self._is_lost.wait(BEAT_S):

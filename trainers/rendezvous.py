@@ -57,6 +57,7 @@ class Rendezvous:
     current: dict[str, Member] = field(default_factory=dict)
     expected: set[str] = field(default_factory=set)  # survivors that will reconnect
     votes: dict[str, bool] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)  # ids of members that an error ended, perhaps because of a lost one
     # Whether the run continues at another node if this one is lost. After a network partition both parts may try to
     # form a world: only one has more than half of the previous world, or half of it and its rendezvous.
     is_movable: bool = False
@@ -126,10 +127,19 @@ class Rendezvous:
             self.quorum = staying
             self.gather(staying)
 
+    def fail(self, member: Member) -> None:
+        """Note that an error ended the training of a member. If all failed, none was lost, and they are told so."""
+        if self.is_gathering or self.current.get(member.id) is not member:
+            return
+        self.failed.add(member.id)
+        if self.failed >= set(self.current):
+            for other in self.current.values():
+                other.send(kind="failed")
+
     def gather(self, expected: set[str]) -> None:
         """Begin a new generation."""
         self.is_gathering, self.is_late = True, False
-        self.expected, self.votes = expected - set(self.waiting), {}
+        self.expected, self.votes, self.failed = expected - set(self.waiting), {}, set()
         self.on_gather()
         self.consider()
 

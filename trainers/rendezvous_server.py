@@ -1,8 +1,8 @@
 """Serve a `Rendezvous` on a port. Peers that cannot authenticate are ignored, and cannot block others.
 
-The protocol is JSON lines. A worker sends hello {id, port, order, holding, unit}, then vote {is_leaving}, done and
-beat; after the loss of its rendezvous, hello also has {generation, former, lost}. It receives welcome, then the
-messages of `Rendezvous`. Before hello, `where` asks for the state of the rendezvous. Where broker names the leader,
+The protocol is JSON lines. A worker sends hello {id, port, order, holding, unit}, then vote {is_leaving}, failed,
+done and beat; after the loss of its rendezvous, hello also has {generation, former, lost}. It receives welcome, then
+the messages of `Rendezvous`. Before hello, `where` asks for the state of the rendezvous. Where broker names the leader,
 hello also has the `epoch` in which this node leads; a worker that knows another one is refused.
 """
 
@@ -197,6 +197,8 @@ class RendezvousServer:
             if not isinstance(message.get("is_leaving"), bool):
                 raise ValueError("invalid vote")
             self._rendezvous.vote(member, is_leaving=message["is_leaving"])
+        elif message["kind"] == "failed":
+            self._rendezvous.fail(member)
         elif message["kind"] == "done" and self._rendezvous.current.get(member.id) is member:
             self._rendezvous.finish()
 

@@ -66,10 +66,10 @@ def run_session(config: RunConfig, build: Build) -> int:
                 member=member,
             )  # fmt: skip
             return session.train(build)
-        except Exception:
+        except Exception as error:
             if member is not None:  # a lost peer causes errors of many kinds
                 watchdog.beat("waiting for a new world")
-                member.await_change()
+                member.await_change(error)
             raise
     except TrainerError as error:
         if is_first_to_say(str(error)):

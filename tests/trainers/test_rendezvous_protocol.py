@@ -51,7 +51,7 @@ VALUES = st.recursive(
 FIELDS = st.sampled_from(["id", "port", "order", "holding", "unit", "is_leaving"])
 NEARLY = st.builds(
     lambda kind, base, fields: {**base, **fields, "kind": kind},
-    st.sampled_from(["hello", "vote", "done", "beat", "world", "x"]),
+    st.sampled_from(["hello", "vote", "failed", "done", "beat", "world", "x"]),
     st.sampled_from([{}, make_hello("y")]),
     st.dictionaries(FIELDS, VALUES | st.lists(st.integers(-2, 3), min_size=2, max_size=3), max_size=2),
 )

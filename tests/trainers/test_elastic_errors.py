@@ -1,0 +1,92 @@
+"""Errors in elastic runs: a lost peer causes errors of many kinds, but so do mistakes in a program."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.targets_gang import come, open_rendezvous
+from trainers import elastic
+from trainers.elastic import ElasticMember
+from trainers.wire import Credential, Wire
+
+from .test_elastic import come_back, gather
+
+SECRET = Credential(secret="cd" * 32)
+
+
+def test_members_that_all_failed_are_told_that_none_was_lost() -> None:
+    rendezvous, members = gather()
+    for member in members:
+        member.ear.take()
+    rendezvous.fail(members[0])
+    rendezvous.fail(members[0])
+    rendezvous.fail(members[1])
+    assert [each.ear.take() for each in members] == [[], [], []]
+    rendezvous.fail(members[2])
+    assert [each.ear.take() for each in members] == [["failed"]] * 3
+
+
+def test_failures_before_the_loss_of_a_member_count_no_more() -> None:
+    rendezvous, (a, b, c) = gather()
+    rendezvous.fail(a)
+    rendezvous.fail(b)
+    rendezvous.depart(c)  # the cause
+    a, b = come_back(rendezvous, a, rank=0, step=7), come_back(rendezvous, b, rank=1, step=7)
+    assert [each.ear.take() for each in (a, b)] == [["world"]] * 2
+    rendezvous.fail(c)
+    rendezvous.fail(a)
+    assert a.ear.take() == []
+    rendezvous.fail(b)
+    assert a.ear.take() == b.ear.take() == ["failed"]
+
+
+def test_error_that_no_lost_peer_causes_is_not_waited_for() -> None:
+    member = ElasticMember.__new__(ElasticMember)  # without a rendezvous: it is not asked
+    for error in (KeyError("x"), TypeError("x"), AttributeError("x"), NameError("x"), ImportError("x")):
+        member.await_change(error)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ElasticMember, Wire]]:
+    """A member of a world of two, and the connection of the other one."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # set by the member
+        monkeypatch.setenv(name, "")
+    for name in ("BROKER_ELASTIC_WORLD", "BROKER_GANG_PEM", "BROKER_ELASTIC_NAMED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BROKER_ELASTIC_MEMBER", "0.b")
+    monkeypatch.setenv("BROKER_ELASTIC_ORDER", "[1, 1]")
+    monkeypatch.setenv("BROKER_ELASTIC_SECRET", SECRET.secret or "")
+    # At the loss of the other one it would execute pytest anew.
+    monkeypatch.setattr(ElasticMember, "restart", lambda self: None)
+    with open_rendezvous(credential=SECRET) as (_, server):
+        monkeypatch.setenv("BROKER_ELASTIC_AT", f"127.0.0.1:{server.port}")
+        other = come(server, "a", 0, SECRET)
+        member = ElasticMember(os.environ["BROKER_ELASTIC_AT"])
+        try:
+            assert other.read()["kind"] == "world" and member.world.world_size == 2
+            yield member, other
+        finally:
+            member._wire.close()
+            assert member._is_lost.wait(300.0), "it still listens"
+            other.close()
+
+
+def test_rank_whose_peers_have_failed_too_does_not_wait(
+    pair: tuple[ElasticMember, Wire], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic, "EXPLAINED_S_MAX", 300.0)
+    member, other = pair
+    other.send(kind="failed")
+    member.await_change(RuntimeError("shapes"))
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_that_alone_has_failed_says_so_before_the_wait_ends(
+    pair: tuple[ElasticMember, Wire], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic, "EXPLAINED_S_MAX", 0.0)
+    monkeypatch.setattr(elastic, "CHANGE_S_MAX", 0.01)
+    member, _ = pair
+    member.await_change(RuntimeError("mat1 and mat2\nmore"))
+    assert "note: rank 1 failed with RuntimeError: mat1 and mat2; this ends it in" in capsys.readouterr().err
