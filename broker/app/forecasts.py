@@ -25,10 +25,7 @@ def submit(
     request_id: str | None,
     hedge: int,
 ) -> Sequence[Job]:
-    """Submit tasks as managed jobs, as `submit_tasks` does, and store the owner and forecast of each job.
-
-    Also score earlier forecasts, so that later plans account for intervals that were too narrow.
-    """
+    """Submit tasks as managed jobs, as `submit_tasks` does, and store the owner and forecast of each job."""
     from broker.jobs.submission import list_request_ids, submit_tasks
     from broker.optimizer.forecast import record_forecast
 
@@ -40,7 +37,6 @@ def submit(
         for job, plan in zip(found, plans, strict=True):
             if (forecast := record_forecast(plan)) is not None:
                 context.store.forecasts.add(job.id, forecast)
-        score_own_forecasts(context)
     return found
 
 
@@ -162,7 +158,11 @@ def list_paid(context: Context) -> Sequence[PaidForecast]:
 
 
 def score_own_forecasts(context: Context) -> ForecastScore:
-    """Score the forecasts of own jobs, and store the factor by which later plans widen their intervals."""
+    """Score the forecasts of own jobs, and store the factor by which later plans widen their intervals.
+
+    Called at each submission, before its transaction: with many ended jobs it takes seconds, in which no other process
+    could write.
+    """
     found = score_forecasts(list_judged(context))
     known = context.store.meta.get(INTERVAL_FACTOR)
     if float(known or 1.0) != found.interval_factor:

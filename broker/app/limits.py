@@ -49,8 +49,10 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
         month = read_month(None, now_s=now_s)
         asked = Amounts(usd=_expect_rest(demand.kind, usd, usd_hour, 0.0, month, now_s), gpus=gpus)
         others = [each for each in store.commitments.list() if not _is_replaced(each, demand)]
-        for limit in find_limits(store.limits.list(), user=user, project=project):
-            _check(limit, measure_use(store, limit, others, month), asked)
+        limits = find_limits(store.limits.list(), user=user, project=project)
+        work = read_work(store) if limits else None
+        for limit in limits:
+            _check(limit, measure_use(store, limit, others, month, work), asked)
         for each in store.commitments.list():
             if _is_replaced(each, demand):
                 store.commitments.end(each.id)
@@ -120,22 +122,39 @@ def list_uses(store: Store) -> Sequence[LimitUse]:
     payers = {(each.user.casefold(), each.project.casefold()): each for each in commitments}
     applied = [limit for each in payers.values() for limit in find_limits(limits, user=each.user, project=each.project)]
     wanted = {(each.scope, each.name.casefold()): each for each in [*applied, *limits]}
-    uses = [LimitUse(limit=each, used=measure_use(store, each, commitments, month)) for each in wanted.values()]
+    work = read_work(store)
+    uses = [LimitUse(limit=each, used=measure_use(store, each, commitments, month, work)) for each in wanted.values()]
     shown = [each for each in uses if each.limit in limits or each.used != NOTHING]
     return sorted(shown, key=lambda each: (each.limit.scope, each.limit.name))
 
 
-def measure_use(store: Store, limit: Limit, commitments: Sequence[Commitment], month: Period) -> Amounts:
+@frozen
+class BilledWork:
+    """All bills and the IDs of all live jobs, which are read once for any number of limits."""
+
+    bills: BillIndex
+    live_jobs: frozenset[str]
+
+
+def read_work(store: Store) -> BilledWork:
+    """Read the bills and the live jobs."""
+    live_jobs = frozenset(str(each) for each in store.jobs.list_live_ids())
+    return BilledWork(bills=BillIndex(store.bills.list()), live_jobs=live_jobs)
+
+
+def measure_use(
+    store: Store, limit: Limit, commitments: Sequence[Commitment], month: Period, work: BilledWork | None = None
+) -> Amounts:
     """Sum the cost of a user or project this month, and the expected cost of its live work."""
     now_s = store.clock.now_s()
-    bills, live_jobs = BillIndex(store.bills.list()), {str(each) for each in store.jobs.list_live_ids()}
+    work = work or read_work(store)
     usd = gpus = 0.0
     for each in commitments:
         if not _applies(limit, user=each.user, project=each.project):
             continue
-        own = bills.list(store, each)
+        own = work.bills.list(store, each)
         usd += sum(_pay(bill, max(bill.created_s, month.begin_s), now_s) for bill in own)
-        if _is_live(store, each, live_jobs, now_s):
+        if _is_live(store, each, work.live_jobs, now_s):
             paid_usd = sum(_pay(bill, bill.created_s, now_s) for bill in own)
             usd += _expect_rest(each.kind, each.usd, each.usd_hour, paid_usd, month, now_s)
             gpus += each.gpus
@@ -155,13 +174,13 @@ def _expect_rest(
     return usd_hour * UNKNOWN_HOURS if usd is None else max(0.0, usd - paid_usd)
 
 
-def _is_live(store: Store, commitment: Commitment, live_jobs: set[str], now_s: float) -> bool:
+def _is_live(store: Store, commitment: Commitment, live_jobs: frozenset[str], now_s: float) -> bool:
     if commitment.ended_s is not None:
         return False
     if commitment.is_pending and now_s < commitment.time_s + PENDING_S_MAX:
         return True
     if commitment.kind is Owned.JOB:
-        return bool(live_jobs & set(commitment.names))
+        return not live_jobs.isdisjoint(commitment.names)
     name = commitment.names[0] if commitment.names else ""
     if commitment.kind is Owned.SERVICE:
         service = store.services.get(name)

@@ -41,6 +41,7 @@ class RunLauncher:
     def plan(self, schedule: JobSchedule, task: Task) -> Plan:
         """Plan the task and check what a launch checks without the network. Raises BrokerError to refuse the run."""
         self._context.check_notify([task])
+        forecasts.score_own_forecasts(self._context)
         payee = Payee(user=schedule.user, project=schedule.project)
         task = govern(self._context.config.home, task, payee, note=log.info)  # the policy may have changed since
         plan = plan_launch(self._context, task)

@@ -219,6 +219,8 @@ class Server:
     async def _receive_input(self, request: web.Request) -> web.Response:
         """Pass keys and the size of a terminal to a shell; `is_accepted` is False if the shell does not read them."""
         running = self._running.get(request.match_info["id"])
+        if not has_role(request[TOKEN], Role.USER):  # another token of the same user
+            raise DeniedError("typing in a shell requires the role `user`")
         if running is None:
             raise UsageError("this shell has ended")
         if running.user != request[TOKEN].user:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from typing import TYPE_CHECKING
 
 from broker.errors import UsageError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COUNT_MAX = 1000  # missed due times that are counted; more are recorded as this number
 WINDOWS_S = (3600.0, 86400.0, 32 * 86400.0, 400 * 86400.0)  # windows searched for the newest due time
+OFFSET_S_MIN = 43200.0  # no zone has an offset from UTC for a shorter time
 FIELDS = 5
 WORDS = {
     "@hourly": "0 * * * *", "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@weekly": "0 0 * * 0",
@@ -128,19 +129,64 @@ def _find_newest(spec: ScheduleSpec, first_s: float, now_s: float) -> float:
 
 
 def _list_due(spec: ScheduleSpec, after_s: float) -> Iterator[float]:
-    from cronsim import CronSim
-
     zone = get_zone(spec)
     until_s = None if spec.until is None else read_until_s(spec.until, zone)
     before_s = -1.0
+    has_wildcard = any(field.startswith("*") for field in spec.cron.split()[:2])
     # In an hour that exists twice, cronsim restarts with the first of the two: drop times that are not later.
-    for moment in CronSim(spec.cron, datetime.fromtimestamp(after_s, zone)):
-        due_s = moment.timestamp()
+    for due_s in (_list_minutes if has_wildcard else _list_moments)(spec.cron, zone, after_s):
         if until_s is not None and due_s > until_s:
             return
         if due_s > max(after_s, before_s):
             before_s = due_s
             yield due_s
+
+
+def _list_moments(cron: str, zone: tzinfo, after_s: float) -> Iterator[float]:
+    from cronsim import CronSim
+
+    for moment in CronSim(cron, datetime.fromtimestamp(after_s, zone)):
+        yield moment.timestamp()
+
+
+def _list_minutes(cron: str, zone: tzinfo, after_s: float) -> Iterator[float]:
+    """Yield every matching minute that passes: those of one offset from UTC after another.
+
+    Within a zone, cronsim moves by whole hours, and misses minutes where clocks change by half an hour (Lord Howe).
+    """
+    begin_s, offset = after_s, _get_offset(zone, after_s)
+    while True:
+        change_s = None
+        for due_s in _list_moments(cron, timezone(offset), begin_s):
+            change_s = _find_change_s(zone, begin_s, due_s)
+            if change_s is not None:
+                break
+            yield due_s
+            begin_s = due_s
+        if change_s is None:
+            return  # no due times are left
+        begin_s, offset = change_s - 1.0, _get_offset(zone, change_s)  # one may be at the change itself
+
+
+def _get_offset(zone: tzinfo, time_s: float) -> timedelta:
+    return datetime.fromtimestamp(time_s, zone).utcoffset() or timedelta()
+
+
+def _find_change_s(zone: tzinfo, after_s: float, until_s: float) -> float | None:
+    """Return the first second with another offset from UTC than at `after_s + 1`; None if there is none."""
+    if zone is UTC:
+        return None
+    low_s = min(after_s // 1.0 + 1.0, until_s)  # both are whole seconds from here on
+    offset = _get_offset(zone, low_s)
+    while low_s < until_s:
+        high_s = min(until_s, low_s + OFFSET_S_MIN)
+        if _get_offset(zone, high_s) != offset:
+            while high_s - low_s > 1.0:
+                middle_s = (low_s + high_s) // 2
+                low_s, high_s = (middle_s, high_s) if _get_offset(zone, middle_s) == offset else (low_s, middle_s)
+            return high_s
+        low_s = high_s
+    return None
 
 
 def get_zone(spec: ScheduleSpec) -> tzinfo:

@@ -20,7 +20,7 @@ from broker.server.http import find_status
 from broker.state.database import SqliteDatabase
 from broker.state.limits import EVERYONE, Limit, LimitScope
 from broker.state.people import Owned
-from broker.state.store import Store
+from broker.state.store import Bill, Store
 from broker.types import Cluster, ClusterStatus, Estimate, JobStatus, Placement, Resources, Task
 from tests.clouds.beds import make_node
 from tests.server.conftest import Hosted
@@ -78,8 +78,16 @@ def test_limit_holds_for_every_spelling_of_an_address(store: Store) -> None:
         ask(store, [make_estimate()], user="ADA")
 
 
-def test_limit_of_everyone_holds_for_each_without_own_limits(store: Store) -> None:
+def test_limit_of_everyone_holds_for_each_without_own_limits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """With logins through an issuer, users are unknown until they log in."""
+    reads: list[Store] = []
+    list_bills = store.bills.list
+
+    def note() -> Sequence[Bill]:
+        reads.append(store)
+        return list_bills()
+
+    monkeypatch.setattr(store.bills, "list", note)
     store.limits.put(Limit(scope=LimitScope.USER, name=EVERYONE, usd_month=None, gpus=8))
     store.limits.put(Limit(scope=LimitScope.PROJECT, name=EVERYONE, usd_month=None, gpus=32))
     store.limits.put(Limit(scope=LimitScope.USER, name="Ada", usd_month=None, gpus=16))
@@ -89,9 +97,11 @@ def test_limit_of_everyone_holds_for_each_without_own_limits(store: Store) -> No
         with pytest.raises(LimitError, match=f"over the limit of {whose}"):
             ask(store, [make_estimate()], user=user)
     admit(store, [make_estimate()], LaunchSize(), user="dora", project="")
+    reads.clear()
     assert [(each.limit.name, each.used.gpus) for each in list_uses(store)] == [
         ("*", 0), ("vision", 32), ("*", 0), ("Ada", 16), ("ben", 8), ("cleo", 8), ("dora", 8),
     ]  # fmt: skip
+    assert len(reads) == 1, "however many users there are"
 
 
 def test_job_counts_until_it_ends_and_its_unspent_estimate_is_free_again(store: Store, clock: Hands) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from broker.app.verbs import schedules as verbs
 from broker.app.verbs.launching import launch_jobs, schedule_job
 from broker.errors import DeniedError, UsageError
 from broker.jobs.scheduler import Scheduler
+from broker.state.forecasts import ForecastRows
 from broker.state.limits import Limit, LimitScope
 from broker.state.people import Owned
 from broker.types import DueOutcome, JobSchedule, Resources, ScheduleSpec, Task
+from broker.types.forecasts import ForecastRecord
 from tests.server.conftest import Hosted
 
 TASK = Task(name="nightly", run="true", resources=(Resources(cloud="local"),), schedule=ScheduleSpec(cron="0 2 1 1 *"))
@@ -85,6 +89,34 @@ def test_job_of_a_due_time_belongs_to_the_owner_and_counts_towards_the_limits(ho
     assert (commitment.user, commitment.names, commitment.is_pending) == ("user", (str(due.job_id),), False)
     store.jobs.request_cancel(due.job_id)
     hosted.open("user").call(verbs.remove_schedule, schedule="owned")
+
+
+def test_forecasts_are_scored_at_each_submission_but_not_while_others_cannot_write(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With twenty thousand ended jobs, it takes longer than a second."""
+    depths: list[int] = []
+    read = ForecastRows.list
+
+    def note(self: ForecastRows) -> Mapping[int, ForecastRecord]:
+        depths.append(self._database._depth)  # type: ignore[attr-defined]
+        return read(self)
+
+    made = store_as(hosted, "user", "scored")
+    monkeypatch.setattr(ForecastRows, "list", note)
+    step(hosted, made)
+    assert depths == [0]
+    (due,) = hosted.context.store.schedules.list_due_times(made)
+    assert due.job_id is not None
+    plain = replace(TASK, schedule=None)
+    (job,) = hosted.open("user").call(
+        launch_jobs, tasks=(plain,), name=None, request_id=None, hedge=2, is_dryrun=False, show=accept, confirm=accept,
+        on_submitted=accept,
+    )  # fmt: skip
+    assert depths == [0, 0]
+    for job_id in (due.job_id, job.id):
+        hosted.context.store.jobs.request_cancel(job_id)
+    hosted.open("user").call(verbs.remove_schedule, schedule="scored")
 
 
 def test_limit_at_the_due_time_refuses_the_job_and_the_schedule_continues(hosted: Hosted) -> None:

@@ -99,12 +99,14 @@ def test_only_the_user_of_a_shell_types_in_it(hosted: Hosted, cluster: str) -> N
         path = f"/v1/input/{typing.session.request_id}"
         body = {"data": base64.b64encode(b"exit 9\n").decode()}
         refused.extend(hosted.ask(path, body, token=hosted.tokens[user])[0] for user in ("other", "viewer", "admin"))
+        reading = create_token(hosted.context.store, user="user", role=Role.VIEWER, days=1).value.value
+        refused.append(hosted.ask(path, body, token=reading)[0])
         refused.append(hosted.ask(path, body)[0])
         refused.append(hosted.ask(path, {"data": "%"}, token=hosted.tokens["user"])[0])
         refused.append(hosted.ask(path, {"size": {"rows": 0, "columns": 1}}, token=hosted.tokens["user"])[0])
 
     typing.on_line = type_as_others
-    assert typing.open() == 0 and refused == [403, 403, 403, 401, 400, 400]
+    assert typing.open() == 0 and refused == [403, 403, 403, 403, 401, 400, 400]
     status, answer = hosted.ask(f"/v1/input/{'0' * 32}", {}, token=hosted.tokens["user"])
     assert status == 422 and "has ended" in answer["error"]["message"]
 

@@ -135,6 +135,31 @@ def test_wildcard_minutes_of_an_hour_are_due_in_none_or_in_both() -> None:
     assert [each - autumn[0] for each in autumn] == [0.0, 1800.0, 3600.0, 5400.0]
 
 
+@pytest.mark.parametrize("cron", ["30 * * * *", "*/20 2 * * *", "5 */3 * * *"])
+@pytest.mark.parametrize(
+    ("zone", "day"),
+    [
+        ("Australia/Lord_Howe", "2026-04-05"),  # half an hour, back and forth
+        ("Australia/Lord_Howe", "2026-10-04"),
+        ("Europe/Paris", "2026-03-29"),
+        ("America/New_York", "2026-11-01"),
+    ],
+)
+def test_every_matching_minute_is_due_when_the_clocks_change(cron: str, zone: str, day: str) -> None:
+    begin_s = at(day, zone) - 7200.0
+    minute, hour = cron.split()[:2]
+
+    def matches(field: str, value: int) -> bool:
+        return field == "*" or (value % int(field[2:]) == 0 if field.startswith("*/") else value == int(field))
+
+    moments = [datetime.fromtimestamp(begin_s + 60 * number, ZoneInfo(zone)) for number in range(1, 36 * 60)]
+    wanted = [each.timestamp() for each in moments if matches(minute, each.minute) and matches(hour, each.hour)]
+    assert list_due(ScheduleSpec(cron=cron, timezone=zone), begin_s, len(wanted)) == wanted
+    for offset_s in (0.5, 1799.5, 3600.0, 7200.25, 9000.0):  # asked at another time, the answer is the same
+        expected = next(each for each in wanted if each > begin_s + offset_s)
+        assert find_next(ScheduleSpec(cron=cron, timezone=zone), begin_s + offset_s) == expected
+
+
 @pytest.mark.parametrize(
     ("until", "last"),
     [

@@ -94,6 +94,7 @@ def launch_jobs(
     ready = prepare(context, tasks, jobs.JobTarget(context=context), callbacks=callbacks, is_dryrun=is_dryrun)
     if is_dryrun:
         return ()
+    forecasts.score_own_forecasts(context)
     found = forecasts.submit(context, ready.tasks, ready.plans, name=name, request_id=request_id, hedge=hedge)
     submitted = tuple(found)
     # Called before the daemon starts: the jobs are already recorded, so repeating the launch would submit them twice.
