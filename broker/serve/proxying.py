@@ -194,6 +194,8 @@ class Proxy:
         headers = make_request_headers(request, has_keys=self.gate.has_keys)
         if isinstance(body, PassedBody) and request.content_length is not None:
             headers["content-length"] = str(request.content_length)
+        if request.path.endswith(GENERATION_PATHS):  # events and `usage` are read on the way
+            headers["accept-encoding"] = "identity"
         data = (body or None) if isinstance(body, bytes) else body.read()
         url = URL(route.base_url + path, encoded=True)  # as the client wrote it
         meter = request[METER]

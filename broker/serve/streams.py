@@ -123,7 +123,8 @@ class TokenStream:
         if response.status in REFUSALS and self._answer is None and not self._journal.is_plain:
             response = await self._ask_plainly(route, response)
         async with response:
-            if response.status != 200 or not response.content_type.startswith(EVENT_STREAM):
+            is_readable = response.headers.get("content-encoding", "identity") == "identity"
+            if response.status != 200 or not response.content_type.startswith(EVENT_STREAM) or not is_readable:
                 await self._take_other(route, response)
                 return
             self._refusal = None

@@ -16,7 +16,7 @@ MESSAGE_BYTES_MAX = 16 << 20
 OWN_HEADERS = (
     *("host", "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions", "sec-websocket-protocol"),
 )
-GOING_AWAY = 1001
+NORMAL, GOING_AWAY = 1000, 1001
 UNSENDABLE = frozenset((1004, 1005, 1006, 1015))  # RFC 6455, section 7.4.1: reserved for what was observed
 
 
@@ -70,18 +70,27 @@ async def join_websockets(request: web.BaseRequest, replica: aiohttp.ClientWebSo
         finally:
             for each in copies:
                 each.cancel()
-            await asyncio.gather(*copies, return_exceptions=True)
-        code = replica.close_code
-        await client.close(code=GOING_AWAY if code is None or code in UNSENDABLE else code)
+            _, end = await asyncio.gather(*copies, return_exceptions=True)
+        code, reason = end if isinstance(end, tuple) else (GOING_AWAY, "")
+        await client.close(code=GOING_AWAY if code in UNSENDABLE else code, message=reason.encode())
         return client
 
 
 async def _copy(
     source: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
     target: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
-) -> None:
-    async for message in source:
+) -> tuple[int, str] | None:
+    """Copy messages; return the code and the reason with which the source closes the connection, None if it breaks off.
+
+    A client's are not passed on: once it has closed the connection, this is cancelled.
+    """
+    while True:
+        message = await source.receive()
         if message.type is WSMsgType.TEXT:
             await target.send_str(message.data)
         elif message.type is WSMsgType.BINARY:
             await target.send_bytes(message.data)
+        elif message.type is WSMsgType.CLOSE:
+            return message.data or NORMAL, message.extra or ""  # 0: without a code
+        else:
+            return None

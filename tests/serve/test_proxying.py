@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -296,6 +297,35 @@ def test_stream_that_every_replica_refuses_fails_with_their_answer_after_a_few_t
         assert 1 <= sum(len(each.asked) for each in bed.stands) <= 4
 
     play(tmp_path, scene, make_stands=lambda count: [FailingStand(status), FailingStand(status)])
+
+
+class CompressingStand(StandIn):
+    """Compresses generations for clients that accept it, or always."""
+
+    def __init__(self, *, is_stubborn: bool = False) -> None:
+        super().__init__()
+        self.is_stubborn = is_stubborn
+
+    async def _generate(self, request: web.BaseRequest, fields: dict[str, Any]) -> web.StreamResponse:
+        if not self.is_stubborn and "gzip" not in request.headers.get("accept-encoding", ""):
+            return await super()._generate(request, fields)
+        kind = "text/event-stream" if fields.get("stream") else JSON
+        body = gzip.compress(b"data: [DONE]\n\n" if fields.get("stream") else b"{}")
+        return web.Response(body=body, content_type=kind, headers={"content-encoding": "gzip"})
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_stream_is_not_compressed_or_passes_as_it_is(tmp_path: Path, *, is_stubborn: bool) -> None:
+    """The clients of OpenAI's library accept gzip, and the balancer could not read the events."""
+
+    async def scene(bed: Bed) -> None:
+        bed.client.headers["accept-encoding"] = "gzip, deflate"
+        events = await bed.stream(prompt="hi")
+        text = "".join(each["choices"][0]["text"] for each in events)
+        assert text == ("" if is_stubborn else expect_text("hi", 12))
+
+    stands = [CompressingStand(is_stubborn=is_stubborn)]
+    assert play(tmp_path, scene, count=1, make_stands=lambda count: stands).broken == 0
 
 
 def test_long_refusal_is_not_read_to_its_end(tmp_path: Path) -> None:

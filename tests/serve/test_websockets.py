@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from yarl import URL
 
 from tests.serve.stand_in import StandIn
@@ -104,3 +104,24 @@ def test_socket_that_a_replica_never_opens_is_given_up(tmp_path: Path) -> None:
         assert failed.value.status == 502
 
     play(tmp_path, scene, count=1, make_stands=lambda count: [Stuck()], stream_timeout_s=0.1)
+
+
+class Closing(StandIn):
+    """Closes its WebSockets with a code and a reason after a message."""
+
+    async def _echo(self, request: web.BaseRequest) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.close(code=4001, message=b"quota used up")
+        return socket
+
+
+def test_client_learns_why_the_replica_closes_its_socket(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        async with bed.client.ws_connect(f"{bed.url}/socket") as socket:
+            await socket.send_str("a")
+            message = await socket.receive()
+            assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, 4001, "quota used up")
+
+    play(tmp_path, scene, count=1, make_stands=lambda count: [Closing()])
