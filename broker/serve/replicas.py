@@ -76,7 +76,7 @@ def draw_free_port(*, but: int | None = None) -> int:
 
     Raises OSError without one.
     """
-    for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
+    for port in random.Random().sample(FREE_PORTS, len(FREE_PORTS)):  # seeded by the system, unlike the global one
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             if port != but:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 import pytest
@@ -25,7 +26,16 @@ def test_a_port_in_use_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
             draw_free_port()
 
 
+def test_processes_with_one_seed_draw_different_ports() -> None:
+    """Trainers and tests seed the global generator."""
+    drawn = set()
+    for _ in range(5):
+        random.seed(1)
+        drawn.add(draw_free_port())
+    assert len(drawn) > 1
+
+
 def test_program_and_entrance_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas.random, "sample", lambda ports, count: [20_011, 20_012, 20_013, 20_014])
+    monkeypatch.setattr(replicas.random.Random, "sample", lambda own, ports, count: [20_011, 20_012, 20_013, 20_014])
     drawn = draw_free_ports()
     assert drawn.program != drawn.entrance
