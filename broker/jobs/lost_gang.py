@@ -21,6 +21,7 @@ from broker.wording import describe_lost_nodes, describe_notice
 GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that shut itself down until it is deleted
 # The leases of a gang may end this far apart, because a node that is unreachable for longer counts as lost.
 LEASES_APART_S = 600.0
+OUT_OF_MEMORY_CODE = 137  # as if SIGKILL had ended the program alone, as it does where the node is a whole machine
 
 
 class LostGang:
@@ -64,6 +65,12 @@ class LostGang:
             run = read_run_end(self._store, self._config.logs, attempt=attempt, report=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
             return self._recorder.record_exit(job, attempt, verdict, run)
+        full = next(
+            (each for each in cluster.nodes if each.state in GONE and each.reason == NodeEnd.OUT_OF_MEMORY), None
+        )
+        if full is not None:  # by the program, which would do it again: its failures are counted
+            run = RunEnd(returncode=OUT_OF_MEMORY_CODE, progress=progress, failed_rank=full.rank)
+            return self._recorder.record_exit(job, attempt, Verdict.FAILED, run)
         ranks = list_lost_ranks(cluster.nodes) or report.unreachable
         step = progress.step if progress else None
         ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]

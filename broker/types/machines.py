@@ -29,6 +29,7 @@ class NodeEnd(StrEnum):
     DONE = "done"  # it shut itself down after its work had ended
     TERMINATED = "terminated"  # on request
     MISSING = "missing"  # omitted from the cloud's lists for too long
+    OUT_OF_MEMORY = "out of memory"  # its processes exceeded the memory of the node, which is a container or allocation
 
 
 @frozen

@@ -213,6 +213,25 @@ def test_node_that_goes_while_the_broker_renews_its_lease_is_lost(tmp_path: Path
     assert describe_outcome(job.attempts[0].outcome) == "preempted: node 0 and 1 gone"
 
 
+def test_node_that_its_program_filled_counts_as_a_failure_of_the_program(tmp_path: Path) -> None:
+    """Kubernetes ends the whole container if a process exceeds its memory: as a loss, it would be repeated forever."""
+    job, _ = conclude(tmp_path, Left(None), "out of memory", "")
+    assert (job.status, job.attempts[0].returncode) == (JobStatus.FAILED, 137)
+    assert "running out of memory is the usual cause" in job.failure
+
+
+def test_program_that_fills_its_node_after_some_steps_is_restarted(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    placement = make_plan(world.get_job().task).choice.placement
+    world.store.jobs.put_attempt(
+        Attempt(job_id=world.job_id, number=1, cluster="job-1-1", placement=placement, started_s=0.0, running_s=1.0)
+    )
+    world.store.jobs.set_progress(world.job_id, Progress(step=7, total=40))
+    job, _ = conclude(tmp_path, Left(None), "", "out of memory", world=world)
+    assert job.status is JobStatus.RECOVERING and job.attempts[0].outcome
+    assert (job.attempts[0].outcome.kind, job.attempts[0].outcome.step) == (OutcomeKind.PROGRAM_FAILED, 7)
+
+
 def test_local_folder_is_not_read_as_a_bucket(tmp_path: Path) -> None:
     left = Left(FAILED)
     job, _ = conclude(tmp_path, left, "done", "done", to="/shared")

@@ -189,7 +189,7 @@ def find_reason(pod: Mapping[str, Any], ended: Mapping[str, Any] | None, *, is_s
     if reason:
         return reason
     if ended and ended.get("reason") == "OOMKilled":
-        return "out of memory"
+        return NodeEnd.OUT_OF_MEMORY
     if stuck := find_obstacle(pod):
         return stuck[0]
     if pod["metadata"].get("deletionTimestamp"):

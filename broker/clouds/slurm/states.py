@@ -46,7 +46,7 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
     "NODE_FAIL": (NodeState.TERMINATED, "node failure"),
     "BOOT_FAIL": (NodeState.TERMINATED, "boot failure"),
     "LAUNCH_FAILED": (NodeState.TERMINATED, "launch failure"),
-    "OUT_OF_MEMORY": (NodeState.TERMINATED, "out of memory"),
+    "OUT_OF_MEMORY": (NodeState.TERMINATED, NodeEnd.OUT_OF_MEMORY),
     "REVOKED": (NodeState.TERMINATED, "revoked"),
 }
 # Exit codes of the machine (`EXIT_CODES` in local_machine.py).
