@@ -39,6 +39,16 @@ class RandomNumbers:
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self._device)
 
+    def copy_all(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the states of all generators, for `restore_all`."""
+        return self.state_dict(), self.libraries.state_dict()
+
+    def restore_all(self, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """Restore the states of all generators."""
+        own, others = states
+        self.load_state_dict(own)
+        self.libraries.load_state_dict(others)
+
 
 class LibraryRandomNumbers:
     """The global generators of Python and NumPy, from which the passes of a user's model may draw.

@@ -246,7 +246,7 @@ class Session:
                 flops_per_sample=recipe.flops_per_sample,
                 ranks=ranks.world_size,
             ),
-            evaluation=Evaluation(config, state.wrapped, strategy, ranks, recipe, precision),
+            evaluation=Evaluation(config, state.wrapped, strategy, ranks, recipe, precision, state.random_numbers),
             profile=Profile(config.profile, ranks),
             watchdog=self.watchdog,
             ranks=ranks,
