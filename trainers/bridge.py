@@ -135,11 +135,12 @@ def folder_of(step: int) -> Path:
 def commit(step: int, keep: int = 3) -> None:
     """Commit the checkpoint of `step`, and delete all but the newest `keep`. Call it on the first rank only.
 
-    The data is flushed to disk before the marker is written. Raises OSError if either fails.
+    Folders that earlier attempts left incomplete are deleted too. The data is flushed to disk before the marker is
+    written. Raises OSError if either fails.
     """
     folder = folder_of(step)
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() or path.is_dir():
             _flush(path)
     (folder / COMPLETE).touch()
     _flush(folder)
@@ -147,6 +148,10 @@ def commit(step: int, keep: int = 3) -> None:
     for old in _list_complete()[keep:]:
         (old / COMPLETE).unlink()  # first, so that a partly deleted folder is incomplete
         shutil.rmtree(str(old), ignore_errors=True)
+    for path in checkpoint_folder().glob("step-*"):
+        found = STEP.fullmatch(path.name)
+        if found and int(found[2]) < attempt() and not (path / COMPLETE).exists():
+            shutil.rmtree(str(path), ignore_errors=True)
 
 
 def resume() -> Resumed:

@@ -251,6 +251,7 @@ class Session:
             watchdog=self.watchdog,
             ranks=ranks,
             node_times=node_times,
+            step_begin=state.position.steps_done,
             elastic=Elastic(member=self.member, notice=self.notice, is_kept=strategy.grid.is_whole, peers=peers)
             if self.member
             else None,

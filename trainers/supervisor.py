@@ -44,6 +44,7 @@ class Supervisor:
     watchdog: Watchdog
     ranks: Ranks
     node_times: NodeTimes
+    step_begin: int = 0  # steps done before; more than the config asks for if `--train.steps` was lowered
     elastic: Elastic | None = None
     peers: PeerCheckpoint | None = None
     compiled: "CompileCache | None" = None
@@ -99,7 +100,8 @@ class Supervisor:
                 self._keep_compiled()  # an evaluation compiles graphs of its own
                 self.watchdog.beat(f"in step {report.step + 1}")
         self.watchdog.beat("saving the last step", limit_s=config.watchdog.checkpoint_s)
-        checkpoints.save(config.train.steps)
+        step_last = max(config.train.steps, self.step_begin)
+        checkpoints.save(step_last)
         checkpoints.wait()
         if self.compiled is not None:
             self.compiled.wait()
@@ -107,7 +109,7 @@ class Supervisor:
             self.peers.wait()
         self.profile.stop()
         self.files.close()
-        self.progress.report(step=config.train.steps, event="finished", checkpoint_step=checkpoints.step_committed)
+        self.progress.report(step=step_last, event="finished", checkpoint_step=checkpoints.step_committed)
         return 0
 
     def _keep_compiled(self) -> None:

@@ -62,6 +62,26 @@ def test_newest_checkpoints_are_kept_and_others_deleted() -> None:
     ]
 
 
+def test_folders_that_earlier_attempts_left_incomplete_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each interrupted save would fill the disk."""
+    save(20)
+    bridge.commit(20)
+    save(40)
+    monkeypatch.setenv("BROKER_ATTEMPT", "2")
+    under_way = save(60)
+    later = bridge.checkpoint_folder() / "step-00000070-attempt-0003"
+    later.mkdir()
+    save(30)
+    bridge.commit(30)
+    assert [path.name[:13] for path in sorted(bridge.checkpoint_folder().iterdir())] == [
+        "step-00000020",
+        "step-00000030",
+        "step-00000060",
+        "step-00000070",
+    ]
+    assert under_way.exists() and later.exists()
+
+
 def test_bucket_url_is_passed_on_and_a_folder_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKER_CHECKPOINT_DIR", "gs://bucket/job")
     assert bridge.checkpoint_dir() == "gs://bucket/job"

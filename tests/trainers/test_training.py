@@ -206,6 +206,19 @@ def test_killed_run_of_a_foreign_model_resumes_bit_identically(
     assert validated[0] == validated[1]
 
 
+def test_run_with_more_steps_than_now_asked_for_is_finished_and_saves_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    """Before, it saved the later state under the name of the last step asked for."""
+    for steps in ("4", "2"):
+        ended = worlds.call(tmp_path, f"{HERE}:with_adamw", [*FLAGS, "--train.steps", steps], ranks=1)
+        assert ended.codes == [0], ended.errors
+    assert [path.name[:13] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    last = read_lines(tmp_path)[-1]
+    assert (last["step"], last["checkpoint_step"], last["event"]) == (4, 4, "finished")
+
+
 def share_buffers_of_ranks(arguments: Sequence[str]) -> int:
     """Return 0 if each rank gets the number of the first rank of its island."""
     ranks = join_ranks(start_s=300.0, checkpoint_s=300.0)
