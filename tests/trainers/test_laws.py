@@ -371,7 +371,7 @@ def test_a_step_is_saved_once_and_again_after_its_save_failed(tmp_path: Path) ->
     manager.save(5)
     with pytest.raises(CheckpointError):
         manager.wait()
-    blocker.unlink()
+    assert not blocker.exists(), "the remains of a failed save are removed"
     manager.save(5)
     manager.wait()
     (name,) = list_checkpoints(FolderStorage(tmp_path))
