@@ -137,11 +137,12 @@ class CloudContract:
         async def act() -> None:
             mine, theirs = make_request(bed), make_request(bed, owner="somebody-else")
             await bed.cloud.create_nodes(mine)
-            await bed.cloud.create_nodes(theirs)
+            created = await bed.cloud.create_nodes(theirs)
             await settle(bed)
             assert {node.token for node in await bed.cloud.list_nodes(OWNER)} == {mine.token}
             assert {node.token for node in await bed.cloud.list_nodes("somebody-else")} == {theirs.token}
             assert not (await bed.cloud.list_nodes("nobody")).nodes
+            await bed.cloud.terminate_nodes(created)  # the bed ends the nodes of its own owner only
 
         bed.run(act())
 

@@ -163,7 +163,7 @@ def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
 @pytest.mark.parametrize(
     ("recipe", "ranks", "flags"),
     [
-        ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
+        pytest.param("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"], marks=pytest.mark.long),
         ("with_values_outside_tensors", 1, []),
         pytest.param("with_values_outside_tensors", 2, ["--strategy", "ddp"], marks=pytest.mark.long),
         pytest.param("with_values_outside_tensors", 3, ["--strategy", "parameter_server"], marks=pytest.mark.long),
@@ -177,7 +177,7 @@ def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
         pytest.param("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"], marks=pytest.mark.long),
         pytest.param("with_adamw", 3, ["--strategy", "parameter_server"], marks=pytest.mark.exhaustive),
         pytest.param("with_momentum", 2, ["--strategy", "fsdp"], marks=pytest.mark.exhaustive),
-        ("with_momentum", 2, ["--strategy", "diloco", "--diloco.every_steps", "3"]),
+        pytest.param("with_momentum", 2, ["--strategy", "diloco", "--diloco.every_steps", "3"], marks=pytest.mark.long),
         pytest.param("with_momentum", 2, ["--strategy", "allreduce"], marks=pytest.mark.exhaustive),
         pytest.param("with_adamw", 4, ["--strategy", "hsdp", "--mesh", "2x2"], marks=pytest.mark.exhaustive),
         pytest.param("with_adamw", 3, ["--strategy", "gossip"], marks=pytest.mark.long),
