@@ -80,7 +80,7 @@ class ElasticMember:
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
-        self._is_explained = threading.Event()  # no peer was lost, or nobody can say
+        self._is_explained = threading.Event()  # no peer was lost, or it is unknown whether one was
         self._past = read_past(os.environ)
         self._places = Places(meeting, self._past)
         self._is_done = False  # whether the connection is expected to end

@@ -46,7 +46,7 @@ class LoadForecaster:
         self._seen: list[Demand] = []
 
     def observe(self, demand: Demand, *, now_s: float) -> None:
-        """Add a measured load. One that is unknown, or a gap, begins anew: a trend across it would be made up."""
+        """Add a measured load. One that is unknown, or a gap, starts over: a trend across it would be made up."""
         if not demand.is_known or (self._begin_s is not None and not 0 <= now_s - self._begin_s < 2 * MINUTE_S):
             self.minutes, self._begin_s, self._seen = (), None, []
             if not demand.is_known:

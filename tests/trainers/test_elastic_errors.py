@@ -57,7 +57,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ElasticMember, Wire]
     monkeypatch.setenv("BROKER_ELASTIC_MEMBER", "0.b")
     monkeypatch.setenv("BROKER_ELASTIC_ORDER", "[1, 1]")
     monkeypatch.setenv("BROKER_ELASTIC_SECRET", SECRET.secret or "")
-    # At the loss of the other one it would execute pytest anew.
+    # At the loss of the other one it would execute pytest again.
     monkeypatch.setattr(ElasticMember, "restart", lambda self: None)
     with open_rendezvous(credential=SECRET) as (_, server):
         monkeypatch.setenv("BROKER_ELASTIC_AT", f"127.0.0.1:{server.port}")
