@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from broker.cli.advise_serve import (
 from broker.cli.context import make_context
 from broker.cli.price_dates import date_placement, show_price_dates
 from broker.cli.render import fits, print_json, print_line, print_note, print_table, print_wrapped
+from broker.errors import UsageError
 from broker.formatting import format_hours, format_usd, to_plain
 
 if TYPE_CHECKING:
@@ -127,6 +129,12 @@ def advise(
     Nothing is started.
     """
     if serve:
+        _refuse_training_options(
+            {
+                "--tokens": tokens, "--batch": batch, "--deadline": deadline, "--budget": budget,
+                "--hour-value": hour_value, "--trainer": trainer, "--explain": explain,
+            }
+        )  # fmt: skip
         serving = ServingRequest(
             params=params, active_params=active_params, layers=layers, hidden=hidden, heads=heads, vocab=vocab,
             kv_heads=kv_heads, rps=rps, input_tokens=input_tokens, output_tokens=output_tokens, ttft=ttft, tpot=tpot,
@@ -147,6 +155,16 @@ def advise(
         print_json(describe_advice(found.wish, found.advice, found.task, top))
         return
     _tell(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
+
+
+def _refuse_training_options(given: Mapping[str, object]) -> None:
+    """Raise UsageError if `--serve` is used with an option that only training has."""
+    names = [name for name, value in given.items() if value is not None and value != "" and value is not False]
+    if names:
+        raise UsageError(
+            f"{', '.join(f'`{name}`' for name in names)} cannot be used with `--serve`",
+            hints=["a service has no end; state its load with `--rps`, `--ttft` and `--tpot`"],
+        )
 
 
 def _tell(wish: Wish, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None) -> None:

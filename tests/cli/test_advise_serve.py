@@ -33,6 +33,11 @@ def test_impossible_latency_is_refused_with_a_hint(shell: Shell) -> None:
     assert told.returncode and "no GPU can serve this load" in told.stderr and "--tpot" in told.stderr
 
 
+def test_options_of_training_are_refused(shell: Shell) -> None:
+    told = shell.run(*LOAD, "--deadline", "24h", "--hour-value", "0", code=2).stderr
+    assert "`--deadline`, `--hour-value` cannot be used with `--serve`" in told
+
+
 def test_latency_is_read_with_its_unit(tmp_path: Path) -> None:
     assert (read_s("50ms", "--tpot"), read_s("0.5s", "--ttft"), read_s(None, "--ttft")) == (0.05, 0.5, None)
     with pytest.raises(UsageError, match="invalid time `5`"):
