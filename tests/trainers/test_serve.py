@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -285,16 +286,17 @@ def test_sampling_is_limited_to_the_most_likely_tokens() -> None:
 
 def test_engine_that_fails_aborts_its_generations_and_is_unhealthy(capfd: pytest.CaptureFixture[str]) -> None:
     """Its thread would otherwise be gone: requests would hang, and the probe would succeed."""
-    failures: list[bool] = []
+    reported = threading.Event()
 
     async def check(port: int) -> None:
         status, content = await call(port, "/v1/completions", {"prompt": "a", "max_tokens": 9})
         assert status == 200 and json.loads(content)["choices"][0]["finish_reason"] == "abort"
         assert (await call(port, "/health", method="GET"))[0] == 503
-        assert (await call(port, "/v1/completions", {"prompt": "a"}))[0] == 503 and failures == [True]
+        assert (await call(port, "/v1/completions", {"prompt": "a"}))[0] == 503
+        assert await asyncio.to_thread(reported.wait, 60)
 
     def damage(engine: Engine) -> None:
-        engine.on_failure = lambda: failures.append(True)
+        engine.on_failure = reported.set
         engine._model.forward = lambda *parts: 1 / 0  # type: ignore[method-assign]
 
     serve(check, prepare=damage)
