@@ -111,6 +111,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items += others
 
 
+def pytest_collection() -> None:
+    """Collecting makes much and drops little: garbage collections meanwhile cost a sixth of its time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Collected tests live to the end, so exclude them from later full garbage collections."""
     gc.freeze()
+    gc.enable()
