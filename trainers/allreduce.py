@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
 from trainers.flags import parse_flags
 from trainers.knobs import knob
-from trainers.launch import end_process, launch_if_needed
+from trainers.launch import launch_if_needed, run_process
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 from trainers.watchdog import Watchdog
 
@@ -241,4 +242,4 @@ def read_size(text: str) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_process(partial(main, sys.argv[1:]))

@@ -131,11 +131,12 @@ class CheckpointManager:
 
         return decide(self._ranks, look)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, is_last: bool = False) -> None:
         """Copy and write the state in the background. Wait for a save in progress first.
 
         A failed save is only a warning, because training is worth more than one checkpoint; it raises if the attempt is
-        stale or several consecutive saves failed. No tensor of the state may change before `settle` returns: forward
+        stale or several consecutive saves failed. `is_last`: no other save follows, so this one is tried even after
+        that; the storage may be available again. No tensor of the state may change before `settle` returns: forward
         and backward may run, but not the optimizer. Saving the step that was saved last has no effect.
         """
         begin = time.perf_counter()
@@ -144,10 +145,13 @@ class CheckpointManager:
         except StaleAttemptError:
             raise
         except CheckpointError as error:
-            if self._failures >= FAILURES_MAX:
+            if self._failures >= FAILURES_MAX and not is_last:
                 raise
             if self._ranks.is_first:
-                warn(f"{error}; training continues until the next checkpoint")
+                warn(
+                    f"{error}; "
+                    + ("a last save is tried" if is_last else "training continues until the next checkpoint")
+                )
         if step == self._step_saved:
             return
         # On every rank: for some strategies `state_dict` is a collective call.

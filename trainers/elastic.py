@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.config import RunConfig
-from trainers.errors import TrainerError
+from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.launch import find_free_port
 from trainers.preemption import PreemptionNotice
 from trainers.rendezvous_search import Past, Places, read_past
@@ -313,11 +313,28 @@ class Elastic:
         if is_changing and self.peers is not None:
             is_kept = self.peers.secure(step, is_leaving=verdict == "go")
         if is_changing and not is_kept:
-            checkpoints.save(step)
-            checkpoints.wait()
+            self._save(checkpoints, step)
         if verdict == "again":
             self.member.restart()
         return verdict
+
+    def _save(self, checkpoints: "CheckpointManager", step: int) -> None:
+        """Save for the next world. If that fails, on all ranks, the world continues from an older checkpoint.
+
+        An error here would end the run as failed: the ranks that leave are preempted, and the others have work to do.
+        """
+        try:
+            checkpoints.save(step, is_last=True)
+            checkpoints.wait()
+        except StaleAttemptError:
+            raise
+        except CheckpointError as error:
+            if self.member.world.rank == 0:
+                print(
+                    f"warning: {error}; the ranks that stay resume from the checkpoint before",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def join_world(config: RunConfig, notice: PreemptionNotice) -> ElasticMember | None:

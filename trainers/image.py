@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainers.image_config import ImageConfig, parse_config
-from trainers.launch import end_process, launch_if_needed
+from trainers.launch import launch_if_needed, run_process
 from trainers.recipe import Recipe
 from trainers.session import run_session
 
@@ -65,4 +65,4 @@ def measure_accuracy(images_source: "SyntheticImages", device: "torch.device", m
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_process(partial(main, sys.argv[1:]))

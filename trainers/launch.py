@@ -43,6 +43,7 @@ hint: in a task, `setup: python3 -m trainers.setup` installs torch for the node;
 GRACE_S = 5.0
 # The same after one has left because of a preemption: the first rank may still commit and report the checkpoint.
 LEAVE_S = 60.0
+EXIT_CODE_INTERRUPTED = 130  # the code that a shell reports for a process ended by SIGINT: 128 + 2
 # Restarts of killed workers on one node of an elastic run. If memory was insufficient, it will be again.
 RESTARTS_MAX = 3
 # Time at the end of an elastic run for ranks of other nodes to exit before their rendezvous does.
@@ -126,6 +127,24 @@ def check_torch() -> None:
     """Raise SystemExit if torch is not installed, before any process is started."""
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(TORCH_MISSING)
+
+
+def run_process(run: Callable[[], int]) -> NoReturn:
+    """Run a rank, or the launcher of a node, and end the process, also after an error.
+
+    The interpreter would wait for a thread that writes a checkpoint, which waits for the other ranks, which wait in a
+    step for this one: for the limit of a checkpoint, two hours, without reacting to signals.
+    """
+    try:
+        exit_code = run()
+    except SystemExit as leave:
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+        exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's names the rank
+        exit_code = EXIT_CODE_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    end_process(exit_code)
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainers.config import Config, ModelConfig, parse_config, to_arguments
 from trainers.errors import TrainerError
 from trainers.hugging_face import adopt_shape, load_weights
-from trainers.launch import end_process, launch_if_needed
+from trainers.launch import launch_if_needed, run_process
 from trainers.recipe import Forward, Loss, Recipe, call_model
 from trainers.scale_report import report_scaling
 from trainers.session import run_session
@@ -196,4 +196,4 @@ def write_sample(config: Config, tokens: "Tokens", device: "torch.device", model
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_process(partial(main, sys.argv[1:]))

@@ -101,7 +101,7 @@ class Supervisor:
                 self.watchdog.beat(f"in step {report.step + 1}")
         self.watchdog.beat("saving the last step", limit_s=config.watchdog.checkpoint_s)
         step_last = max(config.train.steps, self.step_begin)
-        checkpoints.save(step_last)
+        checkpoints.save(step_last, is_last=True)
         checkpoints.wait()
         if self.compiled is not None:
             self.compiled.wait()
@@ -159,7 +159,7 @@ class Supervisor:
         begin = time.perf_counter()
         event = "preempted, checkpoint committed"
         try:
-            self.checkpoints.save(step)
+            self.checkpoints.save(step, is_last=True)
             self.checkpoints.wait()
             if self.peers is not None:
                 self.peers.wait()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainers.config import RunConfig, find_run_problem
 from trainers.flags import parse_flags
-from trainers.launch import end_process, launch_if_needed
+from trainers.launch import launch_if_needed, run_process
 from trainers.recipe import Forward, Loss, Recipe, call_model
 from trainers.session import run_session
 
@@ -69,7 +69,7 @@ def train(
         "unit": unit,
         "flops_per_sample": flops_per_sample,
     }
-    end_process(run_training(sys.argv[1:], recipe, defaults=defaults or {}))
+    run_process(partial(run_training, sys.argv[1:], recipe, defaults=defaults or {}))
 
 
 def run_training(arguments: Sequence[str], recipe: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> int:

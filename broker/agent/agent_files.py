@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HOME = Path(os.environ.get("HOME") or Path.home())
 STATE = HOME / ".broker"
@@ -58,6 +58,14 @@ def write_text(path: Path, text: str, *, is_durable: bool = True) -> None:
 def write_json(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
     """Replace the file atomically by the JSON text of `value`."""
     write_text(path, json.dumps(value), is_durable=is_durable)
+
+
+def append_log(file: IO[bytes], data: bytes) -> None:
+    """Append to a log. On a full disk the data is lost: the program must not block on its output because of that."""
+    try:
+        file.write(data)
+    except OSError:
+        pass
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

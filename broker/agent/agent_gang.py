@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from broker.agent import agent_link, agent_network, agent_wire
+    from broker.agent import agent_files, agent_link, agent_network, agent_wire
 
     Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
 else:
+    import agent_files
     import agent_link
     import agent_network
 
@@ -304,7 +305,8 @@ class Coordinator:
 
     def _write_log(self, rank: int, text: str) -> None:
         prefix = f"(rank{rank}) " if rank else ""
-        self._log.write("".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1]).encode("utf-8", "replace"))
+        data = "".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1])
+        agent_files.append_log(self._log, data.encode("utf-8", "replace"))
 
 
 def explain_setup(rank: int, message: Message) -> tuple[int | None, str]:

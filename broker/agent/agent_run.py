@@ -379,7 +379,7 @@ class Runner:
     def _write_log(self, data: bytes) -> None:
         text = data.decode("utf-8", "replace")
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime())
-        self._log.write("".join(f"{stamp}{line}\n" for line in text.split("\n")[:-1]).encode())
+        agent_files.append_log(self._log, "".join(f"{stamp}{line}\n" for line in text.split("\n")[:-1]).encode())
         self._send("log", text=text)
 
     def _write_state(self, status: str, **fields: Any) -> None:

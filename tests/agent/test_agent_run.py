@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from broker.agent import FOLDER
 
+FULL = Path("/dev/full")
 SUCCEEDED = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 
 
@@ -47,3 +50,22 @@ def test_wait_after_a_result_or_a_notice_has_a_limit(wait: Callable[..., float])
     """The processes of another rank may not end at all, or its machine may be gone."""
     assert 10 < wait(verdict=SUCCEEDED) < 30
     assert 120 < wait(notice_s=120.0) < 150
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux has a device that is always full")
+def test_output_is_read_and_sent_to_the_head_though_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program whose output is not read blocks, so its run would never end."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    runner_type, gang = (importlib.import_module(name) for name in ("agent_run", "agent_gang"))
+    runner = runner_type.Runner.__new__(runner_type.Runner)
+    coordinator = gang.Coordinator.__new__(gang.Coordinator)
+    sent = list[str]()
+    runner._send = lambda kind, text: sent.append(text)
+    reader, writer = os.pipe()
+    os.write(writer, b"step 1\nstep 2")
+    os.close(writer)
+    with FULL.open("ab", buffering=0) as full, os.fdopen(reader, "rb") as output:
+        runner._log = coordinator._log = full
+        runner._copy_output(output)
+        coordinator._write_log(1, "step 1\n")  # an error here would count as the loss of rank 1
+    assert sent == ["step 1\n", "step 2\n"]

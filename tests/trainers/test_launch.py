@@ -1,4 +1,4 @@
-"""Workers of an elastic run that get SIGTERM while they start, or start again."""
+"""Workers of an elastic run that get SIGTERM while they start, or start again; and how a process ends."""
 
 import os
 import subprocess
@@ -66,3 +66,35 @@ def test_signal_before_a_program_executes_itself_again_counts_in_the_next_one(mo
     assert second.is_given()
     third.listen()
     assert not third.is_given(), "it is not passed on to programs that the second one starts"
+
+
+# As after a mistake of one rank alone, while the checkpoint before is still being written.
+ENDING = """
+import sys, threading
+from trainers import train, training
+def run_training(*arguments, **options):
+    threading.Thread(target=threading.Event().wait).start()
+    {how}
+training.run_training = run_training
+train(model=None, samples=None, loss=None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("len(3)", 1, "TypeError: object of type 'int' has no len()"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("sys.exit('no such file')", 1, "no such file"),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(75)", 75, ""),
+        ("return 143", 143, ""),
+    ],
+)
+def test_process_ends_with_its_error_though_a_thread_waits_for_other_ranks(how: str, code: int, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.format(how=how)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert (words in done.stderr) if words else not done.stderr

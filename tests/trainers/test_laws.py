@@ -339,10 +339,10 @@ class FullDisk(FolderStorage):
 
     def __init__(self, path: Path, refused: set[int]) -> None:
         super().__init__(path)
-        self._refused = refused
+        self.refused = refused
 
     def open_writer(self, path: str) -> Any:
-        if int(path.split("-")[1]) in self._refused:
+        if int(path.split("-")[1]) in self.refused:
             raise OSError("no space left")
         return super().open_writer(path)
 
