@@ -27,6 +27,9 @@ PLAN = "_map/plan.json"
 LEASES, ITEMS, FAILED, CLOCK = "_map/leases", "_map/items", "_map/failed", "_map/clock"
 PART = re.compile(r"part-(\d+)\.jsonl")
 TRIES = 3  # failures of the program after which a shard is skipped
+LOSSES = (
+    3  # losses of a shard's holder that count as one failure: most are preemptions, but a node may run out of memory
+)
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ class Leases:
             if not self.view.free:
                 return None
             lease = self._take(*self._pop())
-            if lease is not None:
+            if lease is not None and not self._is_given_up(lease):
                 return lease
-            self.look()  # another worker was faster, so the view is outdated
+            self.look()  # another worker was faster, or the shard is given up: the view is outdated
         return None
 
     def look(self) -> None:
@@ -175,6 +178,25 @@ class Leases:
             return None
         return lease
 
+    def _is_given_up(self, lease: Lease) -> bool:
+        """Return whether the shard has lost its holder too often, and release it then.
+
+        A holder that was lost has left its lease behind: neither released nor committed.
+        """
+        if lease.epoch == 1:
+            return False
+        earlier = sorted(
+            each for each in self._place.list_entries(f"{LEASES}/{lease.number:05d}") if each.key < lease.key
+        )
+        lost = sum(each.size_bytes > 0 for each in earlier)
+        if not lost or lost % LOSSES or not earlier[-1].size_bytes:  # the last one is counted once, by its successor
+            return False
+        self._report(lease, f"the workers that had this shard were lost {lost} times (out of memory?)")
+        if len(self._place.list_entries(f"{FAILED}/{lease.number:05d}")) < TRIES:
+            return False
+        self.release(lease)
+        return True
+
     def renew(self, lease: Lease) -> bool:
         """Renew a lease; return False if another worker took it over or finished the shard."""
         entries = self._place.list_entries(f"{LEASES}/{lease.number:05d}")
@@ -196,9 +218,12 @@ class Leases:
 
     def fail(self, lease: Lease, reason: str) -> None:
         """Record that the program failed on this shard, and release it."""
+        self._report(lease, reason)
+        self.release(lease)
+
+    def _report(self, lease: Lease, reason: str) -> None:
         report = {"worker": self._worker, "attempt": self._attempt, "reason": reason[-2000:]}
         self._place.create(f"{FAILED}/{lease.number:05d}/{uuid.uuid4().hex[:8]}", json.dumps(report).encode())
-        self.release(lease)
 
     def _is_done(self, number: int) -> bool:
         return self._place.has(name_part(number))

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainers.map_guard import CurrentShard, guard
 from trainers.map_leases import Lease, Leases, MapPlan, Shard, read_plan
 from trainers.map_places import Place, open_place
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
@@ -50,39 +51,55 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     notice = PreemptionNotice(find_file("BROKER_PREEMPTION_FILE"))
     notice.listen()
-    run = make_program(given.program, given.batch)
+    current = CurrentShard()
+    death = guard(current, notice, failures_max=FAILURES_MAX) if is_file(given.program) else None
     output = open_place(os.environ["BROKER_MAP"])
     plan = read_plan(output)
     worker = f"{os.environ.get('SKYPILOT_TASK_ID', os.getpid())}/{os.environ.get('SKYPILOT_NODE_RANK', 0)}"
     leases = Leases(output, plan, worker=worker, attempt=int(os.environ.get("BROKER_ATTEMPT", 1)))
-    return work(leases, plan, open_place(plan.input), run, is_noticed=notice.is_given)
+    if death is not None:
+        leases.fail(death.lease, death.reason)
+    run = make_program(given.program, given.batch)
+    return work(leases, plan, open_place(plan.input), run, is_noticed=notice.is_given, current=current)
 
 
 def work(
-    leases: Leases, plan: MapPlan, source: Place, run: Callable[[bytes, IsOver], list[bytes]], *, is_noticed: IsOver
+    leases: Leases,
+    plan: MapPlan,
+    source: Place,
+    run: Callable[[bytes, IsOver], list[bytes]],
+    *,
+    is_noticed: IsOver,
+    current: CurrentShard | None = None,
 ) -> int:
-    """Process shards until none is free."""
+    """Process shards until none is free; `current` always has the lease of the one in work."""
     failed: set[int] = set()
+    current = current or CurrentShard()
     report = make_report(len(plan.shards))
     while (lease := leases.acquire()) is not None:
         with keep(leases, lease, every_s=plan.lease_s / RENEWALS) as lost:
+            current.note(lease)
             try:
                 results = run(read_lines(source, plan.shards[lease.number]), lambda: lost.is_set() or is_noticed())
             except OverError:
                 results = None
             except ProgramError as error:
                 print(f"shard {lease.number}: {error}", file=sys.stderr, flush=True)
+                current.note(None)  # before the report: a death after it is not the shard's
                 leases.fail(lease, str(error))
                 failed.add(lease.number)
                 if len(failed) == FAILURES_MAX:
                     return 1
                 continue
         if results is None:
+            current.note(None)
             if is_noticed():
                 leases.release(lease)
                 return EXIT_CODE_PREEMPTED
             continue
         leases.commit(lease, b"".join(each + b"\n" for each in results), items=len(results))
+        current.commits += 1
+        current.note(None)
         failed.clear()
         report(len(leases.view.done))
     return 0
@@ -128,10 +145,15 @@ def read_lines(source: Place, shard: Shard) -> bytes:
 
 def make_program(words: Sequence[str], batch: int) -> Callable[[bytes, IsOver], list[bytes]]:
     """Return the function that turns the lines of a shard into the lines of its result."""
-    if len(words) == 1 and words[0].endswith(".py"):
+    if is_file(words):
         process = load_function(Path(words[0]))
         return lambda content, is_over: call_function(process, content, batch, is_over)
     return lambda content, is_over: run_command(words, content, is_over)
+
+
+def is_file(words: Sequence[str]) -> bool:
+    """Return whether the program is a Python file, which runs in the worker's own process."""
+    return len(words) == 1 and words[0].endswith(".py")
 
 
 def load_function(path: Path) -> Callable[[list[Any]], list[Any]]:

@@ -19,7 +19,7 @@ from broker.errors import BrokerError
 from broker.frozen import frozen
 from broker.state.people import Owned
 from broker.sweeps import board as boards
-from broker.sweeps.board import Board, Early
+from broker.sweeps.board import Board, Early, SweepStep
 from broker.sweeps.space import Configuration, draw, parse_parameters
 from broker.task.codec import encode_task
 from broker.types import Job, Task
@@ -77,15 +77,9 @@ class SweepDriver:
 
     def advance(self) -> SweepView:
         """Take the next step: stop and submit runs; the first time, show and confirm the price."""
-        store, request = self._context.store, self._request
-        jobs, before = self._find_jobs(), self._read_board()
-        self._closed = self._closed or self._find_closure(before, jobs)
-        step = boards.decide(
-            before, jobs, runs=len(self.configurations), parallel=request.parallel, early=request.early,
-            is_closed=self._closed is not None,
-        )  # fmt: skip
-        if step.board != before:  # before the requests, so that a stopped run is on record as stopped
-            store.meta.put(f"sweep:{self.group}", boards.encode(step.board))
+        store = self._context.store
+        jobs = self._find_jobs()
+        step = self._decide(jobs)
         for run in step.stops:
             self._context.check_owner(Owned.JOB, str(jobs[run].id))
             store.jobs.request_cancel(jobs[run].id)
@@ -110,6 +104,28 @@ class SweepDriver:
                 return
             self._context.keep_jobs_going()
             await self._context.clock.sleep(LOOK_S)
+
+    def _decide(self, jobs: Mapping[int, Job]) -> SweepStep:
+        """Decide the next step and store its board: before the requests, so that a stopped run is on record as stopped.
+
+        Another command that drives the same sweep may have changed the board meanwhile, so it is read again in the
+        transaction that stores it.
+        """
+        board, store = self._read_board(), self._context.store
+        step = self._decide_on(board, jobs)
+        if step.board != board:
+            with store.transaction():
+                step = self._decide_on(self._read_board(), jobs)
+                store.meta.put(f"sweep:{self.group}", boards.encode(step.board))
+        return step
+
+    def _decide_on(self, board: Board, jobs: Mapping[int, Job]) -> SweepStep:
+        request = self._request
+        self._closed = self._closed or self._find_closure(board, jobs)
+        return boards.decide(
+            board, jobs, runs=len(self.configurations), parallel=request.parallel, early=request.early,
+            is_closed=self._closed is not None,
+        )  # fmt: skip
 
     def _find_closure(self, board: Board, jobs: Mapping[int, Job]) -> BrokerError | None:
         """Return why no further run starts; None to go on. Nothing is left to start once all runs have a job."""

@@ -50,12 +50,12 @@ def main(folder: str, mode: str = "") -> None:
             sys.exit({b"1": 0, b"": 1}.get(answer, HOST_TAKEN))
         os.close(ready_out)
         os.setsid()
-    os.umask(0o077)
+    redirect_stdio(os.path.join(folder, "machine.log"))
     locks = (open_lock(folder), take_host(folder))
     if locks[1] < 0:
         os.write(ready_in, b"0")
         sys.exit(HOST_TAKEN)
-    redirect_stdio(os.path.join(folder, "machine.log"))
+    os.umask(0o077)
     os.environ["BROKER_NODE_DIR"] = folder
     become_subreaper()
     machine = os.fork()
@@ -88,18 +88,18 @@ def open_lock(folder: str) -> int:
 def take_host(folder: str) -> int:
     """Lock the host for this node, if node.json names the lock, and return its descriptor; -1 if it is taken.
 
-    The kernel releases it with the last process of the node. Other users lock the same file, which they can only read.
+    The kernel releases it with the last process of the node. Whatever the umask, other users must be able to read it. A
+    lock on its folder keeps systemd-tmpfiles from removing the file once it is old, which would free the host.
     """
-    host = json.loads(read_text(os.path.join(folder, "node.json"))).get("host_lock")
-    if not host:
+    if not (host := json.loads(read_text(os.path.join(folder, "node.json"))).get("host_lock")):
         return 0
-    os.makedirs(os.path.dirname(host), mode=0o755, exist_ok=True)
+    os.umask(0o022)  # until main narrows it again
+    os.makedirs(around := os.path.dirname(host), exist_ok=True)
+    with contextlib.suppress(PermissionError):  # created by another user
+        os.chmod(around, 0o755)
     try:
-        lock = os.open(host, os.O_RDONLY)
-    except FileNotFoundError:
+        fcntl.flock(os.open(around, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
         lock = os.open(host, os.O_RDONLY | os.O_CREAT, 0o644)
-        os.chmod(host, 0o644)
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return -1

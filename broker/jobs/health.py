@@ -83,7 +83,9 @@ def classify(signals: HealthSignals) -> Verdict:
 
 
 def can_go_on(signals: HealthSignals) -> bool:
-    """Return whether an elastic program continues without the lost nodes."""
+    """Return whether an elastic program continues without the lost nodes: not if it filled one, as it would again."""
+    if any(node.reason == NodeEnd.OUT_OF_MEMORY for node in signals.nodes if node.state is NodeState.TERMINATED):
+        return False
     lost = [node.rank for node in signals.nodes if node.state is NodeState.TERMINATED]
     if len(lost) < len(list_lost_ranks(signals.nodes)):
         return False  # a stopped node still occupies its slot and cannot be replaced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -111,6 +112,23 @@ def test_a_lease_is_exclusive_until_it_expires_is_released_or_its_worker_returns
     assert first.commit(late, b"1\n", items=1) and not second.commit(taken, b"2\n", items=1)
     assert place.read("part-00000.jsonl") == b"1\n"
     assert first.acquire() is None
+
+
+def test_a_shard_that_loses_its_holder_nine_times_is_left_out(tmp_path: Path) -> None:
+    _, place = begin(f"file://{tmp_path}", b"1\n", shard_bytes=10)
+    plan, attempts, reports = read_plan(place), itertools.count(1), []
+    for lost in range(9):
+        assert Leases(place, plan, worker="one", attempt=next(attempts)).acquire() is not None  # and is lost
+        for _ in range(2 if lost < 8 else 0):  # these are not lost, and do not repeat the report of a loss
+            holder = Leases(place, plan, worker="one", attempt=next(attempts))
+            lease = holder.acquire()
+            assert lease is not None
+            holder.release(lease)
+        reports.append(len(place.list_entries(FAILED)))
+    assert reports == [0, 0, 1, 1, 1, 2, 2, 2, 2]
+    assert Leases(place, plan, worker="one", attempt=next(attempts)).acquire() is None
+    assert len(place.list_entries(FAILED)) == 3
+    assert Leases(place, plan, worker="two").acquire() is None
 
 
 def test_a_shard_on_which_the_program_fails_is_left_out_after_three_tries(tmp_path: Path) -> None:
@@ -228,6 +246,34 @@ def test_twenty_kills_of_real_workers_leave_every_result_once(tmp_path: Path) ->
     assert read_results(base) == [2 * n for n in range(100, 100 + items)]
     assert tally.take(open_bucket(f"{base}/out"), plan).is_complete
     assert all(".partial" not in each.key for each in open_bucket(f"{base}/out").list_keys())
+
+
+@pytest.mark.parametrize(("bad", "code", "done"), [([3], 0, [1, 2, 4, 5]), ([1, 2, 3, 4, 5], 128 + signal.SIGKILL, [])])
+def test_a_shard_that_ends_the_workers_process_is_left_out_after_three_tries(
+    bad: list[int], code: int, done: list[int], tmp_path: Path
+) -> None:
+    base = f"file://{tmp_path}"
+    plan, place = begin(base, b"1\n2\n3\n4\n5\n", shard_bytes=2)
+    (tmp_path / "fatal.py").write_text(
+        "import os, signal\n"
+        "def process(items):\n"
+        f"    if set(items) & {set(bad)}:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory is short\n"
+        "    return items\n"
+    )
+    variables = {**os.environ, "BROKER_MAP": f"{base}/out", "SKYPILOT_TASK_ID": "job-1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "trainers.map_worker", "fatal.py"]
+    worker = subprocess.run(words, cwd=tmp_path, env=variables, timeout=WAIT_S_MAX, capture_output=True, text=True)
+    assert worker.returncode == code, worker.stderr
+    assert read_results(base) == done
+    entries = place.list_entries(FAILED)
+    reasons = {json.loads(place.read(each.key) or b"")["reason"] for each in entries}
+    assert reasons == {"the worker was ended by SIGKILL (out of memory?)"}
+    now = tally.take(open_bucket(f"{base}/out"), plan)
+    if code == 0:
+        assert len(entries) == 3 and len(now.failed) == 1 and now.left == 0
+    else:  # it ends at the third different shard without a result in between
+        assert len({each.key.split("/")[-2] for each in entries}) == 2
 
 
 def test_a_terminated_worker_releases_its_shard(tmp_path: Path) -> None:

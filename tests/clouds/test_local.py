@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -248,6 +249,23 @@ def test_node_goes_when_its_notice_has_run_out(tmp_path: Path, monkeypatch: pyte
     now_s = 620.0
     local_machine.check_power(str(tmp_path), gone_s)
     assert ends == ["preempted"]
+
+
+def test_lock_of_a_host_is_open_to_other_users_and_kept_by_cleaners(tmp_path: Path) -> None:
+    host = tmp_path / "broker-host" / "lock"
+    (tmp_path / "node.json").write_text(json.dumps({"host_lock": str(host)}))
+    umask = os.umask(0o077)
+    try:
+        locks = [local_machine.take_host(str(tmp_path)) for _ in range(2)]
+    finally:
+        os.umask(umask)
+    assert locks[0] > 0 and locks[1] == -1, "the second node finds the host taken"
+    assert stat.S_IMODE(host.parent.stat().st_mode) == 0o755 and stat.S_IMODE(host.stat().st_mode) == 0o644
+    cleaner = os.open(host.parent, os.O_RDONLY)  # systemd-tmpfiles skips a folder that it cannot lock exclusively
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for each in (cleaner, locks[0]):
+        os.close(each)
 
 
 def test_an_end_is_recorded_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from broker.jobs.health import (
     list_lost_ranks,
     measure_doubt_s,
 )
-from broker.types import Node, NodeState, RunStatus
+from broker.types import Node, NodeEnd, NodeState, RunStatus
 
 FAILURES = [(RunStatus.FAILED, Verdict.FAILED), (RunStatus.FAILED_SETUP, Verdict.FAILED_SETUP)]
 
@@ -130,6 +130,15 @@ def test_an_elastic_program_continues_with_its_first_node_and_enough_others() ->
     assert classify(replace(elastic, nodes=first)) is Verdict.LOST
     stopped = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.STOPPED)
     assert classify(replace(elastic, nodes=stopped)) is Verdict.LOST, "it holds its place and cannot be replaced"
+
+
+def test_an_elastic_program_does_not_go_on_after_it_has_filled_a_node() -> None:
+    """Each new node would be filled in turn; as a loss of the gang, its failures at one step are counted."""
+    states = (NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
+    elastic = replace(CALM, nodes=make_nodes(*states, reason=NodeEnd.OUT_OF_MEMORY), nodes_min=2)
+    assert classify(elastic) is Verdict.LOST
+    assert classify(replace(elastic, nodes=make_nodes(*states, reason=NodeEnd.PREEMPTED))) is Verdict.RUNNING
+    assert classify(replace(elastic, status=RunStatus.SUCCEEDED)) is Verdict.SUCCEEDED
 
 
 def test_lost_ranks_are_named_by_rank() -> None:

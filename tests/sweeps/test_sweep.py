@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from broker.app.container import Context
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
 from broker.errors import BrokerError, UsageError
 from broker.sweeps.asha import Records, is_kept, list_rungs, record
-from broker.sweeps.board import find_best, rank
+from broker.sweeps.board import Board, decode, find_best, rank
 from broker.sweeps.space import NumberRange, draw, parse_parameter, parse_parameters
 from broker.task.loader import load_tasks_text
 from broker.types import Job, JobStatus, Progress
@@ -181,6 +182,44 @@ def test_one_cancelled_run_makes_room_for_the_next(tmp_path: Path) -> None:
 
     _, view = OneCancelled(tmp_path).run(Killer(None), runs=4, parallel=2)
     assert len(view.jobs) == 4 and view.is_over
+
+
+def test_two_commands_that_drive_one_sweep_keep_the_records_of_both(tmp_path: Path) -> None:
+    """The second command takes a whole step between the first one's look at the board and its own step."""
+
+    class InterruptedDriver(SweepDriver):
+        def _read_board(self) -> Board:
+            board = super()._read_board()
+            while interruptions:
+                interruptions.pop()()
+            return board
+
+    interruptions: list[Callable[[], object]] = []
+    world = SweepWorld(tmp_path)
+    context = world.open(Killer(None))
+    (task,) = load_tasks_text("name: s\nresources: {infra: local}\nrun: train $lr\n", "task.yaml")
+    request = SweepRequest(task=task, parameters=PARAMETERS, runs=3, parallel=3, early="asha")
+    first, second = InterruptedDriver(context, request), SweepDriver(context, request)
+    jobs = first.advance().jobs
+
+    def report(run: int, loss: float) -> None:
+        context.store.jobs.set_status(jobs[run].id, JobStatus.RUNNING)
+        context.store.jobs.set_progress(jobs[run].id, Progress(step=3, total=TOTAL, loss=loss))
+
+    def step_of_the_second() -> None:
+        report(1, 2.0)
+        report(2, 3.0)
+        second.advance()
+
+    report(0, 1.0)
+    interruptions.append(step_of_the_second)
+    first.advance()
+    world.run_jobs(context)
+    view = first.advance()
+    assert set(view.stopped) == {1, 2} and all(view.jobs[run].status is JobStatus.CANCELLED for run in (1, 2))
+    board = decode(context.store.meta.get(f"sweep:{first.group}"))
+    assert board.records == {3: {0: 1.0, 1: 2.0, 2: 3.0}}
+    context.close()
 
 
 def compute_loss(job: Job, step: int) -> float:
