@@ -26,7 +26,7 @@ LOGIN = "login.json"  # the server that commands speak to
 QUEUE_SETTINGS = ("max_live_jobs", "max_live_jobs_by_project", "preempt_after", "preempt_lower_priority")
 SETTING_NAMES = (
     "admin_policy", "backup", "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS,
-    "notify", "oidc", "state", "unattended",
+    "notify", "oidc", "state", "trusted_proxy", "unattended",
 )  # fmt: skip
 KEEP_DAYS = 90.0
 NOTIFY_PREFIX = "BROKER_NOTIFY_"  # of variables that contain targets of notifications
@@ -243,9 +243,9 @@ def find_notify(config: Config) -> object:
     return _read_settings(config.home / SETTINGS).get("notify")
 
 
-def find_oidc(home: Path) -> object:
-    """Return `[oidc]` of `config.toml` as written; None without it. Raises UsageError for an invalid file."""
-    return _read_settings(home / SETTINGS).get("oidc")
+def find_table(home: Path, name: str) -> object:
+    """Return a table of `config.toml` as written; None without it. Raises UsageError for an invalid file."""
+    return _read_settings(home / SETTINGS).get(name)
 
 
 def read_notify_variable(name: str) -> str | None:

@@ -9,7 +9,7 @@ from dataclasses import field, replace
 
 from broker.app.container import Context
 from broker.app.uploads import wait_for_uploads
-from broker.app.visibility import read_visibility
+from broker.app.visibility import Visibility, read_visibility
 from broker.errors import BrokerError, CloudError, RunFailedError, UsageError
 from broker.formatting import format_count, strip_control
 from broker.frozen import frozen
@@ -55,8 +55,13 @@ async def read_status(context: Context, *, is_refreshing: bool, of_all_users: bo
     visibility = read_visibility(context, Owned.CLUSTER, of_all_users=of_all_users)
     jobs = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
     everything = context.store.clusters.list(on_damage=context.warn)
-    known = [each for each in everything if visibility.shows(each.name)]
+
+    def find_owned(cluster: Cluster) -> tuple[Visibility, str]:
+        return (visibility, cluster.name) if cluster.job_id is None else (jobs, str(cluster.job_id))
+
+    known = [each for each in everything for owned, name in [find_owned(each)] if owned.shows(name)]
     clusters, failures = await refresh_clusters(context, known) if is_refreshing else (known, {})
+    users = {each.name: owned.owners.get(name) for each in clusters for owned, name in [find_owned(each)]}
     now_s = context.clock.now_s()
     return Status(
         clusters=tuple(clusters),
@@ -64,7 +69,7 @@ async def read_status(context: Context, *, is_refreshing: bool, of_all_users: bo
         total_usd=context.store.bills.spend_usd(now_s=now_s),
         live_job_ids=tuple(job_id for job_id in context.store.jobs.list_live_ids() if jobs.shows(job_id)),
         failures=failures,
-        users={each.name: user for each in clusters if (user := visibility.owners.get(each.name)) is not None},
+        users={name: user for name, user in users.items() if user is not None},
         only=visibility.only,
         other_count=len(everything) - len(known),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from broker.cli.context import make_context
 from broker.cli.descriptors import allow_descriptors
 from broker.cli.log_lines import start_log
 from broker.jobs.daemon import run_daemon
+from broker.state.opening import open_store
 
 
 def daemon(
@@ -41,6 +43,7 @@ async def run_controllers(context: Context, *, idle_s: float) -> None:
             config=context.config,
             notifier=context.notifier,
             scheduler=context.scheduler,
+            open_store=partial(open_store, context.config, clock=context.clock),
             idle_s=idle_s,
         )
     finally:

@@ -103,20 +103,21 @@ def start(
         ) from None
     if (certificate is None) != (key is None):
         raise UsageError("`--certificate` and `--key` require each other")
-    proxy = None
-    if proxy_header is not None:
-        from broker.server.proxy import TrustedProxy
-
-        proxy = TrustedProxy.read(
-            header=proxy_header, addresses=proxies or (), secret_file=proxy_secret, role=proxy_role
-        )  # fmt: skip
-    elif proxies or proxy_secret is not None:
+    if proxy_header is None and (proxies or proxy_secret is not None):
         raise UsageError("`--trusted-proxy` requires `--trusted-proxy-header`")
     if state is not None:
         choose_state_url(state)
     context = make_context()
-    start_log(context.config, level=logging.WARNING)
     home = context.config.home
+    proxy = None
+    if proxy_header is not None:
+        from broker.server.proxy import TrustedProxy, read_projects
+
+        proxy = TrustedProxy.read(
+            header=proxy_header, addresses=proxies or (), secret_file=proxy_secret, role=proxy_role,
+            projects=read_projects(home),
+        )  # fmt: skip
+    start_log(context.config, level=logging.WARNING)
 
     def tell(listening: Listening) -> None:
         write_listening(home, listening, version=__version__)

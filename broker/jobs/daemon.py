@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.daemon_meter import DaemonMeter
 from broker.jobs.daemon_parts import Controller, Notifies, StartsSchedules
+from broker.jobs.lease_keeper import keep_lease
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
 from broker.jobs.node_samples import forget_samples
@@ -62,6 +63,7 @@ class _DaemonContext:
     config: Config
     notifier: Notifies | None
     scheduler: StartsSchedules | None
+    open_store: Callable[[], Store] | None
     idle_s: float
 
 
@@ -74,11 +76,13 @@ async def run_daemon(
     config: Config,
     notifier: Notifies | None = None,
     scheduler: StartsSchedules | None = None,
+    open_store: Callable[[], Store] | None = None,
     idle_s: float = 60,
 ) -> None:
     """Lead until another daemon holds the lock, `idle_s` pass without live jobs or schedules, or SIGTERM arrives.
 
-    In a shared store, drive a share of the jobs until `idle_s` pass without jobs, or SIGTERM arrives.
+    In a shared store, drive a share of the jobs until `idle_s` pass without jobs, or SIGTERM arrives. With
+    `open_store`, which opens it again, a thread keeps the lease while the event loop is blocked.
     """
     context = _DaemonContext(
         store=store,
@@ -88,6 +92,7 @@ async def run_daemon(
         config=config,
         notifier=notifier,
         scheduler=scheduler,
+        open_store=open_store,
         idle_s=idle_s,
     )
     is_needed = True
@@ -118,8 +123,10 @@ async def _share_jobs(context: _DaemonContext) -> bool:
     workload = SharedWorkload(context.store, context.clock)
     log.info("sharing the jobs as %s", workload.name)
     main = asyncio.ensure_future(_Daemon(context, workload).run())
+    open_store = context.open_store
     try:
-        with _cancel_on_sigterm(main):
+        keeping = keep_lease(workload, context.clock, open_store) if open_store else nullcontext()
+        with keeping, _cancel_on_sigterm(main):
             return await _wait_for(main)
     finally:
         workload.resign()

@@ -126,6 +126,7 @@ class SharedWorkload:
         self._spared_until_s: dict[int, float] = {}
         self._cancelled: Sequence[int] = ()
         self._beat_s = -math.inf
+        self.turn_s = clock.now_s()  # the last turn of the event loop, which another thread reads (`lease_keeper.py`)
         self._is_cut_off = self._is_skewed = False
 
     def refresh(self, stats: DaemonStats | None = None) -> Sequence[Key]:
@@ -133,6 +134,7 @@ class SharedWorkload:
 
         Until the store responds again, the jobs continue: their next write shows whether they are still ours.
         """
+        self.turn_s = self._clock.now_s()
         try:
             self._renew(stats)
             self._release_idle()

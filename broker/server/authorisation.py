@@ -9,11 +9,13 @@ from typing import Any
 from broker.app import jobs
 from broker.app.container import Context
 from broker.app.sweeping import SweepRequest, name_sweep
+from broker.app.verbs.shells import find_owned
 from broker.client.wire import Verb
 from broker.errors import DeniedError, UsageError
 from broker.state.people import Owned, Role, Token
 from broker.state.store import Store
 
+SHELLS = ("open_shell", "run_on_node")  # the owner of a managed job or a service may enter its nodes
 ORDER = (Role.VIEWER, Role.USER, Role.ADMIN)
 
 
@@ -82,6 +84,8 @@ def list_changed(context: Context, verb: Verb, arguments: Mapping[str, Any]) -> 
                 yield from ((kind, found) for found in _find_job_ids(context, name))
             elif kind in (Owned.SERVICE, Owned.SCHEDULE):
                 yield kind, name
+            elif verb.name in SHELLS and (found := context.store.clusters.get(name)) is not None:
+                yield find_owned(context.store, found)
             else:
                 known = [each.name for each in context.store.clusters.list(on_damage=context.warn)]
                 yield from ((kind, each) for each in {name, *fnmatch.filter(known, name)})

@@ -165,7 +165,9 @@ class Server:
     def _authenticate(self, request: web.Request) -> Token | None:
         proxy = self._policy.proxy
         if proxy is not None and len(request.headers.getall(proxy.header, ())) == 1:
-            return proxy.find_user(request.remote, request.headers)
+            # Of several lines, some could be the client's.
+            is_clear = len(request.headers.getall(proxy.projects.groups_header, ())) <= 1
+            return proxy.find_user(request.remote, request.headers) if is_clear else None
         kind, _, value = request.headers.get("Authorization", "").partition(" ")
         return find_token(self._context.store, value.strip()) if kind.lower() == "bearer" else None
 

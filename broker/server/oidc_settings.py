@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from broker.client.login import is_loopback
-from broker.config import SETTINGS, find_oidc
+from broker.config import SETTINGS, find_table
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.server.tokens import USER
@@ -84,7 +84,7 @@ class _OidcTable(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_oidc_settings(home: Path) -> OidcSettings | None:
     """Read the table; None without one. Raises UsageError, which names the setting."""
-    found = find_oidc(home)
+    found = find_table(home, "oidc")
     if found is None:
         return None
     path = f"{home / SETTINGS}: [oidc]"

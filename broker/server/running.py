@@ -19,7 +19,7 @@ from broker.client.wire import ASKED, Signature, Verb, encode
 from broker.clock import within
 from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
-from broker.server.authorisation import check_verb, list_changed
+from broker.server.authorisation import SHELLS, check_verb, list_changed
 from broker.server.context import DisconnectedError, Interruption, Policy, ServerContext
 from broker.state.people import Role, Token
 from broker.types import Job, Plan, Service
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 ANSWER_S_MAX = 900.0
 DRIVING = ("run_map", "run_sweep")  # end with their connection, like the commands; a repeated command continues
 RECORDED = ("on_submitted", "on_recorded")  # callbacks that report work that has already begun
-ENTERING = ("open_shell", "run_on_node")
 STARTING_JOBS = ("launch_jobs", "retry_job", "retry_group", *DRIVING)
 INTERRUPT_S_MAX = 20.0  # less than the time that clients wait for a response
 FRAMES_MAX = 256  # waiting to be sent: a slow client slows down the verb instead of filling the memory
@@ -141,7 +140,7 @@ class Running:
             check_verb(context, token, verb, self._request.arguments)
             if not is_reading:
                 target = self._name_changed(context)
-            if verb.name in ENTERING:  # also recorded if the server dies in the middle
+            if verb.name in SHELLS:  # also recorded if the server dies in the middle
                 context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome="started")
             result = verb.function(context, **self._request.arguments, **self._make_callbacks())
             target = self._name_submitted(result) or target

@@ -56,6 +56,16 @@ class Claims:
             rows = self._database.rows("SELECT job_id, epoch FROM claims WHERE holder = ?", (holder,))
         return {row["job_id"]: row["epoch"] for row in rows}
 
+    def extend(self, holder: str) -> bool:
+        """Extend the lease of `holder` if it has not ended; return whether it has one now. Its claims do not change."""
+        with self._database.claiming(is_durable=False):
+            now_s = self._database.read_time_s()
+            done = self._database.execute(
+                f"UPDATE controllers SET until_s = ?2 WHERE name = ?3 AND {write_has_lease()}",
+                (now_s, now_s + LEASE_S, holder),
+            )
+        return done.rowcount == 1
+
     def find_free(self, limit: int) -> Sequence[int]:
         """Return services, unfinished jobs and housekeeping not held by a process with a lease, oldest first."""
         rows = self._database.rows(

@@ -3,15 +3,16 @@
 Only `workdir`, `file_mounts`, `volumes` and `service` are expanded; `setup` and `run` receive variables in their
 environment.
 
-Secrets are left out of `readiness_probe`, because a service's row in the state file has its probe: `fill_probe` adds
-them where the request is sent.
+The state file has these fields, and messages show them, so secrets stay out of them. In `readiness_probe`, references
+to secrets are kept, and `fill_probe` fills them in where the request is sent. The login in the URL of a repository is
+filled in, because only the clone's folder is stored. Everywhere else, a reference to a secret is an error.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from broker.task.reading import Reader
@@ -20,20 +21,27 @@ from broker.types import ReadinessProbe, Secret
 
 PROBE = "readiness_probe"
 FIELDS = ("workdir", "file_mounts", "volumes", "service")
+_LOGIN = r"(?<=//)[^/@]*@"  # in a URL: a user, a token, or both
 _VARIABLE = r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))"
 
 
 def expand_variables(
     reader: Reader, document: Marked, values: Mapping[str, str], secret_names: Collection[str] = ()
 ) -> Marked:
-    """Return the document with the fields above expanded; an unknown variable is left as written."""
-    if not values:
+    """Return the document with the fields above expanded; an unknown variable is left as written.
+
+    A field that refers to one of the secrets, where it would be stored, is reported and has no value.
+    """
+    if not values and not secret_names:
         return document
     expander = _Expander(values)
     public = _Expander({name: value for name, value in values.items() if name not in secret_names})
     fields = dict(document.value)
     for name in FIELDS:
         if name in fields:
+            if _refuse_secrets(reader, name, fields[name], secret_names):
+                fields[name] = replace(fields[name], value=None)
+                continue
             fields[name] = _expand_service(fields[name], expander, public)
             if max(expander.size, public.size) > BYTES_MAX:
                 reader.fault(document.value[name], f"`{name}` is too large after filling in variables")
@@ -53,6 +61,36 @@ def fill_probe(probe: ReadinessProbe, secrets: Mapping[str, Secret]) -> Readines
         headers={name: plain.fill(value) for name, value in probe.headers.items()},
         post_data=None if probe.post_data is None else quoted.fill(probe.post_data),
     )
+
+
+def _refuse_secrets(reader: Reader, field: str, marked: Marked, secret_names: Collection[str]) -> bool:
+    """Report each reference to a secret that would be stored; return whether there is one."""
+    found = [
+        (place, name)
+        for place, text in (_list_texts(marked, field) if secret_names else ())
+        for name in find_variables(text)
+        if name in secret_names
+    ]
+    for (line, column), name in found:
+        message = f"`{field}` refers to the secret `{name}`, but it is stored and shown in clear text"
+        reader.note(line, column, message, f"declare `{name}` under `envs` if it may be seen, or use it in `setup`")
+    return bool(found)
+
+
+def _list_texts(marked: Marked, field: str) -> Iterator[tuple[tuple[int, int], str]]:
+    """List the texts of a field that are stored, with their positions."""
+    if isinstance(marked.value, str):
+        yield (marked.line, marked.column), marked.value
+    elif isinstance(marked.value, list):
+        for each in marked.value:
+            yield from _list_texts(each, field)
+    elif isinstance(marked.value, dict):
+        for key, each in marked.value.items():
+            yield marked.keys[key], key
+            if field == "workdir" and key == "url" and isinstance(each.value, str):
+                yield (each.line, each.column), re.sub(_LOGIN, "", each.value)
+            elif not (field == "service" and key == PROBE):
+                yield from _list_texts(each, field)
 
 
 def _expand_service(marked: Marked, expander: _Expander, public: _Expander) -> Marked:

@@ -109,7 +109,7 @@ def _read_document(
     reader.hide(value for name, value in written.items() if name in secret_texts or is_credential_name(name))
     reader.hide(list_texts(marked.value["secrets"]) if secret_texts else ())
     variables = {**written, **envs, **secrets}
-    section = TASK.read(reader, expand_variables(reader, marked, variables, {*secret_texts, *secrets}), "")
+    section = TASK.read(reader, expand_variables(reader, marked, variables, {*_peek_secrets(marked), *secrets}), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
 
 
@@ -118,6 +118,13 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
     fields = marked.value[name].value if name in marked.value else None
     pairs = fields.items() if isinstance(fields, dict) else ()
     return {key: render_value(each) for key, each in pairs if each.value is not None}
+
+
+def _peek_secrets(marked: Marked) -> list[str]:
+    """Read the names of secrets, also of those without a value, before they are checked."""
+    fields = marked.value["secrets"].value if "secrets" in marked.value else None
+    names = [each.value for each in fields] if isinstance(fields, list) else list(fields or ())
+    return [_strip_scope(name) for name in names if isinstance(name, str)]
 
 
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:

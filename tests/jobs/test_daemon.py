@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +22,13 @@ from broker.config import Config
 from broker.errors import CapacityError, StateError, TransientError
 from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, _Daemon, ensure_daemon, hold_lock, run_daemon
 from broker.jobs.daemon_parts import Notifies, StartsSchedules
+from broker.jobs.lease_keeper import SILENT_S
 from broker.jobs.node_samples import get_folder, list_jobs
 from broker.jobs.workload import BEAT_EVERY_S
 from broker.notify.notification import Notification, Sink
 from broker.notify.notifier import LINGER_S, Notifier
 from broker.notify.settings import NotifySettings
+from broker.state.claims import Claims
 from broker.state.daemon_stats import DaemonStats
 from broker.state.store import Store
 from broker.types import EventKind, JobStatus, NotifySpec, Task, make_event
@@ -83,6 +86,7 @@ class Stage:
         self.made: list[int] = []
         self.notifier: Notifies | None = None
         self.scheduler: StartsSchedules | None = None
+        self.open_store: Callable[[], Store] | None = None
 
     def add_job(self, *steps: float | Exception) -> Controller:
         job_id = self.store.jobs.add("j", Task()).id
@@ -102,7 +106,8 @@ class Stage:
             other = asyncio.ensure_future(beside()) if beside else None
             await run_daemon(
                 store=self.store, make_controller=self.make, provisioner=provisioner, clock=self.clock,
-                config=self.config, notifier=self.notifier, scheduler=self.scheduler, idle_s=idle_s,
+                config=self.config, notifier=self.notifier, scheduler=self.scheduler, open_store=self.open_store,
+                idle_s=idle_s,
             )  # fmt: skip
             if other:
                 await other
@@ -121,6 +126,35 @@ def test_an_idle_daemon_exits(stage: Stage) -> None:
     stage.add_job(500.0)
     assert 560.0 <= stage.run() < 563.0, "it counts from when the last job ended"
     assert stage.run(idle_s=0.0) < 2.0
+
+
+def test_a_daemon_of_a_shared_store_keeps_its_lease_while_a_step_blocks_its_loop(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extended, waits = threading.Event(), list[bool]()
+    extend = Claims.extend
+
+    def note(claims: Claims, holder: str) -> bool:
+        is_done = extend(claims, holder)
+        extended.set()
+        return is_done
+
+    class Blocking(Controller):
+        async def step(self) -> float:
+            loop = self._stage.clock.loop
+            assert loop is not None
+            loop._virtual.skipped_s += SILENT_S
+            waits.append(extended.wait(60.0))
+            return await super().step()
+
+    monkeypatch.setattr(Claims, "extend", note)
+    monkeypatch.setattr(stage.store, "is_shared", True)
+    stage.open_store = lambda: Store(tmp_path / "state.db", clock=stage.clock)
+    job_id = stage.store.jobs.add("j", Task()).id
+    stage.controllers[job_id] = Blocking(stage, job_id)
+    stage.run()
+    assert waits == [True], "by another thread"
+    assert not stage.store.claims.has_controller(), "resigned"
 
 
 class Deliveries:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from broker.app.verbs.shells import find_owned
 from broker.client.wire import VERBS
 from broker.errors import DeniedError
 from broker.server.authorisation import check_verb
 from broker.state.people import Owned, Role
-from broker.types import Cluster, ClusterStatus, Payee, Placement, Resources, ScheduleSpec, Task
+from broker.types import Cluster, ClusterStatus, Payee, Placement, Replica, Resources, ScheduleSpec, Task
 from tests.server.conftest import Hosted
 from tests.simulation.world import make_offer
 
@@ -97,6 +98,32 @@ def test_users_change_only_their_own(hosted: Hosted, owned: str, verb: str, user
         return
     with pytest.raises(DeniedError):
         check_verb(hosted.context, token, VERBS[verb], arguments)
+
+
+@pytest.mark.parametrize("verb", ["open_shell", "run_on_node"])
+def test_nodes_of_a_job_or_a_replica_are_entered_by_the_owner_of_the_job_or_service(
+    hosted: Hosted, owned: str, verb: str
+) -> None:
+    store = hosted.context.store
+    users = {each.user: each for each in store.tokens.list()}
+    replica, foreign = (store.jobs.add(name, Task(run="true")).id for name in ("replica", "foreign"))
+    store.services.put_replica(Replica(service="dev", number=1, version=1, job_id=replica, port=1, created_s=0.0))
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    for name, job_id in (("of-job", int(owned)), ("of-replica", replica), ("of-none", foreign)):
+        store.clusters.put(Cluster(name=name, placement=placement, status=ClusterStatus.UP, attempt=1, job_id=job_id))
+    for name, whose in (("of-job", f"job `{owned}`"), ("of-replica", "service `dev`")):
+        for user in ("user", "admin"):
+            check_verb(hosted.context, users[user], VERBS[verb], {"cluster": name})
+        with pytest.raises(DeniedError, match=f"{whose} belongs to user"):
+            check_verb(hosted.context, users["other"], VERBS[verb], {"cluster": name})
+        with pytest.raises(DeniedError):  # entering is all that this permits
+            check_verb(hosted.context, users["user"], VERBS["stop_cluster"], {"cluster": name})
+    with pytest.raises(DeniedError, match=f"job `{foreign}` was started on the server itself"):
+        check_verb(hosted.context, users["user"], VERBS[verb], {"cluster": "of-none"})
+    found = [each for each in store.clusters.list() if each.name.startswith("of-")]
+    for each in found:
+        store.clusters.delete(each.name)
+    assert {find_owned(store, each)[0] for each in found} == {Owned.JOB, Owned.SERVICE}
 
 
 def test_patterns_and_all_reach_no_cluster_of_others(hosted: Hosted, owned: str) -> None:

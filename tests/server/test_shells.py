@@ -23,7 +23,7 @@ from broker.server.context import Policy, ServerContext
 from broker.server.tokens import create_token
 from broker.sites.openssh import Completed
 from broker.state.people import Owned, Role
-from broker.types import Cluster, ClusterStatus, Node, Placement
+from broker.types import Cluster, ClusterStatus, Node, Placement, Task
 from tests.clouds.beds import make_node
 from tests.server.conftest import Hosted
 from tests.simulation.world import make_offer
@@ -128,6 +128,25 @@ def test_owner_is_compared_again_after_the_cluster_was_found(hosted: Hosted, clu
         run_on_node(context, cluster="dev", rank=0, command=("id",), on_output=lambda output: None)
     with pytest.raises(DeniedError, match="belongs to user"):
         open_shell(context, cluster="dev", rank=0, terminal=TERMINAL, on_output=lambda output: None)
+    context.close()
+
+
+def test_owner_of_a_managed_job_enters_its_nodes_and_others_do_not(hosted: Hosted, cluster: str) -> None:
+    store = hosted.context.store
+    job = store.jobs.add("train", Task(run="true"))
+    store.owners.put(Owned.JOB, str(job.id), "other")
+    own = store.clusters.get(cluster)
+    assert own is not None
+    store.clusters.put(replace(own, job_id=job.id))  # the owner of the job decides, not that of the name
+    found: list[ShellOutput] = []
+    arguments = {"cluster": cluster, "rank": 0, "command": ("hostname",), "on_output": found.append}
+    assert hosted.open("other").call(run_on_node, **arguments) == 1 and found
+    with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to other"):
+        hosted.open("user").call(run_on_node, **arguments)
+    token = next(each for each in store.tokens.list() if each.user == "user")
+    context = ServerContext(hosted.home, policy=Policy(), token=token)
+    with pytest.raises(DeniedError, match="belongs to other"):
+        open_shell(context, cluster=cluster, rank=0, terminal=TERMINAL, on_output=lambda output: None)
     context.close()
 
 

@@ -90,6 +90,20 @@ def test_clusters_are_listed_the_same_way(ask: Ask) -> None:
     assert "of other users" not in every and "Total cost so far: " in every
 
 
+def test_cluster_of_a_job_is_listed_for_the_owner_of_the_job(team: Hosted, ask: Ask) -> None:
+    store = team.context.store
+    job_id = next(each.id for each in store.jobs.list() if each.name == "of-other")
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    store.clusters.put(Cluster(name="of-job", placement=placement, status=ClusterStatus.UP, attempt=1, job_id=job_id))
+    try:
+        assert sorted(read_names(ask("other", "status"))) == ["of-job", "of-other"]
+        assert read_names(ask("user", "status")) == ["of-user"]
+        every = json.loads(ask("user", "status", "--all-users", "--json"))["clusters"]
+        assert {each["name"]: each["user"] for each in every}["of-job"] == "other"
+    finally:
+        store.clusters.delete("of-job")
+
+
 def test_json_names_the_owner(ask: Ask) -> None:
     (job,) = json.loads(ask("other", "jobs", "queue", "--json"))
     assert (job["name"], job["user"]) == ("of-other", "other")

@@ -81,6 +81,22 @@ def test_only_a_lease_keeps_a_claim(store: Store, wait: object) -> None:
     assert store.claims.measure_load().controller_count == 0
 
 
+def test_only_a_lease_that_has_not_ended_is_extended(store: Store, open_store: OpenStore, wait: object) -> None:
+    job, other = store.jobs.add("a", Task()).id, open_store()
+    assert not other.claims.extend("x") and not store.claims.has_controller(), "an extension begins no lease"
+    store.claims.renew("x", stats := DaemonStats(failures=3))
+    store.claims.claim("x", [job])
+    for _ in range(3):
+        wait(LEASE_S - 0.5)  # type: ignore[operator]
+        assert other.claims.extend("x")
+    assert store.claims.find_free(9) == [HOUSEKEEPING] and store.claims.list_stats() == {"x": stats}
+    wait(LEASE_S + 0.5)  # type: ignore[operator]
+    assert not other.claims.extend("x") and store.claims.find_free(9) == [HOUSEKEEPING, job]
+    assert store.claims.renew("x") == {job: 1}
+    store.claims.resign("x")
+    assert not other.claims.extend("x") and not store.claims.has_controller(), "nor brings one back"
+
+
 def test_a_clock_that_was_set_back_does_not_extend_the_lease_of_a_dead_controller(store: Store, wait: object) -> None:
     """As after a failover to a database server whose clock is an hour behind."""
     job = store.jobs.add("a", Task()).id

@@ -13,6 +13,7 @@ from broker.app.container import Context
 from broker.errors import InvalidRequestError, UsageError
 from broker.frozen import frozen
 from broker.state.people import Owned
+from broker.state.store import Store
 from broker.types import Cluster, Node
 
 COMMAND_S_MAX = 3600.0
@@ -95,10 +96,20 @@ def get_node(cluster: Cluster, rank: int) -> Node:
     return found
 
 
+def find_owned(store: Store, cluster: Cluster) -> tuple[Owned, str]:
+    """Return what a cluster belongs to: the service of a replica, the managed job, or nothing but itself."""
+    if cluster.job_id is None:
+        return Owned.CLUSTER, cluster.name
+    for service in store.services.list_names():
+        if any(each.job_id == cluster.job_id for each in store.services.list_replicas(service)):
+            return Owned.SERVICE, service
+    return Owned.JOB, str(cluster.job_id)
+
+
 def _find_own(context: Context, name: str) -> Cluster:
     """Find a cluster that is up, then compare its owner again: the name may be another user's by now."""
     found = find_up(context, name)
-    context.check_owner(Owned.CLUSTER, name)
+    context.check_owner(*find_owned(context.store, found))
     context.check_shell(found)
     return found
 
