@@ -61,6 +61,8 @@ class ServiceTarget(JobTarget):
             self.context.note("`max_duration` has no effect on a service: end it with `broker serve down`")
         if any(task.goal is not None and task.goal.budget_usd is not None for task in tasks):
             self.context.note("`budget` has no effect on a service: limit its cost with `max_replicas`")
+        if any(task.goal is not None and task.goal.hour_value_usd is not None for task in tasks):
+            self.context.note("`hour_value` has no effect on a service: its replicas have no work to finish")
         return super().settle([drop_job_limits(task) for task in tasks])
 
     def check(self, plans: Sequence[Plan]) -> bool:
@@ -106,9 +108,8 @@ def check_service(task: Task) -> ServiceSpec:
     if any(each.field in ("pool", "workers") for each in task.notices):
         raise UsageError("worker pools are not supported", hints=["launch one managed job per worker"])
     if spec is None:
-        raise UsageError(
-            "the task has no `service:`", hints=["for example `service: {readiness_probe: /, replicas: 2}`"]
-        )
+        hint = "for example `service: {readiness_probe: /, replicas: 2}`"
+        raise UsageError("the task has no `service:`", hints=[hint])
     if task.run is None:
         raise UsageError("the task has no `run:`", hints=["add `run:`: the program that serves requests"])
     if spec.probe is None:
@@ -173,7 +174,6 @@ def check_library(spec: ServiceSpec) -> None:
 
     if spec.balancer is BalancerType.HAPROXY and find_haproxy() is None:
         raise UsageError("haproxy is not installed", hints=["install it with `apt-get install haproxy`"])
-
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError(
             "the balancer requires aiohttp", hints=["install it with `pip install 'intercloud-broker[serve]'`"]
@@ -181,8 +181,8 @@ def check_library(spec: ServiceSpec) -> None:
 
 
 def drop_job_limits(task: Task) -> Task:
-    """Return the task without the limits that end a job."""
-    goal = None if task.goal is None else replace(task.goal, budget_usd=None)
+    """Return the task without the limits that end a job, and without the value of finishing earlier."""
+    goal = None if task.goal is None else replace(task.goal, budget_usd=None, hour_value_usd=None)
     return replace(task, max_duration_s=None, goal=goal)
 
 

@@ -50,7 +50,7 @@ def _show_assumptions(plan: Plan) -> None:
     if plan.choice.breakdown is None:
         return
     lines = [
-        "time on spot counts from submission, on-demand from the first start; on-demand instances are not preempted",
+        "time counts from submission, the first start included; on-demand instances are not preempted",
         *list_assumptions(plan.task, plan.choice.placement.offer.cloud),
         describe_hour_value(plan),
     ]

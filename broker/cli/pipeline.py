@@ -10,12 +10,13 @@ from broker.types import GroupRole, PipelineEdge, PipelinePlan, PipelineStep
 def show_pipeline(plan: PipelinePlan, *, name: str | None = None, role: GroupRole | None = None) -> None:
     """Print steps in a possible order of execution, transfers that are not free, the total, and the greedy total."""
     aim = "lowest cost" if plan.objective == "cost" else "shortest time"
+    timed = ", the value of time included" if plan.time_usd else ""
     limit = f" within {format_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
     count = len(plan.steps)
     named = f" {name}" if name else ""
     what = "Pipeline" if role is None else "Job group"
     where = " in one region" if role is not None and role.is_connected else ""
-    print_line(f"{what}{named} of {format_count(count, 'task')}{where}: {aim} overall{limit}")
+    print_line(f"{what}{named} of {format_count(count, 'task')}{where}: {aim} overall{limit}{timed}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],
@@ -73,7 +74,9 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
 
 def _say_gap(plan: PipelinePlan) -> str:
     if plan.objective == "cost":
-        return f"the lower bound is {format_usd(plan.lower_bound)} USD, this plan costs {format_usd(plan.usd)}"
+        timed = ", the value of time included" if plan.time_usd else ""
+        bound, cost = format_usd(plan.lower_bound), format_usd(plan.usd + plan.time_usd)
+        return f"the lower bound is {bound} USD, this plan costs {cost}{timed}"
     if plan.lower_bound < plan.hours:
         return f"the lower bound is {format_hours(plan.lower_bound)}, this plan takes {format_hours(plan.hours)}"
     return "no plan is faster, but an equally fast one may be cheaper"

@@ -51,9 +51,7 @@ def cut_to_rest(job: Job, *, now_s: float, spent_usd: float, restart_s: float | 
     saved = job.progress.checkpoint_step if job.progress else None
     total = job.progress.total if job.progress else None
     share = min(1.0, saved / total) if saved and total else 0.0
-    # A plan's time begins when the gang runs; after an attempt, a recovery precedes that.
-    recovery_s = job.task.checkpoint.restart_s if job.attempts else 0.0
-    hours = (now_s - job.submitted_s + recovery_s) / 3600
+    hours = (now_s - job.submitted_s) / 3600  # a plan's hours include the next start
     rest = replace(
         goal,
         work_hours=None if goal.work_hours is None else goal.work_hours * (1 - share),

@@ -38,7 +38,10 @@ class CandidatePlaces:
 
 
 class Fallback(NamedTuple):
-    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish. A ranking makes thousands."""
+    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish, without its start.
+
+    A ranking makes thousands.
+    """
 
     usd: float
     usd_hour: float

@@ -1,9 +1,9 @@
 """Expected course of a run (`RunForecast`), and its price at one place.
 
 A run on spot is the mean of recorded runs of the production policy (`broker.spot.market_model`): preemptions, waiting,
-moves between the candidate places, and on-demand where a deadline requires it. Time on spot counts from submission to
-end. A published interruption band strikes in addition, each node by itself: recordings have no bands, and their gangs
-are small.
+moves between the candidate places, and on-demand where a deadline requires it. Time counts from submission to end, the
+first start included, on spot and on-demand. A published interruption band strikes in addition, each node by itself:
+recordings have no bands, and their gangs are small.
 """
 
 from __future__ import annotations
@@ -114,13 +114,19 @@ class SpotInputs:
         if limit is None:
             return None
         if self.has_fallback:
-            return float(self.work_hours + self.recovery_hours <= limit)
+            alone = run_on_demand(
+                self.work_hours, self.checkpoint, deadline_hours=limit, recovery_hours=self.recovery_hours
+            )
+            return alone.deadline_chance
         return self.list_runs().chance(lambda run: run.hours <= limit)
 
 
 @frozen
 class RunForecast:
-    """The expected course of a run, independent of prices. Times are in hours; `recovery_*` are per recovery."""
+    """The expected course of a run, independent of prices. Times are in hours; `recovery_*` are per start.
+
+    `hours` count from submission to end, the first start included.
+    """
 
     work_hours: float
     hours: float
@@ -140,6 +146,10 @@ class RunForecast:
     hazard: float = 0.0
     inputs: SpotInputs | None = None  # None on-demand
 
+    def scale_hours(self, scale: float) -> float:
+        """Return the hours of a run without preemption on `scale` times the work: it starts once all the same."""
+        return self.starting_hours + (self.hours - self.starting_hours) * scale
+
 
 def run_on_demand(
     work_hours: float,
@@ -149,20 +159,26 @@ def run_on_demand(
     recovery_hours: float = 0.0,
     recovery_billed_hours: float = 0.0,
 ) -> RunForecast:
-    """Forecast a run without preemption; it writes checkpoints only if the user fixes their interval."""
+    """Forecast a run without preemption; it writes checkpoints only if the user fixes their interval.
+
+    Its only start takes as long, and is billed as much, as each start on spot. Without work left, nothing starts.
+    """
+    if work_hours <= 0:
+        recovery_hours = recovery_billed_hours = 0.0
     is_saving = checkpoint.every_s is not None and work_hours > 0
     every_hours = min((checkpoint.every_s or 0.0) / 3600, work_hours)
     checkpoints = work_hours / every_hours if is_saving else 0.0
     stalls = checkpoints * checkpoint.stall_s / 3600
-    hours = work_hours + stalls
+    hours = work_hours + stalls + recovery_hours
     return RunForecast(
         work_hours=work_hours,
         hours=hours,
         stall_hours=stalls,
+        starting_hours=recovery_hours,
         checkpoints=checkpoints,
         recovery_hours=recovery_hours,
         recovery_billed_hours=recovery_billed_hours,
-        ondemand_hours=hours,
+        ondemand_hours=work_hours + stalls + recovery_billed_hours,
         deadline_chance=None if deadline_hours is None else float(hours <= deadline_hours),
         every_s=checkpoint.every_s,
     )

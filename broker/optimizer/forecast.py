@@ -7,6 +7,7 @@ waiting.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -117,9 +118,10 @@ def find_deadline_chances(plan: Plan, *, work_hours: float, deadline_hours: floa
         return is_met, is_met if course.inputs is not None else None
     scale = work_hours / goal.work_hours
     if course.inputs is None:
-        return float(course.hours * scale <= deadline_hours), None
-    on_demand = [each.hours for each in plan.estimates.candidates if not each.is_spot]
-    has_fallback = bool(on_demand) and min(on_demand) * scale <= deadline_hours  # as at the time, not as now
+        return float(course.scale_hours(scale) <= deadline_hours), None
+    on_demand = [each.forecast for each in plan.estimates.candidates if not each.is_spot and each.forecast is not None]
+    soonest = min((each.scale_hours(scale) for each in on_demand), default=math.inf)
+    has_fallback = soonest <= deadline_hours  # as at the time, not as now
     given = replace(
         course.inputs, work_hours=course.inputs.work_hours * scale, deadline_hours=deadline_hours, has_fallback=False
     )

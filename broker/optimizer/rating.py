@@ -225,8 +225,11 @@ class CostModel:
     ) -> RunForecast:
         recovery, billed = self._find_recovery(offer.cloud)
         if work <= 0:
-            calm = run_on_demand(work, self._task.checkpoint, recovery_hours=recovery)
-            return replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
+            calm = run_on_demand(
+                work, self._task.checkpoint, deadline_hours=self._deadline_hours,
+                recovery_hours=recovery, recovery_billed_hours=billed,
+            )  # fmt: skip
+            return replace(calm, spot_hours=calm.ondemand_hours, ondemand_hours=0.0)
         return run_on_spot(
             SpotInputs(
                 work_hours=work, checkpoint=self._task.checkpoint, recovery_hours=recovery,
@@ -246,7 +249,7 @@ class CostModel:
     def _find_chance(self, course: RunForecast) -> float | None:
         given = course.inputs
         if given is None:
-            return None if self._deadline_hours is None else 1.0
+            return course.deadline_chance
         key = (given.work_hours, given.places, given.evidence, given.recovery_hours, given.band_hazard)
         if key not in self._chances:
             self._chances[key] = given.find_deadline_chance()
@@ -257,11 +260,7 @@ class CostModel:
         if self._deadline_hours is None:
             return []
         most = math.inf if limit is None else limit * self._task.num_nodes
-        return [
-            Fallback(usd=each.usd, usd_hour=each.usd_hour, hours=each.hours)
-            for each in ondemand
-            if each.hours <= self._deadline_hours and each.usd_hour <= most
-        ]
+        return [_skip_start(each) for each in ondemand if each.hours <= self._deadline_hours and each.usd_hour <= most]
 
     def _choose_fallback(self, offer: Offer, own: Fallback | None, kinds: Kinds) -> Fallback | None:
         """Choose the cheapest on-demand gang of any kind; a slower one of another kind would have to begin earlier."""
@@ -329,6 +328,17 @@ class CostModel:
         if data is None:
             data = self._data[key] = price_data(self._task, offer.cloud, offer.region, self._egress)
         return data
+
+
+def _skip_start(ondemand: RankedOffer) -> Fallback:
+    """Return an on-demand gang that is running already: recorded runs include the start that it takes."""
+    course = ondemand.forecast
+    assert course is not None
+    return Fallback(
+        usd=ondemand.usd - ondemand.usd_hour * course.recovery_billed_hours,
+        usd_hour=ondemand.usd_hour,
+        hours=course.hours - course.starting_hours,
+    )
 
 
 def _rank(

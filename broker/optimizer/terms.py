@@ -42,16 +42,15 @@ def _list_hours(task: Task, estimate: Estimate, parts: Breakdown) -> list[tuple[
         terms.append(("interval tau", f"{format_duration(estimate.checkpoint_every_s)} ({origin})"))
         terms.append(("checkpoint stalls", f"{format_hours(parts.stall_hours)}, {format_duration(spec.stall_s)} each"))
     if estimate.placement.is_spot:
-        restore_s = measure_restore_s(spec.size_gib)
-        restore = f" + {format_duration(restore_s)} restore" if restore_s else ""
-        billed = f"{format_duration(parts.recovery_billed_s)} billed"
-        terms += [
-            ("expected preemptions", f"{estimate.expected_preemptions or 0:.2f}"),
-            ("lost work", format_hours(parts.lost_hours)),
-            ("start R", f"{format_duration(spec.restart_s)} restart{restore}, {billed}"),
-            ("time for starts", format_hours(parts.recovery_hours)),
-            ("waiting for spot", format_hours(parts.waiting_hours)),
-        ]
+        terms.append(("expected preemptions", f"{estimate.expected_preemptions or 0:.2f}"))
+        terms.append(("lost work", format_hours(parts.lost_hours)))
+    restore_s = measure_restore_s(spec.size_gib)
+    restore = f" + {format_duration(restore_s)} restore" if restore_s else ""
+    billed = f"{format_duration(parts.recovery_billed_s)} billed"
+    terms.append(("start R", f"{format_duration(spec.restart_s)} restart{restore}, {billed}"))
+    terms.append(("time for starts", format_hours(parts.recovery_hours)))
+    if estimate.placement.is_spot:
+        terms.append(("waiting for spot", format_hours(parts.waiting_hours)))
     if estimate.switch_after_hours is not None:
         spare = f"after {format_hours(estimate.switch_after_hours)} of waiting, starts and lost work"
         terms.append(("switch to on-demand", spare))

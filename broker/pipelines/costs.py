@@ -11,9 +11,9 @@ from broker.pipelines.problem import Problem
 
 
 def find_cheapest(problem: Problem, *, work_max: float) -> Found:
-    """Return the choice with the lowest sum of all tasks and transfers, in USD."""
+    """Return the choice with the lowest sum of all tasks and transfers, in USD, the value of time included."""
     core = Core(
-        [[state.usd for state in states] for states in problem.states],
+        [[state.cost for state in states] for states in problem.states],
         {(u, v): table for (u, v, _), table in zip(problem.edges, problem.edge_usd, strict=True)},
     )
     core.fold()
@@ -34,7 +34,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
         result = Found(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)
     chosen = core.unfold(dict(zip(left, result.choice, strict=True)))
     choice = tuple(chosen[v] for v in range(len(problem.states)))
-    value = problem.add_usd(choice)
+    value = problem.add_cost(choice)
     return Found(
         choice=choice,
         value=value,

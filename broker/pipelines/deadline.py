@@ -84,7 +84,7 @@ def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours
     limit = deadline_hours * (1 + ROUNDING)
     moves = TimelyMoves(problem, limit)
     assert problem.measure_hours(start) <= limit, "the start is on time"
-    best, value = moves.improve(list(start), problem.add_usd(start))
+    best, value = moves.improve(list(start), problem.add_cost(start))
     times = Timetable(problem)
     if not times.close_late(limit):
         return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
@@ -97,7 +97,7 @@ def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours
         with suppress(TooManyLabelsError):
             better = find_by_labels(problem, root, root.times, upper=value - offset, limit=limit, work_max=work_max)
             if better is not None:
-                best, value = better, problem.add_usd(better)
+                best, value = better, problem.add_cost(better)
             return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
     return search(root, best, evaluate=moves.evaluate, improve=moves.improve, offset=offset, work_max=work_max)
 
@@ -118,7 +118,7 @@ def _raise_prices(
         choice = [kept[i] for kept, i in zip(root.kept, root.round_off(), strict=True)]
         mended = moves.mend(choice)
         if mended is not None:
-            mended, usd = moves.improve(mended, problem.add_usd(mended))
+            mended, usd = moves.improve(mended, problem.add_cost(mended))
             if usd < value:
                 best, value = mended, usd
         if bound > top:
@@ -177,7 +177,7 @@ def _make_field(problem: Problem, times: Timetable, prices: _Prices, limit: floa
     by_task, by_edge = prices.spread(problem)
     times = times.copy()
     unary = [
-        [problem.states[v][i].usd + by_task[v] * problem.states[v][i].hours for i in kept]
+        [problem.states[v][i].cost + by_task[v] * problem.states[v][i].hours for i in kept]
         for v, kept in enumerate(times.kept)
     ]
     tables = list[list[Row]]()

@@ -1,7 +1,9 @@
 """Place the tasks of a job group together, in the region in which their total is lowest.
 
-Pure. A task without work counts as one hour. Example: a trainer costs 8.00 in east and 8.40 in west, its rollout
-workers 3.00 and 2.00: each alone would take east and west; together west (10.40) is cheaper than east (11.00).
+Pure. The value of the tasks' hours counts, as in their plans; a task without work counts as one hour.
+
+Example: a trainer costs 8.00 in east and 8.40 in west, its rollout workers 3.00 and 2.00: each alone would take east
+and west; together west (10.40) is cheaper than east (11.00).
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement:
     common = set(options[0]).intersection(*options[1:])
     if not common:
         return None
-    cloud, region = min(common, key=lambda key: (sum(_measure_usd(each[key]) for each in options), key))
+    by_plan = list(zip(plans, options, strict=True))
+    cloud, region = min(common, key=lambda key: (sum(_measure_cost(plan, each[key]) for plan, each in by_plan), key))
     zone = _find_zone(plans, GroupPlace(cloud=cloud, region=region), is_refused)
     place = GroupPlace(cloud=cloud, region=region, zone=zone)
     near = [_drop(keep_near(plan, place), is_refused).estimates[0] for plan in plans]
@@ -115,6 +118,10 @@ def _measure_usd(estimate: Estimate) -> float:
     return estimate.placement.usd_hour if estimate.expected_usd is None else estimate.expected_usd
 
 
+def _measure_cost(plan: Plan, estimate: Estimate) -> float:
+    return _measure_usd(estimate) + (plan.hour_value_usd or 0.0) * (estimate.expected_hours or 0.0)
+
+
 def _drop(plan: Plan, is_refused: Refused) -> Plan:
     return replace(plan, estimates=tuple(each for each in plan.estimates if not is_refused(each.placement)))
 
@@ -129,13 +136,13 @@ def _list_cheapest(plan: Plan, is_refused: Refused) -> dict[tuple[str, str], Est
 
 def _find_zone(plans: Sequence[Plan], place: GroupPlace, is_refused: Refused) -> str | None:
     """Return the cheapest zone with a placement for every task; None if there is none."""
-    usd_by_zone: dict[str, float] = {}
+    cost_by_zone: dict[str, float] = {}
     zones = {each.placement.offer.zone for plan in plans for each in plan.estimates if place.contains(each.placement)}
     for zone in sorted(zone for zone in zones if zone is not None):
         first = [
             next(
                 (
-                    _measure_usd(each)
+                    _measure_cost(plan, each)
                     for each in _drop(plan, is_refused).estimates
                     if place.contains(each.placement) and _has_zone(each.placement, zone)
                 ),
@@ -144,5 +151,5 @@ def _find_zone(plans: Sequence[Plan], place: GroupPlace, is_refused: Refused) ->
             for plan in plans
         ]
         if None not in first:
-            usd_by_zone[zone] = sum(usd for usd in first if usd is not None)
-    return min(usd_by_zone, key=lambda zone: (usd_by_zone[zone], zone), default=None)
+            cost_by_zone[zone] = sum(cost for cost in first if cost is not None)
+    return min(cost_by_zone, key=lambda zone: (cost_by_zone[zone], zone), default=None)

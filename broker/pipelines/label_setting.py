@@ -100,7 +100,7 @@ class _Labels:
         state = self._field.kept[v][i]
         own_hours = self._times.hours[v][i]
         labels: list[Label] = [
-            (self._problem.states[v][state].usd, 0.0, 0.0, self._field.unary[v][i], (v, state, None, None))
+            (self._problem.states[v][state].cost, 0.0, 0.0, self._field.unary[v][i], (v, state, None, None))
         ]
         for e in child_edges:
             is_before = self._times.edges[e][1] == v

@@ -26,7 +26,7 @@ class TimelyMoves:
     def evaluate(self, choice: Sequence[int]) -> float:
         """Return USD; infinite if late."""
         is_late = self._problem.measure_hours(choice) > self._limit
-        return math.inf if is_late else self._problem.add_usd(choice)
+        return math.inf if is_late else self._problem.add_cost(choice)
 
     def improve(self, choice: list[int], value: float) -> tuple[list[int], float]:
         """Change one task at a time while that saves money and stays on time. A late choice is returned unchanged."""
@@ -46,7 +46,7 @@ class TimelyMoves:
                     has_moved = True
             if not has_moved:
                 break
-        return choice, self._problem.add_usd(choice)
+        return choice, self._problem.add_cost(choice)
 
     def mend(self, choice: Sequence[int]) -> list[int] | None:
         """Repair a late choice by changes that each cost the least per hour gained; None if that fails."""
@@ -90,7 +90,7 @@ class TimelyMoves:
     def _price(self, choice: Sequence[int], v: int, i: int) -> float:
         """Return the USD of task v in state i with all its transfers."""
         problem = self._problem
-        usd = problem.states[v][i].usd
+        usd = problem.states[v][i].cost
         usd += sum(problem.edge_usd[e][choice[u]][i] for e, u in self._before[v])
         return usd + sum(problem.edge_usd[e][i][choice[w]] for e, w in self._after[v])
 

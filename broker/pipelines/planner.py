@@ -34,9 +34,10 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Choose one of `plans[i].estimates` for every `tasks[i]`. Pure.
 
-    "cost" minimizes USD, within `deadline_hours` from first start to last end if given; "time" minimizes hours, then
-    USD among the choices that take no longer. Expected hours count, not worst cases. A task without work counts as one
-    hour. A task with an order of preference keeps its plan's choice.
+    "cost" minimizes USD and the value of each task's hours, as its plan does, within `deadline_hours` from first start
+    to last end if given; "time" minimizes hours, then USD among the choices that take no longer. Expected hours count,
+    not worst cases. A task without work counts as one hour, which has no value. A task with an order of preference
+    keeps its plan's choice.
 
     Raises UsageError for invalid needs, NoOfferError if a task cannot finish anywhere, or not all of them by the
     deadline.
@@ -50,8 +51,9 @@ def plan_pipeline(
     edges = [(place[j], place[i], gib) for i in order for j, gib in sorted(needs[i].items())]
     table = EgressTable.from_prices(egress)
     problem = make_problem(
-        names, [plans[i] for i in order], edges, table, needs_time=objective == "time" or deadline_hours is not None
-    )
+        names, [plans[i] for i in order], edges, table,
+        needs_time=objective == "time" or deadline_hours is not None, values_time=objective == "cost",
+    )  # fmt: skip
     solution = _solve(problem, objective, deadline_hours, work_max)
     return PipelinePlan(
         objective=objective,
@@ -64,6 +66,7 @@ def plan_pipeline(
         greedy_usd=problem.add_usd(problem.greedy),
         greedy_hours=problem.measure_hours(problem.greedy),
         deadline_hours=deadline_hours,
+        time_usd=problem.add_time_usd(solution.choice),
     )
 
 

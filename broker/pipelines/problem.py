@@ -20,11 +20,17 @@ ASSUMED_HOURS = 1.0  # of a task without work, as in SkyPilot
 
 @frozen
 class State:
-    """One estimate that may be chosen."""
+    """One estimate that may be chosen. `time_usd` is the value of its hours, 0 if only money counts."""
 
     estimate: Estimate
     usd: float
     hours: float
+    time_usd: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """The USD to minimize: those paid, and the value of the time."""
+        return self.usd + self.time_usd
 
     @property
     def place(self) -> tuple[str, str]:
@@ -53,6 +59,14 @@ class Problem:
             table[choice[u]][choice[v]] for (u, v, _), table in zip(self.edges, self.edge_usd, strict=True)
         )
 
+    def add_time_usd(self, choice: Sequence[int]) -> float:
+        """Sum the value of the hours of all tasks."""
+        return math.fsum(states[i].time_usd for states, i in zip(self.states, choice, strict=True))
+
+    def add_cost(self, choice: Sequence[int]) -> float:
+        """Sum what is minimized: USD, and the value of the time."""
+        return self.add_usd(choice) + self.add_time_usd(choice)
+
     def measure_hours(self, choice: Sequence[int]) -> float:
         """Return the longest path: a task starts when all its inputs have arrived."""
         start = [0.0] * len(self.states)
@@ -75,9 +89,16 @@ def make_problem(
     egress: EgressTable,
     *,
     needs_time: bool,
+    values_time: bool = True,
 ) -> Problem:
-    """Make states and tables for plans in topological order. Raises NoOfferError."""
-    states = [_list_states(name, plan, needs_time=needs_time) for name, plan in zip(names, plans, strict=True)]
+    """Make states and tables for plans in topological order. Raises NoOfferError.
+
+    With `values_time`, the hours of each task cost what the task's own plan gives for an hour.
+    """
+    states = [
+        _list_states(name, plan, needs_time=needs_time, values_time=values_time)
+        for name, plan in zip(names, plans, strict=True)
+    ]
     if not needs_time:
         states = _drop_far_too_dear(states, [each.choice for each in plans], edges, egress)
     units = _Units(egress)
@@ -94,19 +115,21 @@ def make_problem(
     )
 
 
-def make_state(estimate: Estimate) -> State:
-    """Return the USD and hours to finish, or those of one assumed hour if no work is given."""
+def make_state(estimate: Estimate, hour_value_usd: float = 0.0) -> State:
+    """Return the USD and hours to finish, or those of one assumed hour if no work is given: it has no value."""
     if estimate.expected_usd is None or estimate.expected_hours is None:
         return State(estimate=estimate, usd=estimate.placement.usd_hour * ASSUMED_HOURS, hours=ASSUMED_HOURS)
-    return State(estimate=estimate, usd=estimate.expected_usd, hours=estimate.expected_hours)
+    hours = estimate.expected_hours
+    return State(estimate=estimate, usd=estimate.expected_usd, hours=hours, time_usd=hour_value_usd * hours)
 
 
-def _list_states(name: str, plan: Plan, *, needs_time: bool) -> list[State]:
+def _list_states(name: str, plan: Plan, *, needs_time: bool, values_time: bool) -> list[State]:
     """List the estimates that can be optimal. A task with an order of preference keeps its first choice."""
+    hour_value_usd = (plan.hour_value_usd or 0.0) if values_time else 0.0
     estimates = plan.estimates[:1] if plan.task.is_ordered else plan.estimates
     by_place = dict[tuple[str, str], list[State]]()
     for estimate in estimates:
-        state = make_state(estimate)
+        state = make_state(estimate, hour_value_usd)
         if math.isfinite(state.usd) and math.isfinite(state.hours):
             by_place.setdefault(state.place, []).append(state)
     if not by_place:
@@ -118,13 +141,13 @@ def _list_states(name: str, plan: Plan, *, needs_time: bool) -> list[State]:
     kept = list[State]()
     for states in by_place.values():
         # sorted() is stable, so ties keep the plan's order
-        ranked = sorted(states, key=lambda each: (each.usd, each.hours, each.estimate is not choice))
+        ranked = sorted(states, key=lambda each: (each.cost, each.hours, each.estimate is not choice))
         kept.append(ranked[0])
         if needs_time:
             for state in ranked[1:]:
                 if state.hours < kept[-1].hours:
                     kept.append(state)
-    alone = make_state(choice)
+    alone = make_state(choice, hour_value_usd)
     if all(state.estimate is not choice for state in kept) and math.isfinite(alone.usd) and math.isfinite(alone.hours):
         kept.append(alone)
     return kept
@@ -142,12 +165,12 @@ def _drop_far_too_dear(
     """
     slack = [0.0] * len(states)
     dearest = [max(_price_leaving(each.estimate, egress) for each in options) for options in states]
-    cheapest = [min(options, key=lambda each: each.usd) for options in states]
+    cheapest = [min(options, key=lambda each: each.cost) for options in states]
     for u, v, gib in edges:
         slack[u] += gib * _price_leaving(cheapest[u].estimate, egress)
         slack[v] += gib * dearest[u]
     return [
-        [each for each in options if each is best or each.estimate is choice or each.usd < best.usd + extra]
+        [each for each in options if each is best or each.estimate is choice or each.cost < best.cost + extra]
         for options, best, choice, extra in zip(states, cheapest, choices, slack, strict=True)
     ]
 

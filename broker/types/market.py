@@ -114,7 +114,7 @@ class Breakdown:
     work_hours: float
     stall_hours: float = 0.0  # writing checkpoints
     lost_hours: float = 0.0  # work since the last checkpoint, which is repeated
-    recovery_hours: float = 0.0  # on spot, including the first start
+    recovery_hours: float = 0.0  # of all starts, including the first
     waiting_hours: float = 0.0  # for spot capacity
     recovery_s: float = 0.0
     recovery_billed_s: float = 0.0
@@ -131,8 +131,8 @@ class Breakdown:
 class Estimate:
     """A placement with the expected cost to finish. Hours and dollars are None if the task specifies no work.
 
-    Time on spot counts from submission. `switch_after_hours` is set if the job starts on spot and may continue
-    on-demand, once waiting, starts and lost work have used up that many hours of its deadline.
+    Time counts from submission, the first start included. `switch_after_hours` is set if the job starts on spot and may
+    continue on-demand, once waiting, starts and lost work have used up that many hours of its deadline.
     """
 
     placement: Placement

@@ -40,9 +40,10 @@ class PipelineEdge:
 class PipelinePlan:
     """The choice for every task, in an order that can be run.
 
-    `usd` is the cost of all steps and transfers; `hours` is the longest path through them. `lower_bound` is in the
-    objective's unit (USD, or hours for "time"): no plan can be better, and with `is_optimal`, this plan attains it.
-    `greedy_*` is the result of choosing for each task separately.
+    `usd` is the cost of all steps and transfers; `hours` is the longest path through them. `time_usd` is the value of
+    the hours of all steps. `lower_bound` bounds what the objective minimizes (`usd` + `time_usd`, or hours for "time"):
+    no plan can be better, and with `is_optimal`, this plan attains it. `greedy_*` is the result of choosing for each
+    task separately.
     """
 
     objective: Objective
@@ -55,6 +56,7 @@ class PipelinePlan:
     greedy_usd: float
     greedy_hours: float
     deadline_hours: float | None = None
+    time_usd: float = 0.0  # 0 for "time", which does not weigh money against time
 
     @property
     def egress_usd(self) -> float:

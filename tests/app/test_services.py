@@ -51,6 +51,10 @@ def choose(context: Context, task: Task, availability: float, replicas: Sequence
     [
         ({"max_duration_s": 3600.0}, "`max_duration` has no effect on a service: end it with `broker serve down`"),
         ({"goal": Goal(budget_usd=5.0)}, "`budget` has no effect on a service: limit its cost with `max_replicas`"),
+        (
+            {"goal": Goal(hour_value_usd=5.0)},
+            "`hour_value` has no effect on a service: its replicas have no work to finish",
+        ),
     ],
 )
 def test_a_service_drops_limits_which_would_end_its_replicas(
@@ -62,7 +66,7 @@ def test_a_service_drops_limits_which_would_end_its_replicas(
         (limited,) = ServiceTarget(context=context).settle([replace(task, **limit)])
     finally:
         context.close()
-    assert limited.max_duration_s is None and (limited.goal is None or limited.goal.budget_usd is None)
+    assert limited.max_duration_s is None and limited.goal in (None, Goal())
     assert notes == [note]
 
 

@@ -101,6 +101,30 @@ def test_on_demand_stalls_only_where_the_task_fixes_an_interval() -> None:
     assert run_on_demand(10.0, SPEC, deadline_hours=9.0).deadline_chance == 0.0
 
 
+def test_the_first_start_on_demand_takes_time_and_money_and_may_miss_the_deadline() -> None:
+    course = run_on_demand(10.0, SPEC, deadline_hours=10.0, recovery_hours=0.1, recovery_billed_hours=0.08)
+    assert (course.hours, course.ondemand_hours, course.deadline_chance) == (pytest.approx(10.1), 10.08, 0.0)
+    assert price_run(course, PRICES, DATA, course.checkpoints) == pytest.approx(10.08 * 40 + 1 + 2 + 10.1 * 0.1)
+    assert run_on_demand(10.0, SPEC, deadline_hours=10.1, recovery_hours=0.1).deadline_chance == 1.0
+    assert course.scale_hours(0.5) == pytest.approx(5.1)
+    done = run_on_demand(0.0, SPEC, deadline_hours=0.0, recovery_hours=0.1, recovery_billed_hours=0.08)
+    assert (done.hours, done.ondemand_hours, done.deadline_chance) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("spare_hours", [-0.01, 0.0, 0.01])
+def test_a_run_that_has_no_time_for_spot_is_the_run_on_demand(spare_hours: float) -> None:
+    """One model: work and stalls of 40.4 h and a start of 0.1 h, whichever of both forecasts them."""
+    fixed = CheckpointSpec(every_s=3600, stall_s=36)
+    limit = 40.4 + 0.1 + spare_hours
+    given = replace(DUE, checkpoint=fixed, deadline_hours=limit)
+    alone = run_on_demand(40.0, fixed, deadline_hours=limit, recovery_hours=0.1, recovery_billed_hours=0.08)
+    assert given.find_deadline_chance() == alone.deadline_chance == float(spare_hours >= 0)
+    if spare_hours <= 0:
+        spot = run_on_spot(given)
+        assert (spot.hours, spot.spot_hours) == (pytest.approx(alone.hours), 0.0)
+        assert (spot.ondemand_hours, spot.starting_hours) == pytest.approx((alone.ondemand_hours, alone.starting_hours))
+
+
 def test_budget_chance_grows_with_the_budget() -> None:
     course = run_on_spot(DUE)
     chances = [find_budget_chance(course, PRICES, DATA, budget) for budget in (300, 600, 1000, 3000)]

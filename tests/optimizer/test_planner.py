@@ -49,10 +49,12 @@ def test_often_interrupted_machine_loses_to_a_slightly_more_expensive_calm_one()
 def test_goal_considers_on_demand_too_and_a_tight_deadline_chooses_it() -> None:
     base = "resources: {accelerators: H100:8}\nnum_nodes: 64\ncheckpoint: {stall: 60s, restart: 2h}\ngoal: "
     loose = plan(base + "{work: 100h, deadline: 60d}", [offer(interruption_band=100)])
-    tight = plan(base + "{work: 100h, deadline: 101h, confidence: 0.99}", [offer(interruption_band=100)])
+    tight = plan(base + "{work: 100h, deadline: 102.5h, confidence: 0.99}", [offer(interruption_band=100)])
     assert loose.choice.placement.is_spot
     assert not tight.choice.placement.is_spot
-    assert [each.filter for each in tight.rejections] == ["deadline"]
+    assert tight.choice.deadline_chance == 1.0
+    with pytest.raises(NoOfferError, match="deadline"):  # 2 h to start, and 100 h of work
+        plan(base + "{work: 100h, deadline: 101h}", [offer(interruption_band=100)])
 
 
 def test_budget_is_never_exceeded() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import NoOfferError
-from broker.optimizer.egress import GB_PER_GIB, EgressTable, price_transfer
+from broker.optimizer.egress import GB_PER_GIB, REGION_GBIT_S, EgressTable, price_transfer
 from broker.optimizer.ranking import SAME_SCORE
 from broker.optimizer.terms import list_terms
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
@@ -117,11 +117,13 @@ def test_offers_of_clouds_that_are_not_set_up_are_counted_and_the_first_is_named
 def test_the_bill_of_an_on_demand_run_with_its_data_is_the_sum_worked_out_by_hand() -> None:
     """10 h of work with a stall of 6 min each hour are 11 h on 2 nodes at 40 USD; one GiB is 1.0737 GB.
 
+    The start of 5 min and 8.6 s, in which a checkpoint could be read back, precedes them. Half of the first 30 s and
+    another 30 s of it are not billed.
     100 GiB are read from S3 once, 50 GiB are written to it, and 10 checkpoints of 10 GiB too; two of them are kept.
     """
     text = (
         "resources: {accelerators: H100:8, use_spot: false}\nnum_nodes: 2\n"
-        "goal: {work: 10h, deadline: 11.01h, budget: 910}\ncheckpoint: {every: 1h, stall: 6m, size: 10GB}\n"
+        "goal: {work: 10h, deadline: 11.1h, budget: 917}\ncheckpoint: {every: 1h, stall: 6m, size: 10GB}\n"
         "inputs: {s3://in: 100GB}\noutputs: {s3://out: 50GB}\nenvs: {BROKER_CHECKPOINT_DIR: s3://mine/ckpt}"
     )
     egress = [
@@ -131,14 +133,17 @@ def test_the_bill_of_an_on_demand_run_with_its_data_is_the_sum_worked_out_by_han
     (found,) = plan(text, [offer("gcp")], egress=egress).estimates
     parts = found.breakdown
     assert parts is not None
-    machines = 2 * 11 * 40.0
+    start = (300 + GB_PER_GIB * 10 * 8 / REGION_GBIT_S) / 3600
+    hours, billed = 11 + start, 11 + start - 45 / 3600
+    machines = 2 * billed * 40.0
     transfer = GB_PER_GIB * (100 * 0.09 + 50 * 0.12 + 10 * 10 * 0.12)
-    storage = GB_PER_GIB * 10 * 2 * 0.023 / 730 * 11
-    assert (parts.work_hours, parts.stall_hours, found.expected_hours) == pytest.approx((10, 1, 11))
+    storage = GB_PER_GIB * 10 * 2 * 0.023 / 730 * hours
+    assert (parts.work_hours, parts.stall_hours, parts.recovery_hours) == pytest.approx((10, 1, start))
+    assert found.expected_hours == pytest.approx(hours)
     assert (parts.compute_usd, parts.egress_usd, parts.storage_usd) == pytest.approx((machines, transfer, storage))
     assert found.expected_usd == pytest.approx(machines + transfer + storage)
     assert (found.deadline_chance, found.budget_chance) == (1.0, 1.0)
-    assert (parts.spot_hours, parts.ondemand_hours, parts.ondemand_usd_hour) == pytest.approx((0, 11, 80))
+    assert (parts.spot_hours, parts.ondemand_hours, parts.ondemand_usd_hour) == pytest.approx((0, billed, 80))
 
 
 def test_places_above_the_price_limit_are_not_places_to_move_to() -> None:

@@ -129,6 +129,14 @@ def list_offers(plan: GroupPlan | None) -> list[tuple[str, str | None]]:
     return [(each.placement.offer.cloud, each.placement.offer.zone) for each in plan.estimates]
 
 
+def test_the_region_of_a_group_weighs_money_against_time_as_the_plans_do() -> None:
+    east, west = place("c", "easta", 1.0, work_usd=10.0), place("c", "westa", 1.0, work_usd=11.0)
+    east = replace(east, expected_hours=9.0)
+    for value, region in ((None, "east"), (0.1, "east"), (0.2, "west")):
+        found = plan_group([replace(plan_of(east, west), hour_value_usd=value)])
+        assert found is not None and found.place.region == region
+
+
 def test_the_work_of_a_task_counts_and_not_its_price_per_hour() -> None:
     """A slow cheap machine costs more in the end."""
     plans = [

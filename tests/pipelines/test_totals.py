@@ -92,6 +92,48 @@ def test_a_transfer_is_charged_by_the_cloud_that_the_data_leaves() -> None:
     assert (source, target) == ("a", "b") and found.egress_usd == near(10 * 2**30 / 1e9 * 0.12)
 
 
+def test_a_task_alone_in_a_pipeline_weighs_money_against_time_as_its_plan_does() -> None:
+    slow, fast = estimate("aws/a", 10.0, 10.0), estimate("gcp/a", 12.0, 2.0)
+    own = case({"a": {}}, {"a": [slow, fast]})
+    for value, chosen in ((None, slow), (0.2, slow), (0.3, fast)):
+        each = replace(own, plans=tuple(replace(plan, hour_value_usd=value) for plan in own.plans))
+        found = plan(each)
+        assert found.steps[0].estimate is chosen
+        assert (found.usd, found.time_usd) == (
+            chosen.expected_usd,
+            near((value or 0.0) * (chosen.expected_hours or 0.0)),
+        )
+        assert found.lower_bound == near(found.usd + found.time_usd)
+        sooner = plan(each, objective="time")
+        assert sooner.steps[0].estimate is fast and sooner.time_usd == 0.0
+
+
+def test_no_choice_is_better_once_the_hours_of_each_task_have_a_value() -> None:
+    changed = 0
+    for seed in range(60):
+        each = draw_case(seed, tasks_max=4, options_max=3)
+        draw = random.Random(seed)
+        values = [draw.choice((None, 0.0, draw.uniform(0, 20))) for _ in each.plans]
+        plans = [replace(own, hour_value_usd=value) for own, value in zip(each.plans, values, strict=True)]
+        valued = replace(each, plans=tuple(plans))
+        names = [task.name or "" for task in each.tasks]
+        outcomes = list[tuple[float, float]]()  # USD and value of the time, and hours from first to last
+        for picked in itertools.product(*(own.estimates for own in plans)):
+            time_usd = sum(
+                (value or 0.0) * (one.expected_hours or 0.0) for value, one in zip(values, picked, strict=True)
+            )
+            chosen = dict(zip(names, picked, strict=True))
+            outcomes.append((price_choice(each, chosen) + time_usd, measure_hours(each, chosen)))
+        soonest, best = min(hours for _, hours in outcomes), min(outcomes)
+        for deadline in (None, soonest + 0.3 * (best[1] - soonest) + 1e-6):
+            found = plan(valued, deadline_hours=deadline)
+            least = min(cost for cost, hours in outcomes if deadline is None or hours <= deadline)
+            assert found.is_optimal and found.usd + found.time_usd == near(least), f"draw_case({seed})"
+            assert found.lower_bound == near(least)
+        changed += plan(valued).usd > plan(each).usd + 1e-6
+    assert changed >= 5, "time is worth money in some of them"
+
+
 @pytest.mark.parametrize("block", spread(range(3), every=3))
 def test_a_search_that_stops_early_brackets_the_cheapest_in_time(block: int) -> None:
     unproven = 0
