@@ -34,7 +34,6 @@ from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.streams import PAUSE_S, TokenStream
 from broker.serve.websockets import connect_websocket, is_websocket, join_websockets
 
-CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 TRIES_MAX = 4
 # Of connections: a zone may take most of many replicas with it, and each that refuses is out of rotation at once.
@@ -100,7 +99,7 @@ class Proxy:
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file."""
         self.routing = routing
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=routing.stream_timeout_s)
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_read=routing.stream_timeout_s)
 
     def wake(self) -> None:
         """Make waiting requests look for a replica again."""
