@@ -237,8 +237,8 @@ class ServiceController:
     def _reconcile_canary(
         self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica], load: Load | None
     ) -> None:
-        """Start and drain the replicas of the canary."""
-        if self._canary is None or not slots:
+        """Start and drain the replicas of the canary. At zero, it has none, or it would get all requests."""
+        if self._canary is None or (not slots and service.wanted):
             return
         task = self._store.services.get_task(self._name, self._canary.version)
         assert task.service is not None, "`serve update` accepts only tasks with a service"
@@ -272,6 +272,7 @@ class ServiceController:
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
         wanted = self._scaling.wanted
         if wanted != service.wanted:
+            service = replace(service, wanted=wanted)
             with self._store.transaction():
                 self._store.services.set_wanted(self._name, wanted)
                 self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))
