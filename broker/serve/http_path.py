@@ -103,3 +103,7 @@ class HttpPath:
     def describe_totals(self) -> LoadTotals:
         """Return the responses since the balancer started."""
         return self._proxy.meter.totals.describe()
+
+    def find_expiry_s(self) -> float | None:
+        """Return when the certificate that clients get expires; None without one."""
+        return None if self._renewal is None else self._renewal[0].ends_s

@@ -108,6 +108,10 @@ class TcpPath:
         """Return nothing, for the same reason."""
         return LoadTotals()
 
+    def find_expiry_s(self) -> float | None:
+        """Return when the certificate that clients get expires; None without one."""
+        return None if self._renewal is None else self._renewal[0].ends_s
+
     def _begin(self, transport: asyncio.Transport, tls: ssl.SSLContext | None) -> None:
         """Serve an accepted connection in a task of its own."""
         if self._fault or self.counts.in_flight >= CONNECTIONS_MAX:
