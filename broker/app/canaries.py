@@ -45,9 +45,8 @@ def promote_canary(context: Context, service: Service) -> int:
     canary = _must_read(context, service)
     (line,) = describe_services(context, [service.name])
     if not any(each.status == READY and each.replica.version == canary.version for each in line.replicas):
-        raise UsageError(
-            f"no replica of version {canary.version} is ready", hints=[f"see `broker serve why {service.name}`"]
-        )
+        hint = f"see `broker serve why {service.name}`" if service.wanted else "send a request: it is scaled to zero"
+        raise UsageError(f"no replica of version {canary.version} is ready", hints=[hint])
     with context.store.transaction():
         services.mark_ready(service.name, canary.version)
         services.set_version(service.name, canary.version)

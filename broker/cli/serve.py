@@ -214,6 +214,16 @@ def status(
         print_line("")
         for row in format_table(["SERVICE", "REPLICA", "VERSION", "STATUS", "LOCATION", "IN FLIGHT", "JOB"], rows):
             print_line(row)
+    for each in lines:
+        _warn_of_expiry(each, now_s, indent="")
+
+
+def _warn_of_expiry(line: ServiceLine, now_s: float, *, indent: str) -> None:
+    from broker.serve.wording import warn_of_expiry
+
+    warning = warn_of_expiry(line.load.certificate_ends_s, now_s) if line.load is not None else ""
+    if warning:
+        print_line(f"{indent}service {line.service.name}: {warning}")
 
 
 def _list_cells(line: ServiceLine, now_s: float) -> list[str]:
@@ -271,13 +281,15 @@ def why(service: ServiceName, as_json: options.AsJson = False, output: options.O
     """Explain the status of a service and its replicas, with its events."""
     from broker.serve.wording import describe_service_event
 
-    story = make_session().call(verbs.explain_service, service=service)
+    session = make_session()
+    story = session.call(verbs.explain_service, service=service)
     line, events = story.line, story.events
     if as_json or output is options.Format.JSON:
         told = [{**to_plain(each), "message": describe_service_event(each)} for each in events]
         print_json({**to_plain(line), "events": told})
         return
     print_line(f"Service {service} is {line.status}" + (f": {line.service.failure}" if line.service.failure else ""))
+    _warn_of_expiry(line, session.clock.now_s(), indent="  ")
     for gateway in line.gateways:
         reason = f": {strip_control(gateway.error)}" if gateway.error else ""
         print_line(f"  gateway {gateway.number} is {gateway.status}{reason}")

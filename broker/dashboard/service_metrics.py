@@ -36,6 +36,9 @@ def list_service_families(lines: Sequence[ServiceLine]) -> Iterator[Family]:
         (labels, load.window.errors / load.window.requests) for labels, load in loads if load.window.requests
     ]  # fmt: skip
     yield Family("broker_service_error_ratio", "gauge", "Share of 5xx responses in the last minute.", errors)
+    ends = [(labels, load.certificate_ends_s) for labels, load in loads if load.certificate_ends_s is not None]
+    name, text = "broker_service_certificate_expiry_timestamp_seconds", "When the certificate for clients expires."
+    yield Family(name, "gauge", text, ends)
     totals = [(labels, load.totals) for labels, load in loads]
     answered = [
         ({**labels, "code": code}, float(count)) for labels, each in totals for code, count in each.responses.items()

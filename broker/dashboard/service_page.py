@@ -10,7 +10,7 @@ from broker.app.service_figures import find_usd_per_million, sum_usd_hour
 from broker.app.services import ServiceLine
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_duration, format_ms, format_usd
-from broker.serve.wording import describe_service_event
+from broker.serve.wording import describe_service_event, warn_of_expiry
 from broker.state.services import ServiceEvent
 
 ABOUT = (
@@ -44,6 +44,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
     """Show one service: load, replicas with the reason of their status, and events, newest first."""
     service = line.service
     ready = sum(each.status == READY for each in line.replicas)
+    warning = warn_of_expiry(line.load.certificate_ends_s, now_s) if line.load is not None else ""
     figures = {
         "Status": _show_state(line.status),
         "Version": f"{service.version} ({service.mode.value})",
@@ -78,6 +79,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
         [
             element("p", service.failure, class_="note") if service.failure else None,
             element("p", "The balancer is not running.", class_="note") if line.load is None else None,
+            element("p", f"Warning: {warning}.", class_="note") if warning else None,
             element("dl", *cards, class_="figures"),
             element("p", ABOUT, class_="faint"),
             _show_gateways(line) if line.gateways else None,

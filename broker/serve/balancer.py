@@ -186,6 +186,7 @@ class Balancer:
             window=window,
             totals=self.path.describe_totals(),
             replicas=self.table.describe(windows),
+            certificate_ends_s=self.path.find_expiry_s(),
         )
         try:
             write_file(self._folder.load, load)

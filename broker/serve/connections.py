@@ -7,8 +7,8 @@ import contextlib
 import socket
 import ssl
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiohttp.client_proto import ResponseHandler
     from aiohttp.connector import Connection
 
+T = TypeVar("T")
 # Below the five seconds after which uvicorn, and so vLLM and SGLang, close an idle connection: a request that is sent
 # at that moment is lost.
 KEEPALIVE_S = 4.0
@@ -24,6 +25,9 @@ KEEPALIVE_S = 4.0
 # these probes, however busy its programs are.
 PEER_IDLE_S, PEER_EVERY_S, PEER_TRIES = 10, 5, 3
 UNANSWERED_MS = 1000 * (PEER_IDLE_S + PEER_EVERY_S * PEER_TRIES)
+# The kernel of a replica's machine accepts connections however busy its programs are; handshakes need their turn.
+CONNECT_S = 5.0
+HANDSHAKE_S = 15.0  # as long as the entrance of a replica waits for it
 SHORT_BYTES_MAX = 32 << 10  # fits the window of a new connection, 64 KiB on Linux, and headers beside it
 CONNECTING_MAX = 32  # to one replica: half of the connections that its entrance keeps before they are authenticated
 
@@ -63,12 +67,32 @@ class ReplicaConnector(aiohttp.TCPConnector):
         self._opened.setdefault(address, weakref.WeakSet()).add(opened)
         return opened
 
+    async def _wrap_create_connection(self, *args: Any, **kwargs: Any) -> tuple[asyncio.Transport, ResponseHandler]:
+        """Limit connecting and the handshake one by one: `sock_connect` of aiohttp covers both together."""
+        async with limit_connecting(args[0]) as make_protocol:
+            return await super()._wrap_create_connection(make_protocol, *args[1:], **kwargs)
+
     def cut(self, base_url: str) -> None:
         """Cut off all connections to a replica that is gone: requests on them end at once, as if it had reset them."""
         url = URL(base_url)
         for each in self._opened.pop((url.host, url.port), ()):
             if each.transport is not None:
                 each.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def limit_connecting(make_protocol: Callable[[], T]) -> AsyncIterator[Callable[[], T]]:
+    """Limit the time to connect, and from then on that of the handshake. Raises TimeoutError.
+
+    The block opens one connection with the function that it gets: the loop calls it between the two.
+    """
+    async with asyncio.timeout(CONNECT_S) as limit:
+
+        def begin_handshake() -> T:
+            limit.reschedule(asyncio.get_running_loop().time() + HANDSHAKE_S)
+            return make_protocol()
+
+        yield begin_handshake
 
 
 def watch_peer(transport: asyncio.BaseTransport) -> None:

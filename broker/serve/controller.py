@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from broker.errors import StateError, UsageError
 from broker.locks import is_locked
 from broker.provision.refusals import draw_backoff_s
 from broker.serve.canary import Canary, read_canary, remove_canary
+from broker.serve.certificates import WARN_S
 from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.forecasting import LoadForecaster
@@ -81,6 +83,7 @@ class ServiceController:
         self._canary: Canary | None = None
         self._probes: Mapping[int, ReadinessProbe] = {}  # of the versions with replicas
         self._lacks_keys = False  # as recorded in an event
+        self._warned_s: float | None = None  # the end of the certificate that an event warns of
         self._make_gateways = make_gateways
         self._gateways: Gateways | None = None  # None: the service has none
         self._has_json_logs = wants_json_logs(config)
@@ -107,6 +110,8 @@ class ServiceController:
             self._gateways = self._gateways or self._make_gateways(folder)
             await self._gateways.follow(service, task, spec.gateway)
         load = self._gateways.merge() if self._gateways else self._read_load(folder, self._clock.now_s())
+        if load is not None and load.certificate_ends_s is not None:
+            self._warn_of_expiry(load.certificate_ends_s)
         with suppress(StateError):  # damaged: keep the canary that was read last
             canary = read_canary(folder)
             # A `promote` that was killed may leave a canary of the wanted version.
@@ -136,6 +141,15 @@ class ServiceController:
             details=("Without them, the service would admit everyone.",),
             hints=("share `BROKER_HOME` among the machines of all controllers, or copy the file from a backup",),
         )
+
+    def _warn_of_expiry(self, ends_s: float) -> None:
+        """Record once that a certificate expires within two weeks, also if this controller replaces another."""
+        if ends_s == self._warned_s or ends_s - self._clock.now_s() > WARN_S:
+            return
+        self._warned_s, store = ends_s, self._store.services
+        kind, detail = ServiceEventKind.CERTIFICATE_EXPIRES, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends_s))
+        if all((each.kind, each.detail) != (kind, detail) for each in store.list_events(self._name)):
+            store.add_event(self._name, kind, detail=detail)
 
     def _observe(self, load: Load | None) -> list[ObservedReplica]:
         unfinished = frozenset(self._store.jobs.list_unfinished_ids())
@@ -237,8 +251,8 @@ class ServiceController:
     def _reconcile_canary(
         self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica], load: Load | None
     ) -> None:
-        """Start and drain the replicas of the canary."""
-        if self._canary is None or not slots:
+        """Start and drain the replicas of the canary. At zero, it has none, or it would get all requests."""
+        if self._canary is None or (not slots and service.wanted):
             return
         task = self._store.services.get_task(self._name, self._canary.version)
         assert task.service is not None, "`serve update` accepts only tasks with a service"
@@ -272,6 +286,7 @@ class ServiceController:
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
         wanted = self._scaling.wanted
         if wanted != service.wanted:
+            service = replace(service, wanted=wanted)
             with self._store.transaction():
                 self._store.services.set_wanted(self._name, wanted)
                 self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))

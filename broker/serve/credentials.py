@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from broker.runtime.credentials import make_credential
+from broker.serve.certificates import read_expiry_s
 from broker.serve.files import ServiceFolder
 from broker.state.faults import explain_os_error
 from broker.types import GATEWAYS_MAX, Secret, TlsFiles
@@ -85,11 +86,15 @@ def make_listener_context(tls: TlsFiles, protocols: Sequence[str] = ()) -> ssl.S
 
 
 class ListenerFiles:
-    """The files of a listener's TLS settings, which are replaced when a certificate is renewed."""
+    """The files of a listener's TLS settings, which are replaced when a certificate is renewed.
+
+    `ends_s`: when the certificate in use expires; None if it cannot be read.
+    """
 
     def __init__(self, tls: TlsFiles) -> None:
         self._tls = tls
         self._seen = self._read_stamps()
+        self.ends_s = read_expiry_s(Path(tls.certificate_path))
 
     def are_renewed(self) -> bool:
         """Return whether the files have changed since the last call, and fit together.
@@ -105,6 +110,7 @@ class ListenerFiles:
         except OSError as error:
             log.warning("the changed certificate for clients is not used: %s", error)
             return False
+        self.ends_s = read_expiry_s(Path(self._tls.certificate_path))
         return True
 
     def load_into(self, context: ssl.SSLContext) -> None:

@@ -63,6 +63,9 @@ class DataPath(Protocol):
     def describe_totals(self) -> LoadTotals:
         """Return the responses since the balancer started; nothing if responses are not read."""
 
+    def find_expiry_s(self) -> float | None:
+        """Return when the certificate that clients get expires; None without one."""
+
 
 class ReplicaQueue:
     """Clients without a ready replica wait here, for up to a minute."""

@@ -144,6 +144,7 @@ class Load:
     window: LoadWindow = LoadWindow()
     totals: LoadTotals = LoadTotals()
     replicas: Mapping[int, ReplicaLoad] = field(default_factory=dict)
+    certificate_ends_s: float | None = None  # when the one that clients get expires; None: without one
 
 
 @frozen

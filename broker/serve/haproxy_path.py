@@ -136,6 +136,10 @@ class HaproxyPath:
         """Return nothing, for the same reason."""
         return LoadTotals()
 
+    def find_expiry_s(self) -> float | None:
+        """Return when the certificate that clients get expires; None without one."""
+        return None if self._renewal is None else self._renewal.ends_s
+
     async def _apply_forever(self) -> None:
         """Carry out each change, one after the other; one that was not answered is carried out again."""
         while True:

@@ -16,7 +16,7 @@ from broker.serve.connections import ReplicaConnector
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.probing import probe_request
-from broker.serve.proxying import CONNECT_S, Proxy
+from broker.serve.proxying import Proxy
 from broker.serve.routes import BackendRoute, RouteTable
 
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
@@ -40,7 +40,7 @@ class HttpPath:
         async with aiohttp.ClientSession(
             connector=self._connector,
             timeout=aiohttp.ClientTimeout(  # until a WebSocket is open
-                total=None, sock_connect=CONNECT_S, sock_read=self._routing.stream_timeout_s
+                total=None, sock_read=self._routing.stream_timeout_s
             ),
             cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
             skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
@@ -103,3 +103,7 @@ class HttpPath:
     def describe_totals(self) -> LoadTotals:
         """Return the responses since the balancer started."""
         return self._proxy.meter.totals.describe()
+
+    def find_expiry_s(self) -> float | None:
+        """Return when the certificate that clients get expires; None without one."""
+        return None if self._renewal is None else self._renewal[0].ends_s

@@ -7,11 +7,12 @@ class ReplicaLostError(Exception):
     """The replica did not answer, or its response was interrupted.
 
     `was_sent`: the replica may have received the request; otherwise any request may be repeated elsewhere.
+    `is_alive`: the replica runs, and is too slow or does not support the request: only another one may do better.
     """
 
-    def __init__(self, reason: str, *, was_sent: bool = True) -> None:
+    def __init__(self, reason: str, *, was_sent: bool = True, is_alive: bool = False) -> None:
         super().__init__(reason)
-        self.was_sent = was_sent
+        self.was_sent, self.is_alive = was_sent, is_alive
 
 
 class ClientGoneError(Exception):

@@ -40,6 +40,7 @@ def merge_loads(loads: Sequence[Load], *, is_complete: bool) -> Load | None:
             number: _merge_replica([each.replicas[number] for each in loads if number in each.replicas])
             for number in numbers
         },
+        certificate_ends_s=min((s for each in loads if (s := each.certificate_ends_s) is not None), default=None),
     )
 
 

@@ -31,10 +31,9 @@ from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, is_aborted, r
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
-from broker.serve.streams import TokenStream
+from broker.serve.streams import PAUSE_S, TokenStream
 from broker.serve.websockets import connect_websocket, is_websocket, join_websockets
 
-CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 TRIES_MAX = 4
 # Of connections: a zone may take most of many replicas with it, and each that refuses is out of rotation at once.
@@ -44,6 +43,32 @@ WHOLE_BODY_BYTES_MAX = 64 << 10
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
 BUSY = frozenset((429, 503))  # the replica did not take the request
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
+
+
+class _Tries:
+    """The replicas that a request was sent to. It waits for one until `deadline_s`: a minute, anew after each loss."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.tried: set[int] = set()
+        self.refusal: web.Response | None = None  # of a busy replica, for a client that gets no better response
+        self.sent = 0
+        self.deadline_s = clock.now_s() + WAIT_S_MAX
+
+    @property
+    def are_used_up(self) -> bool:
+        """Return whether the request was sent too often: it may itself be what ends its replicas."""
+        return self.sent >= TRIES_MAX
+
+    def add_refusal(self, refusal: web.Response) -> None:
+        """Record that a replica did not take the request."""
+        self.sent += 1
+        self.refusal = refusal
+
+    def add_loss(self) -> None:
+        """Record that a replica was lost, perhaps after it had computed for long."""
+        self.sent += 1
+        self.deadline_s = self._clock.now_s() + WAIT_S_MAX
 
 
 class Proxy:
@@ -74,7 +99,7 @@ class Proxy:
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file."""
         self.routing = routing
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=routing.stream_timeout_s)
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_read=routing.stream_timeout_s)
 
     def wake(self) -> None:
         """Make waiting requests look for a replica again."""
@@ -139,38 +164,35 @@ class Proxy:
         return await TokenStream(self, request, journal, prompt).run()
 
     async def _forward(self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes) -> web.StreamResponse:
-        tried: set[int] = set()
-        last: web.StreamResponse | None = None
-        sent, deadline_s = 0, self._clock.now_s() + WAIT_S_MAX
+        tries = _Tries(self._clock)
         for _ in range(CONNECTIONS_MAX):
-            route = await self.find(tried, prompt, waits=last is None, deadline_s=deadline_s)
-            if route is None or sent == TRIES_MAX:
+            route = await self.find(tries.tried, prompt, waits=tries.refusal is None, deadline_s=tries.deadline_s)
+            if route is None:
                 break
-            tried.add(route.backend.number)
+            tries.tried.add(route.backend.number)
             try:
                 with route.use():
                     response = await self.send(route, request, request.path_qs, body)
                     async with response:
-                        if not self._is_refused(request, body, response.status) or not self._has_other(tried):
+                        if not self._is_refused(request, body, response.status) or not self._has_other(tries.tried):
                             return await self.copy(request, route, response)
-                        last = await self.keep_refusal(request, route, response)
-                        sent += 1
+                        tries.add_refusal(await self.keep_refusal(request, route, response))
             except ReplicaLostError as error:
-                sent += error.was_sent
-                last = refuse(502, str(error)) if error.was_sent else last
                 if not self._may_repeat(request, body, was_sent=error.was_sent):
-                    break
-        return last or self.refuse_unready()
+                    return refuse(502, str(error))
+                if failure := await self._outlive(tries, error):
+                    return failure
+            if tries.are_used_up:
+                break
+        return tries.refusal or self.refuse_unready()
 
     async def _forward_websocket(self, request: web.BaseRequest) -> web.StreamResponse:
-        tried: set[int] = set()
-        last: web.Response | None = None
-        sent, deadline_s = 0, self._clock.now_s() + WAIT_S_MAX
+        tries = _Tries(self._clock)
         for _ in range(CONNECTIONS_MAX):
-            route = await self.find(tried, waits=last is None, deadline_s=deadline_s)
-            if route is None or sent == TRIES_MAX:
+            route = await self.find(tries.tried, waits=tries.refusal is None, deadline_s=tries.deadline_s)
+            if route is None:
                 break
-            tried.add(route.backend.number)
+            tries.tried.add(route.backend.number)
             try:
                 with route.use():
                     found = await connect_websocket(
@@ -178,14 +200,30 @@ class Proxy:
                     )
                     if isinstance(found, aiohttp.ClientWebSocketResponse):
                         return await join_websockets(request, found)
-                    last = found
-                    sent += 1
-                    if last.status not in BUSY:
-                        break
+                tries.add_refusal(found)
+                if found.status not in BUSY or tries.are_used_up:
+                    break
             except ReplicaLostError as error:
-                sent += error.was_sent
-                last = refuse(502, str(error)) if error.was_sent else last
-        return last or self.refuse_unready()
+                if failure := await self._outlive(tries, error):
+                    return failure
+        return tries.refusal or self.refuse_unready()
+
+    async def _outlive(self, tries: _Tries, error: ReplicaLostError) -> web.Response | None:
+        """Return the response to a request whose replica is lost, or None if it is sent again, perhaps after a pause.
+
+        The request then waits for a replica, because it is safe to repeat: a zone may take all of them at once.
+        """
+        if not error.was_sent:
+            return None
+        tries.add_loss()
+        if tries.are_used_up:
+            return tries.refusal or refuse(502, str(error))
+        if self._has_other(tries.tried):
+            return None
+        if error.is_alive:
+            return tries.refusal or refuse(502, str(error))
+        await self._clock.sleep(PAUSE_S * 2 ** (tries.sent - 1))
+        return None
 
     async def send(
         self, route: BackendRoute, request: web.BaseRequest, path: str, body: bytes | PassedBody
@@ -212,7 +250,8 @@ class Proxy:
             if isinstance(body, PassedBody) and body.is_broken:  # not the replica's fault
                 raise ClientGoneError from error
             self.table.record_break(route, "no response", error)
-            raise ReplicaLostError("the replica did not respond") from None
+            is_alive = isinstance(error, aiohttp.ServerTimeoutError)
+            raise ReplicaLostError("the replica did not respond", is_alive=is_alive) from None
 
     async def copy(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
@@ -241,7 +280,8 @@ class Proxy:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.table.record_break(route, "a response broke off", error)
-            raise ReplicaLostError("the replica broke its response off") from None
+            is_alive = isinstance(error, aiohttp.ServerTimeoutError)
+            raise ReplicaLostError("the replica broke its response off", is_alive=is_alive) from None
         if response.status == 200 and request.path.endswith((COMPLETIONS, CHAT)) and is_aborted(body):
             raise ReplicaLostError("the engine ended the request")
         meter = request[METER]

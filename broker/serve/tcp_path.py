@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from broker.clock import Clock
-from broker.serve.connections import CONNECTING_MAX, keep_alive, watch_peer
+from broker.serve.connections import CONNECTING_MAX, HANDSHAKE_S, keep_alive, limit_connecting, watch_peer
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue, find_exposure
 from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
@@ -27,8 +27,6 @@ from broker.types import ServiceProtocol
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
-HANDSHAKE_S = 15.0
 CLOSE_S = 10.0  # for open connections when the balancer is stopped
 CONNECTIONS_MAX = 20_000
 BACKLOG = 1_024
@@ -110,6 +108,10 @@ class TcpPath:
         """Return nothing, for the same reason."""
         return LoadTotals()
 
+    def find_expiry_s(self) -> float | None:
+        """Return when the certificate that clients get expires; None without one."""
+        return None if self._renewal is None else self._renewal[0].ends_s
+
     def _begin(self, transport: asyncio.Transport, tls: ssl.SSLContext | None) -> None:
         """Serve an accepted connection in a task of its own."""
         if self._fault or self.counts.in_flight >= CONNECTIONS_MAX:
@@ -155,10 +157,7 @@ class TcpPath:
             if not route.is_ready:  # it was taken out while this connection waited for its turn
                 return None
             try:
-                async with asyncio.timeout(CONNECT_S):
-                    opened = await asyncio.open_connection(
-                        backend.host, backend.port, ssl=self._context if backend.is_encrypted else None
-                    )
+                opened = await _connect(backend.host, backend.port, self._context if backend.is_encrypted else None)
             except (TimeoutError, OSError) as error:
                 self._table.exclude(route, f"the connection failed: {str(error) or type(error).__name__}")
                 return None
@@ -191,6 +190,15 @@ class TcpPath:
         if down.is_cut:
             self.counts.broken += 1
             self._table.record_break(route, "a connection broke off")
+
+
+async def _connect(host: str, port: int, context: ssl.SSLContext | None) -> Ends:
+    """Open a connection. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    async with limit_connecting(lambda: asyncio.StreamReaderProtocol(reader)) as make_protocol:
+        transport, protocol = await loop.create_connection(make_protocol, host, port, ssl=context)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 class _Arrival(asyncio.Protocol):

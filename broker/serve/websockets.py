@@ -43,7 +43,7 @@ async def connect_websocket(
         return await session.ws_connect(url, headers=headers, protocols=names, max_msg_size=MESSAGE_BYTES_MAX)
     except aiohttp.WSServerHandshakeError as error:
         if error.status < 400:
-            raise ReplicaLostError("the replica did not open a WebSocket") from None
+            raise ReplicaLostError("the replica did not open a WebSocket", is_alive=True) from None
         kept = {name: value for name, value in (error.headers or {}).items() if name.lower() == "retry-after"}
         return web.Response(status=error.status, text=error.message, headers=kept)
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -51,7 +51,8 @@ async def connect_websocket(
         raise ReplicaLostError("the replica refused the connection", was_sent=False) from None
     except (aiohttp.ClientError, OSError) as error:
         table.record_break(route, "no response", error)
-        raise ReplicaLostError("the replica did not respond") from None
+        is_alive = isinstance(error, aiohttp.ServerTimeoutError)
+        raise ReplicaLostError("the replica did not respond", is_alive=is_alive) from None
 
 
 async def join_websockets(request: web.BaseRequest, replica: aiohttp.ClientWebSocketResponse) -> web.StreamResponse:

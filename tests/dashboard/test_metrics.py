@@ -67,7 +67,8 @@ def make_service_line() -> ServiceLine:
         first_token=DurationCounts(counts=(0, 3, 9, *(0,) * 7, 1), sum_s=75.5),
         request=DurationCounts(counts=(380, *(0,) * 10, 4), sum_s=1500.0),
     )  # fmt: skip
-    return replace(line, load=replace(line.load, arrivals=400, waiting=3, resumed=2, totals=totals))
+    load = replace(line.load, arrivals=400, waiting=3, resumed=2, totals=totals, certificate_ends_s=2e9)
+    return replace(line, load=load)
 
 
 def test_services_have_their_load_and_replicas() -> None:
@@ -81,6 +82,7 @@ def test_services_have_their_load_and_replicas() -> None:
     expected = {
         "requests_total": 400, "waiting": 3, "streams_resumed_total": 2, "error_ratio": 0.1,
         "in_flight": line.load.in_flight, "spend_usd_total": line.paid_usd,
+        "certificate_expiry_timestamp_seconds": 2e9,
     }  # fmt: skip
     assert {key: samples[f"broker_service_{key}", name] for key in expected} == pytest.approx(expected)
     assert samples["broker_service_tokens_total", f'{name},kind="prompt"'] == 9000

@@ -77,6 +77,32 @@ def test_canary_runs_alongside_the_others_until_it_is_rolled_back(tmp_path: Path
     assert world.store.services.find_ready_version("web") == 1
 
 
+def test_canary_of_a_service_that_is_scaled_to_zero_has_no_replicas_either(tmp_path: Path) -> None:
+    """Otherwise it would be the only ready one: it would get all requests, and cost as much as the service saves."""
+    world = World(tmp_path, make_task(0, replicas_max=2, target_in_flight=4.0, downscale_delay_s=5.0))
+    add_canary(world)
+    world.settle(20)
+    assert list_versions(world) == []
+    for _ in range(2):
+        world.in_flight_here = 1  # a waiting request
+        world.settle(20)
+        assert list_versions(world) == [1, 2]
+        world.in_flight_here = 0
+        world.settle(30)
+        assert list_versions(world) == [] and all(each.status.is_terminal for each in world.store.jobs.list())
+    assert read_canary(world.folder) is not None
+
+
+def test_canary_keeps_its_replica_while_there_is_no_place_for_others(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    add_canary(world)
+    world.settle(20)
+    assert list_versions(world) == [1, 1, 2]
+    world.controller = world.make_controller(place=lambda request: [])
+    world.settle(20)
+    assert 2 in list_versions(world)
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
 def test_promoted_canary_replaces_the_others(tmp_path: Path, is_killed: bool) -> None:
     world = World(tmp_path)

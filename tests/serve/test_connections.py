@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
@@ -11,6 +13,7 @@ from multidict import CIMultiDict
 
 from broker.serve import connections
 from broker.serve.connections import CONNECTING_MAX, SHORT_BYTES_MAX, ReplicaConnector, is_short
+from broker.serve.tcp_path import _connect
 from tests.serve.stand_in import StandIn
 
 
@@ -80,3 +83,50 @@ def test_connection_that_was_closed_meanwhile_is_not_an_error() -> None:
     closed = socket.socket()
     closed.close()
     connections.watch_peer(asyncio.Transport({"socket": closed}))
+
+
+@pytest.mark.parametrize(("limits_s", "has_connected"), [((0.0, 60.0), False), ((60.0, 0.0), True)])
+def test_connecting_and_the_handshake_have_a_limit_each(
+    monkeypatch: pytest.MonkeyPatch, limits_s: tuple[float, float], has_connected: bool
+) -> None:
+    monkeypatch.setattr(connections, "CONNECT_S", limits_s[0])
+    monkeypatch.setattr(connections, "HANDSHAKE_S", limits_s[1])
+
+    async def open_connection(*, has_connected: bool) -> None:
+        async with connections.limit_connecting(lambda: "protocol") as make_protocol:
+            if has_connected:
+                assert make_protocol() == "protocol"
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await open_connection(has_connected=has_connected)
+        await open_connection(has_connected=not has_connected)  # the other limit is far away
+
+    asyncio.run(run())
+
+
+async def connect_by_aiohttp(port: int) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    async with aiohttp.ClientSession(connector=ReplicaConnector(context)) as session:
+        await session.get(f"https://127.0.0.1:{port}/")
+
+
+async def connect_by_streams(port: int) -> None:
+    await _connect("127.0.0.1", port, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+
+@pytest.mark.parametrize("connect", [connect_by_aiohttp, connect_by_streams])
+def test_handshake_that_is_not_answered_ends_by_its_own_limit(
+    monkeypatch: pytest.MonkeyPatch, connect: Callable[[int], Awaitable[None]]
+) -> None:
+    monkeypatch.setattr(connections, "CONNECT_S", 600.0)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts; nothing answers
+
+        async def run() -> None:
+            with pytest.raises(TimeoutError):
+                await connect(silent.getsockname()[1])
+
+        asyncio.run(run())

@@ -83,6 +83,7 @@ class World:
         self.is_refusing = False
         self.in_flight_here = 0
         self.window = LoadWindow()
+        self.certificate_ends_s: float | None = None
 
     def make_controller(self, place: Place = lambda request: [Slot()] * request.count) -> ServiceController:
         def draw(task: Task, spec: ServiceSpec) -> ReplicaPorts:
@@ -133,7 +134,7 @@ class World:
                 self.folder.load,
                 Load(
                     generation=routing.generation, time_s=self.clock.now, pid=1, replicas=loads,
-                    in_flight=self.in_flight_here, window=self.window,
+                    in_flight=self.in_flight_here, window=self.window, certificate_ends_s=self.certificate_ends_s,
                 ),
             )  # fmt: skip
 

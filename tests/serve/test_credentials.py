@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.serve.certificates import read_expiry_s
 from broker.types import ServiceProtocol
 from tests.serve.test_tcp_path import Bed, make_tls, play, trust
 
@@ -44,4 +45,6 @@ def test_renewed_certificate_is_used_for_new_connections(tmp_path: Path, protoco
         with pytest.raises(ssl.SSLError):
             await shake_hands(bed, old)
 
-    play(tmp_path, scene, tls=tls, protocol=protocol, count=0)
+    load = play(tmp_path, scene, tls=tls, protocol=protocol, count=0)
+    assert load.certificate_ends_s is not None
+    assert load.certificate_ends_s == read_expiry_s(Path(tls.certificate_path))

@@ -60,3 +60,10 @@ def test_totals_are_added_bucket_by_bucket() -> None:
     assert merge_totals([one, other, LoadTotals()]) == expected  # the last one: of an earlier release, or without any
     merged = merge_loads([make_load(totals=one), make_load(totals=other)], is_complete=True)
     assert merged is not None and merged.totals == expected
+
+
+def test_first_certificate_to_expire_counts() -> None:
+    loads = [make_load(certificate_ends_s=each) for each in (None, 9.0, 5.0)]
+    merged, bare = merge_loads(loads, is_complete=True), merge_loads(loads[:1], is_complete=True)
+    assert merged is not None and merged.certificate_ends_s == 5.0
+    assert bare is not None and bare.certificate_ends_s is None

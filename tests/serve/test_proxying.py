@@ -46,6 +46,17 @@ class FailingStand(StandIn):
         return web.Response(status=self.status, body=self.reply, content_type=JSON, headers={"retry-after": "7"})
 
 
+class HeldStand(StandIn):
+    """Holds back every answer below `/slow` until `gate` is set."""
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not request.path.startswith("/slow"):
+            return await super()._answer(request)
+        self.seen.append((request.method, request.path_qs, await request.read()))
+        await self.gate.wait()
+        return web.Response(body=b"done")
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         await asyncio.sleep(0.005)
@@ -163,14 +174,80 @@ def test_request_and_websocket_wait_if_the_only_replica_refuses_their_connection
         sending = asyncio.ensure_future(bed.client.get(f"{bed.url}/a"))
         opening = asyncio.ensure_future(bed.client.ws_connect(f"{bed.url}/socket"))
         await until(lambda: bed.balancer.path.counts.waiting == 2)
-        await stand.start()
-        routing = bed.balancer._routing
-        bed.balancer.adopt(replace(routing, backends=()))
-        bed.balancer.adopt(routing)  # probes at once
+        await replace_replica(bed)
         assert (await sending).status == 200
         await (await opening).close()
 
     play(tmp_path, scene, count=1, probe=replace(PROBE, interval_s=600))
+
+
+async def replace_replica(bed: Bed) -> None:
+    """Start the program of the only replica again, at the same address; it is probed at once."""
+    await bed.stands[0].start()
+    routing = bed.balancer._routing
+    bed.balancer.adopt(replace(routing, backends=()))
+    bed.balancer.adopt(routing)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/slow"), ("POST", "/slow/v1/embeddings")])
+def test_request_in_flight_waits_for_the_replacement_of_the_only_replica(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    async def scene(bed: Bed) -> None:
+        (stand,) = bed.stands
+        stand.gate.clear()
+        sending = asyncio.ensure_future(bed.client.request(method, f"{bed.url}{path}", data=b"x"))
+        await until(lambda: bool(stand.seen))
+        await stand.kill()
+        await until(lambda: bed.balancer.path.counts.waiting == 1 or sending.done())
+        stand.gate.set()
+        await replace_replica(bed)
+        assert (await sending).status == 200
+        assert len(stand.seen) == 2
+
+    load = play(tmp_path, scene, count=1, make_stands=lambda count: [HeldStand()], probe=replace(PROBE, interval_s=600))
+    assert load.window.errors == 0
+
+
+def test_request_in_flight_whose_replica_is_not_replaced_is_refused_with_the_time_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.serve.proxying.WAIT_S_MAX", 0.01)
+
+    async def scene(bed: Bed) -> None:
+        (stand,) = bed.stands
+        stand.gate.clear()
+        sending = asyncio.ensure_future(bed.client.post(f"{bed.url}/slow/v1/embeddings", data=b"x"))
+        await until(lambda: bool(stand.seen))
+        await stand.kill()
+        response = await sending
+        assert (response.status, response.headers.get("retry-after")) == (503, "10")
+
+    play(tmp_path, scene, count=1, make_stands=lambda count: [HeldStand()], probe=replace(PROBE, interval_s=600))
+
+
+def test_request_that_ends_every_connection_is_sent_a_few_times_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.serve.proxying.PAUSE_S", 0.0)
+
+    async def scene(bed: Bed) -> None:
+        bed.stands[0].is_torn = True
+        async with bed.client.put(f"{bed.url}/file", data=b"x" * 100) as response:
+            assert response.status == 502
+        assert len(bed.stands[0].seen) == 4
+
+    play(tmp_path, scene, count=1)
+
+
+def test_request_that_the_only_replica_answers_too_late_is_not_sent_to_it_again(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        bed.stands[0].gate.clear()
+        async with bed.client.get(f"{bed.url}/slow") as response:
+            assert response.status == 502
+        assert len(bed.stands[0].seen) == 1
+
+    play(tmp_path, scene, count=1, stream_timeout_s=0.1, probe=replace(PROBE, interval_s=600))
 
 
 def test_request_that_no_replica_answers_is_an_error_in_the_figures(
@@ -275,11 +352,13 @@ def test_generation_that_a_terminated_engine_fails_or_cuts_short_is_answered_by_
     assert load.window.errors == 0
 
 
-def test_generation_that_every_engine_cuts_short_is_an_error(tmp_path: Path) -> None:
+def test_generation_that_every_engine_cuts_short_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.serve.proxying.PAUSE_S", 0.0)
+
     async def scene(bed: Bed) -> None:
         async with bed.client.post(f"{bed.url}/v1/completions", json={"prompt": "hi"}) as response:
             assert response.status == 502
-        assert [len(each.asked) for each in bed.stands] == [1, 1]
+        assert sum(len(each.asked) for each in bed.stands) == 4
 
     cut = b'{"choices": [{"text": "h", "finish_reason": "abort"}]}'
     play(tmp_path, scene, make_stands=lambda count: [FailingStand(200, cut, is_failing=True) for _ in range(count)])

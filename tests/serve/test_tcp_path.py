@@ -288,10 +288,10 @@ def test_connection_that_is_opened_while_its_replica_goes_is_given_to_another(
         balancer = bed.balancer
         opens: list[int] = []
         is_open = asyncio.Event()
-        connect = asyncio.open_connection
+        connect = tcp_path._connect
 
-        async def open_slowly(host: str, port: int, **options: Any) -> Any:
-            opened = await connect(host, port, **options)
+        async def open_slowly(host: str, port: int, context: ssl.SSLContext | None) -> Any:
+            opened = await connect(host, port, context)
             opens.append(port)
             if len(opens) == 1:
                 routing = balancer._routing
@@ -300,8 +300,8 @@ def test_connection_that_is_opened_while_its_replica_goes_is_given_to_another(
                 is_open.set()
             return opened
 
-        monkeypatch.setattr(tcp_path.asyncio, "open_connection", open_slowly)
-        reader, writer = await connect("127.0.0.1", bed.port)
+        monkeypatch.setattr(tcp_path, "_connect", open_slowly)
+        reader, writer = await asyncio.open_connection("127.0.0.1", bed.port)
         await is_open.wait()
         assert int(await reader.readline()) in {each.port for each in bed.echoes} - {opens[0]}
         writer.close()
