@@ -47,7 +47,7 @@ def use_shell(session: RemoteSession, *, cluster: str, rank: int) -> int:
         sys.stdout.buffer.flush()
 
     terminal = UserTerminal(term=os.getenv("TERM", "dumb"), size=measure_screen())
-    with _set_raw(sys.stdin.fileno()), typist.follow_size():
+    with _set_raw(sys.stdin.fileno()), typist.take_signals():
         try:
             return session.call(open_shell, cluster=cluster, rank=rank, terminal=terminal, on_output=show)
         except KeyboardInterrupt:
@@ -93,17 +93,20 @@ class Typist:
             os.close(each)
 
     @contextmanager
-    def follow_size(self) -> Iterator[None]:
-        """Send the size of the terminal whenever it changes in the block."""
+    def take_signals(self) -> Iterator[None]:
+        """Send the size of the terminal whenever it changes in the block, and let a failed sender interrupt it."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._has_new_size.set()
             os.write(self._wake, b"x")
 
         before = signal.signal(signal.SIGWINCH, note)
+        # It ends the shell if nothing can be sent; a script that starts broker with `&` had it ignored.
+        interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             yield
         finally:
+            signal.signal(signal.SIGINT, interrupt)
             signal.signal(signal.SIGWINCH, before)
 
     def _send_all(self) -> None:
@@ -170,7 +173,7 @@ def _set_raw(keyboard: int) -> Iterator[None]:
     if before is None:
         yield
         return
-    tty.setraw(keyboard)
+    tty.setraw(keyboard, termios.TCSADRAIN)  # keys that are typed ahead are kept
     try:
         yield
     finally:

@@ -89,6 +89,7 @@ class RehearsedCloud:
     on_event: Callable[[str], None]  # receives a sentence about each market event
     _machines: dict[str, _Machine] = field(default_factory=dict)
     _full_until_s: dict[tuple[str, str | None, str], float] = field(default_factory=dict)
+    _unrefused: set[tuple[str, str | None, str]] = field(default_factory=set)  # full, and no request met that yet
     refusals: int = 0
     preemptions: int = 0
     ignored_notices: int = 0  # gangs whose program was still running when the notice ran out
@@ -147,6 +148,7 @@ class RehearsedCloud:
             machine = self._machines[node_id]
             machine.preemption = self.preemptions
             self._full_until_s[_name_market(machine.offer)] = now_s + FULL_AFTER_S
+            self._unrefused.add(_name_market(machine.offer))
         if notice_s <= 0:
             self._note_end(live, now_s)
             with self.clock.hold():
@@ -215,9 +217,12 @@ class RehearsedCloud:
         await asyncio.shield(self._local.terminate_nodes(listed.nodes))
 
     def _refuse_if_full(self, offer: Offer) -> None:
+        """Raise CapacityError. A place refuses once after a preemption, also after the time for which it stays full."""
         now_s = self.clock.now_s()
         is_open = self.market.find_period(offer, now_s - self.start_s).is_open
-        if is_open and self._full_until_s.get(_name_market(offer), 0.0) <= now_s:
+        is_full = self._full_until_s.get(_name_market(offer), 0.0) > now_s or _name_market(offer) in self._unrefused
+        self._unrefused.discard(_name_market(offer))
+        if is_open and not is_full:
             return
         self.refusals += 1
         raise CapacityError(f"no spot capacity for {offer.instance_type} in {offer.zone or offer.region}", scope="zone")

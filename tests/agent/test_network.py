@@ -7,6 +7,7 @@ import importlib
 import json
 import queue
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from broker.agent import FOLDER
 from broker.runtime.reports import GangReport
 from broker.types import RunStatus, SlowNetwork
 from tests.agent.fake_gpus import FakeGpus
-from tests.fuzz.targets_gang import Gang, await_kind, open_gang
+from tests.fuzz.targets_gang import Gang, await_kind, await_that, open_gang
 from tests.tiers import long
 
 sys.path.insert(0, str(FOLDER))  # as on a node: siblings by bare names
@@ -156,14 +157,17 @@ def set_up_members(gang: Gang) -> list[tuple[Any, queue.Queue[dict[str, Any]]]]:
 
 
 def test_gang_starts_although_a_node_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LIMIT_S", 0.3), ("TIME_S_MIN", 0.0), ("SLACK_S", 0.1)):
-        monkeypatch.setattr(agent_network, name, value)
     monkeypatch.setattr(agent_network.agent_files, "STATE", tmp_path)
     survey = agent_network.make_survey({"node_ips": ["10.0.0.1"] * 3}, ORDER, tmp_path)
+    assert survey is not None
     with open_gang(survey) as gang:
+        timers: dict[float, Callable[[], None]] = {}
+        monkeypatch.setattr(gang.coordinator, "_set_timer", timers.__setitem__)
         members = set_up_members(gang)
         for link, _ in members[:2]:
             link.send("network", answer={"unmeasured": "no connection to rank 2"})
+        await_that(lambda: len(survey._answers) == 2, "the answers do not arrive")
+        timers[agent_network.LIMIT_S + agent_network.SLACK_S]()
         for _, heard in members:
             await_kind(heard, "go")
         assert b"broker: network check: not measured: no answer from rank 2\n" in gang.log.read_bytes()

@@ -110,6 +110,10 @@ class Shell:
             assert time.monotonic() < end_s, f"this never happened: {what}"
             time.sleep(0.05)
 
+    def wait_for_termination(self) -> None:
+        """Wait until no cluster is left: a job has its outcome before its machines are gone."""
+        self.wait_until(lambda: not self.read_json("status")["clusters"], "all clusters are terminated")
+
     def wait_for_jobs(self) -> None:
         """Wait until all jobs have ended. A command, unlike a read of the store, replaces a daemon that was killed."""
         next_s = 0.0

@@ -21,7 +21,7 @@ from broker.dashboard.metrics import MetricsPage
 from tests.dashboard.conftest import HOSTILE, Served, Story
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
-TRIES = 600  # of 0.1 s: an outer limit, far beyond what a start takes
+TRIES = 3000  # of 0.1 s: an outer limit, far beyond what a start takes
 
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,

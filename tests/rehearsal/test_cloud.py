@@ -162,6 +162,21 @@ def test_a_location_has_no_capacity_for_a_while_after_a_preemption(rig: Rig) -> 
     asyncio.run(play())
 
 
+def test_a_location_refuses_the_next_request_however_late_it_is(rig: Rig) -> None:
+    """A machine that is busy elsewhere takes long to end the nodes, while simulated time runs."""
+    cloud = rig.make(OpenFor())
+
+    async def play() -> None:
+        (node,) = await cloud.create_nodes(make_request(make_offer(), token="one"))
+        await cloud.preempt_nodes([node.id], notice_s=0)
+        skip(cloud, FULL_AFTER_S + 1)
+        with pytest.raises(CapacityError):
+            await cloud.create_nodes(make_request(make_offer(), token="two"))
+        assert await cloud.create_nodes(make_request(make_offer(), token="three"))
+
+    asyncio.run(play())
+
+
 def test_a_node_with_a_notice_ends_once_its_program_has_ended(rig: Rig) -> None:
     """Then there is nothing to wait for; a list that comes after the program's end shows the node gone."""
     cloud = rig.make(OpenFor())

@@ -73,6 +73,7 @@ class Node:
     def lead(self, epoch: int) -> int:
         """Make this node the head; return its port."""
         await_that(lambda: self.name_head(epoch, self.rank, None)["port"], "the node does not take over")
+        await_that(lambda: self.coordinator, "the node has its port and no coordinator")  # set later, by another thread
         return int(self.name_head(epoch, self.rank, None)["port"])
 
     def close(self) -> None:

@@ -221,7 +221,10 @@ def test_command_line_connects_the_terminal_and_returns_the_exit_code(
 
 
 def test_command_line_ends_when_the_token_is_revoked(hosted: Hosted, cluster: str, tmp_path: Path) -> None:
-    """In a raw terminal, Ctrl-C is a key like any other: without a way to send it, the user would be locked in."""
+    """In a raw terminal, Ctrl-C is a key like any other: without a way to send it, the user would be locked in.
+
+    Also where broker was started with Ctrl-C ignored, as by `broker ssh dev &` in a script.
+    """
     store = hosted.context.store
     made = create_token(store, user="user", role=Role.USER, days=1)
     save_login(tmp_path / LOGIN, replace(hosted.login("user"), token=made.value))
@@ -233,7 +236,7 @@ def test_command_line_ends_when_the_token_is_revoked(hosted: Hosted, cluster: st
             console.put(b"\x03", None)
 
     code = console.run(
-        [sys.executable, "-m", "broker", "ssh", "dev"],
+        ["sh", "-c", f"trap '' INT; exec {sys.executable} -m broker ssh dev"],
         env={"BROKER_HOME": str(tmp_path)}, folder=str(Path.cwd()), size=ScreenSize(rows=30, columns=99),
         on_output=note,
     )  # fmt: skip
