@@ -20,7 +20,7 @@ from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 
 SIZE_BYTES = 4096  # a lease has about 200
 SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
-# Signals that end a process which exceeds its memory or crashes; others are sent by somebody.
+# Signals that end a process which exceeds its memory or crashes; others are sent on purpose.
 FAULTS = {
     *(signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS),
     *(signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP),

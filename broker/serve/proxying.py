@@ -46,7 +46,7 @@ GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
 
 
 class _Tries:
-    """The replicas that a request was sent to. It waits for one until `deadline_s`: a minute, anew after each loss."""
+    """The replicas that a request was sent to. It waits for one until `deadline_s`, a minute after the newest loss."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
