@@ -26,8 +26,15 @@ WAITING_BYTES_MAX = 262_144  # input that the program has not read
 LOOK_MS = 500  # whether the program has ended
 HANGUP_S = 5.0  # for the program to end by itself when its terminal is gone
 # Makes the terminal the controlling one, so that the program gets Ctrl-C and changes of the size, and starts it. The
-# process is a new one because a fork of a process with threads may only start a program.
-START = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+# process is a new one because a fork of a process with threads may only start a program. Signals that `nohup` and `&`
+# made a server ignore would be ignored by the program, too.
+START = """\
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+for each in signal.SIGHUP, signal.SIGINT, signal.SIGQUIT:
+    signal.signal(each, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @frozen

@@ -61,6 +61,17 @@ def test_change_of_the_size_and_ctrl_c_reach_the_program() -> None:
     assert run(trap, on_text=when("ready", lambda console: console.put(b"\x03", None)))[0] == 3
 
 
+def test_ctrl_c_reaches_the_program_of_a_server_that_ignores_it() -> None:
+    """As one that a script starts with `&`."""
+    ignored = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)}
+    try:
+        ready = when("ready", lambda console: console.put(b"\x03\n\n", None))
+        assert run("echo ready; read line; read line; exit 4", on_text=ready)[0] == 130
+    finally:
+        for each, handler in ignored.items():
+            signal.signal(each, handler)
+
+
 def test_program_ends_when_its_user_has_left() -> None:
     code, _ = run("echo ready; sleep 1000 & wait", on_text=when("ready", Console.close))
     assert code == 129
