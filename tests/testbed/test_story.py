@@ -75,10 +75,6 @@ def test_training_moves_between_regions_and_clouds_and_continues_from_its_bucket
     untold = {step for old, new in cuts[:1] for step in range(old + 1, new)}
     assert sorted({*numbers, *untold}) == list(range(1, 61)), log
     assert len(set(steps)) == 60 - len(untold), "what is done twice comes to the same loss, on another cloud too"
-    assert stage.s3
-    mark = f"runs/{stage.owner}-job-1-"  # and a random part
-    kept = sorted(key for key in stage.s3.list_keys("runs") if key.startswith(mark) and "/outcomes/" in key)
-    assert kept[-1].endswith("/3.json"), "the outcome lies beside the checkpoints"
 
 
 def test_unobserved_success_counts_after_the_machines_have_ended(stage: Stage) -> None:
