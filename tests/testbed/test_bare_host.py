@@ -44,6 +44,12 @@ if "trainers.lm" in sys.orig_argv and os.environ.get("SKYPILOT_NODE_RANK") == "0
             time.sleep(0.1)
     Progress.report = report_and_stay
 """
+# The first attempt waits for its preemption at step 40, however late it comes.
+HOLD_FIRST = """\
+import os, sys
+if "trainers.lm" in sys.orig_argv and os.environ.get("BROKER_ATTEMPT") == "1":
+    os.environ.update(HELD_AT="40", HELD_UNTIL="/never")
+"""
 PATIENCE_S = 900.0  # several hosts install at once, on processors that others may use
 
 
@@ -71,7 +77,10 @@ def expect_bare(stage: Stage, name: str) -> None:
 
 
 def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) -> None:
-    launch(stage, "ddp.yaml", "--train.steps 60 --checkpoint.every_steps 5")
+    folder = stage.folder / "work"
+    (folder / "sitecustomize.py").write_text(HOLD_FIRST + (ROOT / "tests/trainers/held/sitecustomize.py").read_text())
+    hold = ("--workdir", str(folder), "--env", "PYTHONPATH=/home/ubuntu/sky_workdir")
+    launch(stage, "ddp.yaml", "--train.steps 60 --checkpoint.every_steps 5", *hold)
     stage.wait_for_step(1)
     first = stage.list_by_rank()
     for name in first:

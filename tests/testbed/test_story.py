@@ -14,6 +14,8 @@ from tests.testbed.metadata import MetadataServer
 from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, CANARY, HELLO, TRAIN, Stage, open_stage
 
+HELD = Path(__file__).parents[1] / "trainers/held"
+
 
 @pytest.fixture
 def stage(tmp_path: Path, metadata: MetadataServer) -> Iterator[Stage]:
@@ -38,7 +40,9 @@ def test_launch_runs_a_gang_on_spot_machines_and_down_leaves_nothing(stage: Stag
 
 
 def test_training_moves_between_regions_and_clouds_and_continues_from_its_bucket(stage: Stage) -> None:
-    task = stage.write("train.yaml", TRAIN)
+    # The first two attempts wait for their preemption at step 40, however late it comes.
+    hold = f"if [ $BROKER_ATTEMPT -lt 3 ]; then export PYTHONPATH={HELD} HELD_AT=40 HELD_UNTIL=/never; fi"
+    task = stage.write("train.yaml", TRAIN.replace("run: |\n", f"run: |\n  {hold}\n"))
     stage.account.full.add(("us-east-1b", "m5.large"))
     stage.run("jobs", "launch", task, *BUCKET_LOGIN, "--yes", "--detach-run")
     stage.wait_for_step(3)
