@@ -35,7 +35,7 @@ ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("B608", "broker/hosting/host_program.py"): (1, _SQL),
     ("B608", "broker/hosting/importing.py"): (1, _SQL),
     ("B608", "broker/state/base.py"): (1, _SQL),
-    ("B608", "broker/state/claims.py"): (7, _SQL),
+    ("B608", "broker/state/claims.py"): (8, _SQL),
     ("B608", "broker/state/clusters.py"): (8, _SQL),
     ("B608", "broker/state/events.py"): (11, _SQL),
     ("B608", "broker/state/forecasts.py"): (1, _SQL),
