@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from broker.app.verbs.launching import describe_interrupted, launch
 from broker.server.context import Interruption
+from broker.state.people import AuditEvent
 from broker.types import Resources, Task
 from tests.server.conftest import Hosted
 
 
 def interrupt(*anything: object) -> None:
     raise KeyboardInterrupt
+
+
+def wait_for_record(hosted: Hosted, target: str) -> AuditEvent:
+    """Return the one record about a target; the server writes it when the work has ended, perhaps after its client."""
+    give_up_s = time.monotonic() + 120
+    while not (found := [each for each in hosted.context.store.audit.list() if each.target == target]):
+        assert time.monotonic() < give_up_s, f"no record of {target}"
+        time.sleep(0.02)
+    (last,) = found
+    return last
 
 
 @pytest.mark.parametrize("where", ["show", "confirm", "on_stage"])
@@ -28,7 +40,7 @@ def test_interrupted_launch_ends_on_the_server(hosted: Hosted, where: str) -> No
             launch, task=Task(run="true", resources=(Resources(cloud="local"),)), cluster=name, autostop=None, hedge=1,
             retry_until_up=False, is_dryrun=False, **callbacks,
         )  # fmt: skip
-    (last,) = [each for each in hosted.context.store.audit.list() if each.target == f"cluster {name}"]
+    last = wait_for_record(hosted, f"cluster {name}")
     lines = session.call(describe_interrupted, cluster=name)
     if where == "on_stage":
         assert last.outcome in ("interrupted", "done")
