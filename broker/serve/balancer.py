@@ -232,11 +232,12 @@ class Balancer:
         while True:
             was_ready = route.is_ready
             error = await self.path.probe(route)
+            is_excluded = was_ready and not route.is_ready  # by a request, which waits for a replica now
             if error:
                 self.table.exclude(route, error)
             else:
                 self.table.admit(route)
-            if route.is_ready != was_ready:
+            if is_excluded or route.is_ready != was_ready:
                 log.info("replica %s is %s", route.backend.number, "ready" if route.is_ready else f"not ready: {error}")
                 self.write_load()
                 self.path.wake()

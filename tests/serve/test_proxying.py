@@ -226,6 +226,29 @@ def test_request_in_flight_whose_replica_is_not_replaced_is_refused_with_the_tim
     play(tmp_path, scene, count=1, make_stands=lambda count: [HeldStand()], probe=replace(PROBE, interval_s=600))
 
 
+def test_request_that_waits_is_sent_when_a_probe_succeeds_that_began_before_its_replica_was_excluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(bed: Bed) -> None:
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def probe(route: BackendRoute) -> str:
+            has_begun.set()
+            await may_end.wait()
+            return ""
+
+        monkeypatch.setattr(bed.balancer.path, "probe", probe)
+        await has_begun.wait()
+        (route,) = bed.balancer.table.routes.values()
+        bed.balancer.table.exclude(route, "a response broke off")
+        sending = asyncio.ensure_future(bed.client.put(f"{bed.url}/file", data=b"x"))
+        await until(lambda: bed.balancer.path.counts.waiting == 1)
+        may_end.set()
+        assert (await sending).status == 200
+
+    play(tmp_path, scene, count=1)
+
+
 def test_request_that_ends_every_connection_is_sent_a_few_times_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

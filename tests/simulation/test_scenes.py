@@ -37,7 +37,7 @@ def kill_at_each(scene: Scene, is_killed: Callable[[int], bool]) -> None:
 each_scene = pytest.mark.parametrize("scene", ALL_SCENES, ids=lambda scene: scene.name)
 
 
-@pytest.mark.parametrize("scene", spread(ALL_SCENES, every=12, more=3), ids=lambda scene: scene.name)
+@pytest.mark.parametrize("scene", spread(ALL_SCENES, every=16, more=3), ids=lambda scene: scene.name)
 def test_a_kill_at_some_effects_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, lambda place: place % FEW == 0)
 
