@@ -206,10 +206,11 @@ def test_processes_that_cannot_be_read_hide_no_others(tmp_path: Path, monkeypatc
 def test_a_process_does_not_find_itself() -> None:
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); import agent_files;"
-        "print(list(agent_files.find_marked('MARK=me')) == [])"
+        "print(list(agent_files.find_marked('MARK=' + os.environ['MARK'])) == [])"
     )
     folder = str(Path(files.__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code, folder], env={"MARK": "me", "HOME": "/"}, capture_output=True)
+    env = {"MARK": os.urandom(8).hex(), "HOME": "/"}  # other runs of the tests have marks of their own
+    done = subprocess.run([sys.executable, "-c", code, folder], env=env, capture_output=True)
     assert done.stdout.strip() == b"True", done.stderr
 
 
