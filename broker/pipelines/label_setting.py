@@ -1,4 +1,4 @@
-"""Find the cheapest choice on time if no two paths meet twice (chains, trees): dynamic programming over (USD, hours).
+"""Find the cheapest choice on time if no two paths meet twice (chains, trees): dynamic programming over (cost, hours).
 
 The part of a tree behind one edge affects the rest through two figures only: its cost, and the length of the path
 through that edge. So each state of each task keeps its Pareto-optimal pairs, less those that the bound of priced

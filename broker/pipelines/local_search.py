@@ -24,7 +24,7 @@ class TimelyMoves:
             self._after[u].append((e, v))
 
     def evaluate(self, choice: Sequence[int]) -> float:
-        """Return USD; infinite if late."""
+        """Return the cost; infinite if late."""
         is_late = self._problem.measure_hours(choice) > self._limit
         return math.inf if is_late else self._problem.add_cost(choice)
 
@@ -88,11 +88,11 @@ class TimelyMoves:
         return start + problem.states[v][i].hours + rest
 
     def _price(self, choice: Sequence[int], v: int, i: int) -> float:
-        """Return the USD of task v in state i with all its transfers."""
+        """Return the cost of task v in state i with all its transfers."""
         problem = self._problem
-        usd = problem.states[v][i].cost
-        usd += sum(problem.edge_usd[e][choice[u]][i] for e, u in self._before[v])
-        return usd + sum(problem.edge_usd[e][i][choice[w]] for e, w in self._after[v])
+        cost = problem.states[v][i].cost
+        cost += sum(problem.edge_usd[e][choice[u]][i] for e, u in self._before[v])
+        return cost + sum(problem.edge_usd[e][i][choice[w]] for e, w in self._after[v])
 
     def _measure(self, choice: Sequence[int]) -> tuple[list[float], list[float]]:
         """Return the hour at which each task ends, and the hours from there to the end of all its successors."""
