@@ -11,24 +11,22 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.app.gateways import FAILED, READY, SHUTTING_DOWN, STARTING, GatewayLine, describe_gateways, show_place
 from broker.app.jobs import JobTarget
+from broker.app.service_checks import check_service
 from broker.errors import NoOfferError, StateError, UsageError
 from broker.frozen import frozen
 from broker.locks import is_locked
 from broker.serve.files import Load, ServiceFolder, read_file
-from broker.serve.gateway_task import check_places
 from broker.serve.gateways import list_service_jobs, read_merged_load
 from broker.serve.observing import observe, read_load
 from broker.serve.processes import launch_process
-from broker.serve.replicas import draw_ports, find_folder, find_port, is_local
+from broker.serve.replicas import draw_ports, find_folder
 from broker.state.services import ServiceEvent
 from broker.types import (
-    BalancerType,
     JobStatus,
     Plan,
     Replica,
     Service,
     ServiceEventKind,
-    ServiceProtocol,
     ServiceSpec,
     Task,
 )
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.3
 BALANCER = (sys.executable, "-m", "broker", "balancer")
-PASSTHROUGH_HINT = "or write `tls: passthrough`, and let the program authenticate its clients"
 UPDATED = ServiceEventKind.UPDATED
 
 
@@ -102,82 +99,9 @@ class ServiceLine:
         return next((each.endpoint for each in known if each.status == READY), known[0].endpoint if known else "-")
 
 
-def check_service(task: Task) -> ServiceSpec:
-    """Return the task's service. Raises UsageError if it has none, or one that cannot be run."""
-    spec = task.service
-    if any(each.field in ("pool", "workers") for each in task.notices):
-        raise UsageError("worker pools are not supported", hints=["launch one managed job per worker"])
-    if spec is None:
-        hint = "for example `service: {readiness_probe: /, replicas: 2}`"
-        raise UsageError("the task has no `service:`", hints=[hint])
-    if task.run is None:
-        raise UsageError("the task has no `run:`", hints=["add `run:`: the program that serves requests"])
-    if spec.probe is None:
-        raise UsageError("`service` requires `readiness_probe`", hints=["for example `readiness_probe: /health`"])
-    policy = spec.policy
-    if policy.replicas_max not in (None, policy.replicas_min) and not policy.has_target:
-        hint = "add `target_qps_per_replica`, `target_requests_in_flight_per_replica` or `target_ttft_seconds`"
-        raise UsageError("`max_replicas` requires a target load or latency", hints=[hint])
-    if policy.replicas_min == 0 and spec.balancer is BalancerType.HAPROXY:
-        raise UsageError(
-            "`min_replicas: 0` is not available with `balancer: {type: haproxy}`: it does not hold requests",
-            hints=["write `min_replicas: 1`"],
-        )
-    if not is_local(task):
-        find_port(task)
-    if spec.gateway is not None:
-        check_places(task, spec.gateway)
-    return spec
-
-
-def check_exposure(spec: ServiceSpec, host: str) -> None:
-    """Raise UsageError for an address that others can reach if the balancer could not authenticate its clients."""
-    from broker.serve.data_path import find_exposure
-
-    if fault := find_exposure(spec, host):
-        hint = "add `cafile: PATH` below `tls`, or listen on 127.0.0.1"
-        raise UsageError(fault, hints=[hint, *([] if spec.protocol is ServiceProtocol.HTTP else [PASSTHROUGH_HINT])])
-
-
-def check_same_path(before: ServiceSpec | None, spec: ServiceSpec) -> None:
-    """Raise UsageError for an update that the running balancer, which both versions share, cannot carry out."""
-    for name in ("protocol", "balancer"):
-        old, new = getattr(before, name, None), getattr(spec, name)
-        if before is not None and old is not new:
-            raise UsageError(
-                f"the {name} of a service cannot change from {old} to {new}",
-                hints=["start another service, or terminate this one first"],
-            )
-
-
-def check_keys_available(context: Context, service: Service) -> None:
-    """Raise UsageError for a service whose balancer does not read requests, and therefore not API keys."""
-    spec = context.store.services.get_task(service.name, service.version).service
-    if spec is not None and not spec.has_keys:
-        what = f"balancer: {{type: {spec.balancer}}}" if spec.protocol is ServiceProtocol.HTTP else spec.protocol
-        raise UsageError(
-            f"API keys and quotas are not available for service `{service.name}`, which is `{what}`",
-            hints=["require client certificates instead: `tls: {keyfile: PATH, certfile: PATH, cafile: PATH}`"],
-        )
-
-
 def count_replicas(spec: ServiceSpec) -> int:
     """Return the initial number of replicas of a service."""
     return max(spec.policy.replicas_min + spec.policy.spare_count, 1)
-
-
-def check_library(spec: ServiceSpec) -> None:
-    """Raise UsageError if the balancer's library or program is missing."""
-    import importlib.util
-
-    from broker.serve.haproxy_control import find_haproxy
-
-    if spec.balancer is BalancerType.HAPROXY and find_haproxy() is None:
-        raise UsageError("haproxy is not installed", hints=["install it with `apt-get install haproxy`"])
-    if importlib.util.find_spec("aiohttp") is None:
-        raise UsageError(
-            "the balancer requires aiohttp", hints=["install it with `pip install 'intercloud-broker[serve]'`"]
-        )
 
 
 def drop_job_limits(task: Task) -> Task:

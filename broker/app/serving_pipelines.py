@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from broker.app import canaries, gateways, services
+from broker.app import canaries, gateways, service_checks, services
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, check_cluster_name, prepare
@@ -87,13 +87,13 @@ def record_service(
     if context.store.services.get(service) is not None:
         hint = f"change it with `broker serve update {service} TASK.yaml`"
         raise UsageError(f"service `{service}` already exists", hints=[hint])
-    services.check_exposure(services.check_service(task), host)
+    service_checks.check_exposure(service_checks.check_service(task), host)
     if plans := gateways.plan_gateways(context, task):
         callbacks.show(plans)
     ready = _prepare(context, service, before, task, callbacks, is_dryrun=is_dryrun)
     if ready is None:
         return None, ()
-    spec = services.check_service(ready[-1])
+    spec = service_checks.check_service(ready[-1])
     host, chosen = gateways.choose_address(context, ready[-1], host, port)
     with context.store.transaction():
         last, jobs = submit_before(context, ready[:-1], ready[-1])
@@ -120,9 +120,9 @@ def record_version(
     found = services.find_service(context, service)
     canaries.check_no_canary(context, found)
     gateways.check_gateways_stay(context, found, task)
-    spec = services.check_service(task)
-    services.check_same_path(context.store.services.get_task(found.name, found.version).service, spec)
-    services.check_exposure(spec, found.host)
+    spec = service_checks.check_service(task)
+    service_checks.check_same_path(context.store.services.get_task(found.name, found.version).service, spec)
+    service_checks.check_exposure(spec, found.host)
     ready = _prepare(context, found.name, before, task, callbacks, is_dryrun=False)
     assert ready is not None
     with context.store.transaction():
@@ -142,8 +142,8 @@ def _prepare(
     context: Context, name: str, before: Sequence[Task], task: Task, callbacks: Callbacks, *, is_dryrun: bool
 ) -> tuple[Task, ...] | None:
     """Check, plan and upload the tasks of a pipeline, the service last; return None for a dry run."""
-    spec = services.check_service(task)
-    services.check_library(spec)
+    spec = service_checks.check_service(task)
+    service_checks.check_library(spec)
     count = services.count_replicas(spec)
     head: tuple[Task, ...] = ()
     if before:

@@ -13,7 +13,8 @@ from broker.app import canaries
 from broker.app.clusters import LogChunk
 from broker.app.gateways import READY
 from broker.app.launching import Callbacks
-from broker.app.services import ServiceLine, check_service, count_replicas, find_service
+from broker.app.service_checks import check_service
+from broker.app.services import ServiceLine, count_replicas, find_service
 from broker.app.serving_pipelines import record_service, record_version, split_pipeline
 from broker.app.verbs import services as verbs
 from broker.cli import options, serve_keys, serve_top

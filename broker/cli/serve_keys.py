@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from broker.app.services import check_keys_available, find_service
+from broker.app.service_checks import check_keys_available
+from broker.app.services import find_service
 from broker.cli import options
 from broker.cli.context import check_embedded, make_context
 from broker.cli.render import format_table, print_json, print_line, print_note

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from broker.app.services import check_library, check_service, drop_job_limits, drop_notice
+from broker.app.service_checks import check_library, check_service
+from broker.app.services import drop_job_limits, drop_notice
 from broker.errors import BrokerError
 from broker.rehearsal.service_result import ServiceRehearsal
 from broker.rehearsal.service_verdict import list_bad

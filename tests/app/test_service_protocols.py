@@ -10,7 +10,13 @@ import pytest
 
 from broker.app.container import Context
 from broker.app.planning import read_task
-from broker.app.services import check_exposure, check_keys_available, check_library, check_same_path, check_service
+from broker.app.service_checks import (
+    check_exposure,
+    check_keys_available,
+    check_library,
+    check_same_path,
+    check_service,
+)
 from broker.errors import UsageError
 from broker.serve import haproxy_control
 from broker.types import ServiceSpec, Task

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.app.advising_serve import read_s
-from broker.app.services import check_service
+from broker.app.service_checks import check_service
 from broker.errors import UsageError
 from broker.task.loader import load_tasks
 from tests.cli.conftest import Shell

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.app.services import check_service
+from broker.app.service_checks import check_service
 from broker.serve.files import Load, LoadWindow, ReplicaLoad
 from broker.serve.observing import WINDOW_S, DemandMeter
 from broker.serve.scaling import CALM, Demand, ScalingState, count_replicas, scale

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import broker
-from broker.app.services import check_service
+from broker.app.service_checks import check_service
 from broker.errors import TaskError, UsageError
 from broker.task.expansion import fill_probe
 from broker.task.loader import load_tasks, load_tasks_text
