@@ -27,9 +27,8 @@ PLAN = "_map/plan.json"
 LEASES, ITEMS, FAILED, CLOCK = "_map/leases", "_map/items", "_map/failed", "_map/clock"
 PART = re.compile(r"part-(\d+)\.jsonl")
 TRIES = 3  # failures of the program after which a shard is skipped
-LOSSES = (
-    3  # losses of a shard's holder that count as one failure: most are preemptions, but a node may run out of memory
-)
+# Losses of a shard's holder that count as one failure: most are preemptions, but a node may run out of memory.
+LOSSES = 3
 
 
 @dataclass(frozen=True)
