@@ -16,7 +16,7 @@ from broker.app.forecasts import plan_goal
 from broker.app.jobs import Explanation
 from broker.frozen import frozen
 from broker.jobs.replanning import cut_to_rest
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 from broker.types import Attempt, EventKind, Job, JobStatus, Progress
 
 POINTS_MAX = 60  # the first, the last and the most recent ones in between

@@ -14,9 +14,10 @@ from broker.app.reporting import Period, read_month
 from broker.errors import LimitError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
+from broker.state.clusters import Bill
 from broker.state.limits import EVERYONE, Commitment, Limit, LimitScope
 from broker.state.people import Owned
-from broker.state.store import Bill, Store
+from broker.state.store import Store
 from broker.types import ClusterStatus, Estimate
 
 UNKNOWN_HOURS = 24.0

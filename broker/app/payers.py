@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from broker.frozen import frozen
+from broker.state.clusters import Bill
 from broker.state.jobs import REPLICA_REQUEST
 from broker.state.limits import Commitment
 from broker.state.people import Owned
-from broker.state.store import Bill, Store
+from broker.state.store import Store
 
 UNOWNED = "(this machine)"  # started without a server, or on the server itself
 NO_PROJECT = "(no project)"

@@ -20,8 +20,8 @@ from broker.types import JobStatus, OutcomeKind
 
 if TYPE_CHECKING:
     from broker.app.container import Context
-    from broker.state.jobs import StepRange
-    from broker.state.store import Bill
+    from broker.state.clusters import Bill
+    from broker.state.history import StepRange
     from broker.types import Attempt, Job
 
 MONTH = re.compile(r"\d{4}-(0[1-9]|1[0-2])")

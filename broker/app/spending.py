@@ -13,7 +13,9 @@ from broker.errors import DamagedRowError
 from broker.frozen import frozen
 
 if TYPE_CHECKING:
-    from broker.state.store import Bill, Store, Total
+    from broker.state.clusters import Bill
+    from broker.state.retention import Total
+    from broker.state.store import Store
 
 PRUNED = "pruned"
 

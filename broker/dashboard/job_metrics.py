@@ -8,7 +8,7 @@ from itertools import pairwise
 from broker.app.container import Context
 from broker.app.forecasts import forecast_jobs
 from broker.dashboard.families import Family, render_job_label
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 
 CHANCE_S = 60.0  # a chance is computed again when it is older
 CHANCES_AT_ONCE = 2  # forecasts of one scrape: each takes tens of milliseconds

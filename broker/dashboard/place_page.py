@@ -9,8 +9,8 @@ from broker.dashboard.html import Content, Markup, element, join, make_scrollabl
 from broker.dashboard.place_history import SHOWN_DAYS, PlaceHistory
 from broker.dashboard.timeline import LEFT, ROW, TOP, WIDTH
 from broker.formatting import format_duration, format_usd
-from broker.state.events import Refusal
 from broker.state.history import KEPT_DAYS_MAX
+from broker.state.refusals import Refusal
 
 ROWS_MAX = 40
 DAYS_PER_TICK = 2

@@ -6,7 +6,7 @@ from broker.app.container import Context
 from broker.dashboard.model import Overview, read_overview
 from broker.dashboard.place_history import PlaceHistory, read_places
 from broker.frozen import frozen
-from broker.state.events import Refusal
+from broker.state.refusals import Refusal
 
 
 def show_overview(context: Context) -> Overview:

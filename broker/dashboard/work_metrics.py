@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from broker.dashboard.families import Family, render_job_label
 from broker.jobs.summary import measure_lost_s
-from broker.state.history import HistoryRows
-from broker.state.jobs import StepRange
+from broker.state.history import HistoryRows, StepRange
 
 READ_MAX = 200  # jobs whose attempts one scrape reads
 

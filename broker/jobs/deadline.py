@@ -28,8 +28,8 @@ from broker.spot.policies.base import (
     spare_hours,
 )
 from broker.spot.prior import MEASURED
-from broker.state.events import Refusal
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
+from broker.state.refusals import Refusal
 from broker.types import (
     Attempt,
     Estimate,

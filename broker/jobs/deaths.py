@@ -17,7 +17,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 from broker.types import Attempt, JobRecovery
 
 DEATHS_MAX = 3  # at the same step: the program is at fault, not the machines

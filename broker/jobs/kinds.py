@@ -18,7 +18,7 @@ from broker.frozen import frozen
 from broker.jobs.availability import is_same_place
 from broker.jobs.checkpoints import runs_bundled_trainer
 from broker.spot.policies.base import Candidate, round_speed
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 
 SPOT_MAX = 8  # candidate places per pricing model, out of hundreds in a plan

@@ -16,7 +16,8 @@ from broker.agent.agent_bucket import find_rest
 from broker.errors import CloudError
 from broker.jobs.gang import Gang
 from broker.state.faults import explain_os_error
-from broker.state.store import LogOffset, Store
+from broker.state.jobs import LogOffset
+from broker.state.store import Store
 from broker.types import Attempt, Cluster
 
 log = logging.getLogger(__name__)

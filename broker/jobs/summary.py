@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from broker.frozen import frozen
-from broker.state.history import AttemptWork
-from broker.state.jobs import StepRange
+from broker.state.history import AttemptWork, StepRange
 from broker.types import Attempt, Job
 
 

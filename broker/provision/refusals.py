@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
 from broker.provision.zones import split_zones
-from broker.state.store import Refusal, Store
+from broker.state.refusals import Refusal
+from broker.state.store import Store
 from broker.types import IntentEnd, Placement
 
 CAPACITY_REFUSAL_S = 600.0

@@ -5,7 +5,6 @@ Each repository uses a `Database` and its own SQL, with `?` for parameters, or `
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -120,7 +119,9 @@ def check_claim(database: Database) -> None:
 
 def draw_uid() -> str:
     """Draw a random unique ID from the operating system's source."""
-    return "".join(random.SystemRandom().choices(UID_LETTERS, k=UID_LENGTH))
+    import secrets  # imports hashlib and random, which a plan does not need
+
+    return "".join(secrets.choice(UID_LETTERS) for _ in range(UID_LENGTH))
 
 
 def read_row(table: str, key: object, decode: Callable[[], T]) -> T:

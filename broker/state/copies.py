@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import sqlite3
 import time
-from calendar import timegm
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -36,6 +34,8 @@ def get_folder(database: Path) -> Path:
 
 def list_copies(database: Path) -> Sequence[Copy]:
     """Return the copies, newest first. Files with other names belong to the user and are ignored. Raises OSError."""
+    from calendar import timegm
+
     folder = get_folder(database)
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -56,7 +56,7 @@ def write_copy(database: Path, *, now_s: float) -> Path:
     """
     folder = get_folder(database)
     folder.mkdir(mode=0o700, exist_ok=True)
-    aside = folder / f".new-{secrets.token_hex(8)}"
+    aside = folder / f".new-{os.urandom(8).hex()}"
     # Created here first with mode 0600: SQLite would apply the umask.
     os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from pathlib import Path
 
 from broker.errors import StateError
@@ -62,7 +61,7 @@ def write_guard(database: Path, guard: Guard) -> None:
     """Write the guard atomically. Raises OSError."""
     path = get_path(database)
     data = {name: getattr(guard, name) for name in ("lineage", "owner", "created_s", "schema", "restores")}
-    aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    aside = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(data, file)

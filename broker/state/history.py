@@ -10,7 +10,6 @@ from broker.frozen import frozen
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
 from broker.state.base import Database
-from broker.state.jobs import StepRange
 from broker.types import OutcomeKind
 
 HALF_LIFE_DAYS = 14.0  # older markets are poor evidence: recorded zones change their behavior within weeks
@@ -51,6 +50,14 @@ class StaySum:
     stays: int
     hours: float
     preemptions: int
+
+
+class StepRange(NamedTuple):
+    """The steps that one attempt reported: the first, the newest, and the newest that was saved."""
+
+    first_step: int
+    last_step: int
+    checkpoint_step: int | None
 
 
 class AttemptWork(NamedTuple):

@@ -6,26 +6,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import msgspec
 
 from broker.errors import DamagedRowError
 from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
+from broker.state.history import StepRange
 from broker.state.secret_files import SecretStore
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress, Task
 
 OnDamage = Callable[[DamagedRowError], None] | None
-
-
-class StepRange(NamedTuple):
-    """The steps that one attempt reported: the first, the newest, and the newest that was saved."""
-
-    first_step: int
-    last_step: int
-    checkpoint_step: int | None
 
 
 @frozen

@@ -8,6 +8,7 @@ from pathlib import Path
 from broker.clock import Clock
 from broker.state.base import draw_uid
 from broker.state.postgres import PostgresDatabase
+from broker.state.secret_files import SecretStore
 from broker.state.secret_rows import SecretRows
 from broker.state.store import Store
 
@@ -25,4 +26,7 @@ class PostgresStore(PostgresDatabase, Store):  # type: ignore[misc]
         draw_uid: Callable[[], str] = draw_uid,
     ) -> None:
         PostgresDatabase.__init__(self, url, home=home, clock=clock, owner=owner, draw_uid=draw_uid)
-        self.add_repositories(SecretRows(self))
+
+    def open_secrets(self) -> SecretStore:
+        """Open the secrets of live jobs: encrypted rows of this database."""
+        return SecretRows(self)

@@ -9,11 +9,24 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 
-from broker.state import alternatives, sentences
-
 Step = str | Callable[[sqlite3.Connection], None]
 
 KEPT_DAYS = 90  # how long a job's events and the requests to clouds are kept
+
+
+def _convert_sentences(connection: sqlite3.Connection) -> None:
+    """Turn outcomes and events from sentences into kinds with data."""
+    from broker.state import sentences
+
+    sentences.convert(connection)
+
+
+def _convert_placements(connection: sqlite3.Connection) -> None:
+    """Add to each placement the alternative of the task from which it came, and move recovery to the task."""
+    from broker.state import alternatives
+
+    alternatives.convert(connection)
+
 
 _FIRST = (
     "CREATE TABLE clusters (name TEXT PRIMARY KEY, job_id INTEGER, body BLOB NOT NULL)",
@@ -108,7 +121,7 @@ _KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data instead o
     "ALTER TABLE intents ADD COLUMN detail TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE events ADD COLUMN data TEXT NOT NULL DEFAULT '{}'",
     "DROP TRIGGER events_keep",
-    sentences.convert,
+    _convert_sentences,
     "ALTER TABLE events DROP COLUMN message",
     """CREATE TRIGGER events_keep BEFORE UPDATE ON events
        BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
@@ -182,7 +195,7 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _MADE_NODES,
     _IDENTITY,
     _KINDS,
-    (alternatives.convert,),
+    (_convert_placements,),
     _CLAIMS,
     _SERVICES,
     _PEOPLE,

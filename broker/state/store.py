@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import importlib
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from broker.clock import Clock
-from broker.state.base import draw_uid
-from broker.state.calls import ResponseTime, ResponseTimeRows, RetryBudgetRows
-from broker.state.claims import Claims
-from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.database import SqliteDatabase
-from broker.state.events import EventRow, EventRows, Refusal, RefusalRows
-from broker.state.forecasts import ForecastRows
-from broker.state.history import HistoryRows
-from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
-from broker.state.leader import LeaderRow
-from broker.state.limits import CommitmentRows, LimitRows
-from broker.state.meta import MetaRows
-from broker.state.people import AuditRows, OwnerRows, TokenRows
-from broker.state.queue import QueueRows
-from broker.state.retention import Compaction, Total
-from broker.state.schedules import ScheduleRows
-from broker.state.secret_files import SecretFiles, SecretStore
-from broker.state.services import ServiceRows
 
-__all__ = [
-    "Bill",
-    "EventRow",
-    "Intent",
-    "JobLine",
-    "LogOffset",
-    "Refusal",
-    "ResponseTime",
-    "StepRange",
-    "Store",
-    "Total",
-]
+if TYPE_CHECKING:
+    from broker.state.calls import ResponseTimeRows, RetryBudgetRows
+    from broker.state.claims import Claims
+    from broker.state.clusters import BillRows, ClusterRows, IntentRows
+    from broker.state.events import EventRows
+    from broker.state.forecasts import ForecastRows
+    from broker.state.history import HistoryRows
+    from broker.state.jobs import JobRows
+    from broker.state.leader import LeaderRow
+    from broker.state.limits import CommitmentRows, LimitRows
+    from broker.state.meta import MetaRows
+    from broker.state.people import AuditRows, OwnerRows, TokenRows
+    from broker.state.queue import QueueRows
+    from broker.state.refusals import RefusalRows
+    from broker.state.retention import Compaction
+    from broker.state.schedules import ScheduleRows
+    from broker.state.secret_files import SecretStore
+    from broker.state.services import ServiceRows
+
+R = TypeVar("R")
+
+
+class Rows(Generic[R]):
+    """A repository of a store, created on first use: `plan` reads three of them, and imports no others."""
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+
+    def __set_name__(self, owner: type[Store], name: str) -> None:
+        self._name = name
+
+    def __get__(self, store: Store, owner: type[Store]) -> R:
+        module, _, made = self._entry.partition(":")
+        rows: R = getattr(importlib.import_module(f"broker.state.{module}"), made)(store)
+        # If two threads get here at once, both must use the same one: some repositories keep data.
+        rows = store.__dict__.setdefault(self._name, rows)
+        return rows
 
 
 class Store(SqliteDatabase):
@@ -45,33 +53,37 @@ class Store(SqliteDatabase):
     Writes by several repositories within one `transaction` of the store form one commit.
     """
 
-    def __init__(
-        self, path: Path, *, clock: Clock, owner: str | None = None, draw_uid: Callable[[], str] = draw_uid
-    ) -> None:
-        super().__init__(path, clock=clock, owner=owner, draw_uid=draw_uid)
-        self.add_repositories(SecretFiles(path.parent / "secrets"))
+    clusters: Rows[ClusterRows] = Rows("clusters:ClusterRows")
+    intents: Rows[IntentRows] = Rows("clusters:IntentRows")
+    bills: Rows[BillRows] = Rows("clusters:BillRows")
+    services: Rows[ServiceRows] = Rows("services:ServiceRows")
+    schedules: Rows[ScheduleRows] = Rows("schedules:ScheduleRows")
+    events: Rows[EventRows] = Rows("events:EventRows")
+    refusals: Rows[RefusalRows] = Rows("refusals:RefusalRows")
+    queue: Rows[QueueRows] = Rows("queue:QueueRows")
+    forecasts: Rows[ForecastRows] = Rows("forecasts:ForecastRows")
+    history: Rows[HistoryRows] = Rows("history:HistoryRows")
+    response_times: Rows[ResponseTimeRows] = Rows("calls:ResponseTimeRows")
+    retries: Rows[RetryBudgetRows] = Rows("calls:RetryBudgetRows")
+    retention: Rows[Compaction] = Rows("retention:Compaction")
+    leader: Rows[LeaderRow] = Rows("leader:LeaderRow")
+    claims: Rows[Claims] = Rows("claims:Claims")
+    tokens: Rows[TokenRows] = Rows("people:TokenRows")
+    owners: Rows[OwnerRows] = Rows("people:OwnerRows")
+    audit: Rows[AuditRows] = Rows("people:AuditRows")
+    limits: Rows[LimitRows] = Rows("limits:LimitRows")
+    commitments: Rows[CommitmentRows] = Rows("limits:CommitmentRows")
+    meta: Rows[MetaRows] = Rows("meta:MetaRows")
 
-    def add_repositories(self, secrets: SecretStore) -> None:
-        """Create the repositories, which share this store's transactions."""
-        self.clusters = ClusterRows(self)
-        self.intents = IntentRows(self)
-        self.bills = BillRows(self)
-        self.jobs = JobRows(self, secrets)
-        self.services = ServiceRows(self)
-        self.schedules = ScheduleRows(self)
-        self.events = EventRows(self)
-        self.refusals = RefusalRows(self)
-        self.queue = QueueRows(self)
-        self.forecasts = ForecastRows(self)
-        self.history = HistoryRows(self)
-        self.response_times = ResponseTimeRows(self)
-        self.retries = RetryBudgetRows(self)
-        self.retention = Compaction(self)
-        self.leader = LeaderRow(self)
-        self.claims = Claims(self)
-        self.tokens = TokenRows(self)
-        self.owners = OwnerRows(self)
-        self.audit = AuditRows(self)
-        self.limits = LimitRows(self)
-        self.commitments = CommitmentRows(self)
-        self.meta = MetaRows(self)
+    @cached_property
+    def jobs(self) -> JobRows:
+        """Jobs and their attempts, with the secrets of live jobs."""
+        from broker.state.jobs import JobRows
+
+        return JobRows(self, self.open_secrets())
+
+    def open_secrets(self) -> SecretStore:
+        """Open the secrets of live jobs: files next to the state file."""
+        from broker.state.secret_files import SecretFiles
+
+        return SecretFiles(self.path.parent / "secrets")

@@ -23,7 +23,7 @@ from broker.serve.placement import SpotPlace, count_ondemand, observe_places, pl
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot, decide
 from broker.serve.slots import LOST_S
 from broker.spot.market_model import MarketEvidence, find_hazard
-from broker.state.events import FORGIVEN_AFTER_S
+from broker.state.refusals import FORGIVEN_AFTER_S
 
 COLD_START_HOURS = 10 / 60
 SPOT_SHARE = 0.35  # of the on-demand price where none is recorded

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from broker.app.spending import By, list_shares
-from broker.state.store import Bill
+from broker.state.clusters import Bill
 
 
 def bill(created_s: float, ended_s: float | None, *, job_id: int | None = 1, cloud: str = "aws") -> Bill:

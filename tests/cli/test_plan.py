@@ -13,6 +13,7 @@ import pytest
 from broker.cli.main import main
 from broker.cli.plan_table import join_zones
 from broker.clock import SystemClock
+from broker.state.store import Store
 from broker.types import Estimate, Offer, Placement
 
 ROOT = Path(__file__).parent.parent.parent
@@ -123,7 +124,9 @@ def test_unknown_cloud_and_a_count_of_nothing_are_refused(
     ids=["help", "plan", "plan without an image"],
 )
 def test_fast_command_imports_nothing_heavy(arguments: list[str], told: str, tmp_path: Path) -> None:
-    own = os.environ | {"BROKER_HOME": str(tmp_path)}  # without jobs, whose history a plan reads
+    own = os.environ | {"BROKER_HOME": str(tmp_path)}
+    Store(tmp_path / "state.db", clock=SystemClock(), owner="me").close()  # a plan reads the history of its jobs
+    (tmp_path / "owner").write_text("me")
     code = (
         "import sys; from broker.cli.main import main\n"
         f"try: main({arguments!r})\n"

@@ -20,8 +20,7 @@ from broker.dashboard.node_metrics import list_nodes
 from broker.dashboard.service_metrics import list_service_families
 from broker.serve.files import DurationCounts, LoadTotals, LoadWindow
 from broker.state.daemon_stats import DaemonStats
-from broker.state.history import AttemptWork, HistoryRows
-from broker.state.jobs import StepRange
+from broker.state.history import AttemptWork, HistoryRows, StepRange
 from broker.task.loader import load_tasks_text
 from broker.types import EventKind, Goal, JobStatus, Progress
 from broker.types.outcomes import make_event

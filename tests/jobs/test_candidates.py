@@ -21,7 +21,7 @@ from broker.jobs.kinds import ONDEMAND_MAX, SPOT_MAX
 from broker.spot.durations import MET_HOURS, NOTHING_SEEN
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate, Move
-from broker.state.events import Refusal
+from broker.state.refusals import Refusal
 from broker.types import (
     Attempt,
     Breakdown,

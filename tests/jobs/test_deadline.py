@@ -34,9 +34,8 @@ from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import find_hazard
 from broker.spot.policies.base import Candidate, JobView, Move, Wait
-from broker.state.events import Refusal
-from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_durations, weigh_stays
-from broker.state.jobs import StepRange
+from broker.state.history import HALF_LIFE_DAYS, SpotStay, StepRange, gather_durations, weigh_stays
+from broker.state.refusals import Refusal
 from broker.types import (
     Attempt,
     CheckpointSpec,

@@ -14,7 +14,7 @@ from broker.jobs.deaths import (
     is_restart_due,
     measure_headway,
 )
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 from broker.types import Attempt, JobRecovery, ObservedCheckpoints, Outcome, OutcomeKind, Placement
 from tests.simulation.world import make_offer
 

@@ -12,7 +12,8 @@ import pytest
 from broker.errors import TransientError
 from broker.jobs import log_files as logs
 from broker.jobs.log_files import copy_left_log, copy_log, forget_logs, get_log_path, read_last_lines, rotate_log
-from broker.state.store import LogOffset, Store
+from broker.state.jobs import LogOffset
+from broker.state.store import Store
 from broker.types import Attempt, JobStatus, Placement, Task
 from tests.simulation.world import make_offer
 from tests.state.samples import START_S, Hands

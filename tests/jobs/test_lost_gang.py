@@ -102,7 +102,7 @@ def test_uploaded_success_ends_the_job_with_its_last_step_and_log(tmp_path: Path
 
 
 def test_log_continues_where_the_copy_was_and_a_second_look_repeats_nothing(tmp_path: Path) -> None:
-    from broker.state.store import LogOffset
+    from broker.state.jobs import LogOffset
 
     world = World(tmp_path)
     path = get_log_path(tmp_path / "logs", world.job_id)

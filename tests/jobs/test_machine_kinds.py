@@ -23,7 +23,7 @@ from broker.jobs.kinds import (
 from broker.optimizer.planner import make_plan
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Move, Wait
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 from broker.types import (
     AcceleratorFigures,
     Attempt,

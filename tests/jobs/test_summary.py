@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from broker.jobs.summary import AttemptSteps, RunSummary, measure_lost_s, summarize
-from broker.state.jobs import StepRange
+from broker.state.history import StepRange
 from broker.types import Attempt, Job, JobStatus, Placement, Progress, Task
 from tests.simulation.world import make_offer
 

@@ -10,7 +10,8 @@ import pytest
 
 from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
 from broker.provision.refusals import FAILURE_REFILL_S, FAILURES_MAX, PROBE_S, UnavailableOffers
-from broker.state.store import Refusal, Store
+from broker.state.refusals import Refusal
+from broker.state.store import Store
 from broker.types import Placement
 from tests.simulation.world import make_offer
 from tests.state.samples import Hands

@@ -17,10 +17,11 @@ from broker.app.verbs.launching import launch_jobs
 from broker.clock import SystemClock
 from broker.errors import LimitError
 from broker.server.http import find_status
+from broker.state.clusters import Bill
 from broker.state.database import SqliteDatabase
 from broker.state.limits import EVERYONE, Limit, LimitScope
 from broker.state.people import Owned
-from broker.state.store import Bill, Store
+from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Estimate, JobStatus, Placement, Resources, Task
 from tests.clouds.beds import make_node
 from tests.server.conftest import Hosted

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.state.events import FORGIVEN_AFTER_S, Refusal
+from broker.state.refusals import FORGIVEN_AFTER_S, Refusal
 from broker.state.store import Store
 from tests.simulation.world import make_offer
 from tests.state.samples import PLACEMENT, START_S, Hands

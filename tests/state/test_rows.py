@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from broker.errors import FencedError, StateError
-from broker.state.jobs import LogOffset, StepRange
+from broker.state.history import StepRange
+from broker.state.jobs import LogOffset
 from broker.state.store import Store
 from broker.types import (
     Attempt,

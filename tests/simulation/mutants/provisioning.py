@@ -18,7 +18,7 @@ from broker.provision.creation import NodeCreator
 from broker.provision.launcher import Launcher, SurplusReleaser
 from broker.provision.lifecycle import Provisioner
 from broker.state.clusters import IntentRows
-from broker.state.events import Refusal, RefusalRows
+from broker.state.refusals import Refusal, RefusalRows
 from broker.types import Cluster, ClusterStatus, IntentEnd, Node, NodeState
 from tests.simulation.world import FOREIGN
 
