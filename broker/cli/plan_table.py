@@ -39,6 +39,8 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast:
     )
     if (rest := len(plan.estimates) - sum(map(len, groups))) > 0:
         print_line(f"... and {rest} more")
+    if order := _explain_order(plan, shown):
+        print_wrapped(order, indent=7)
     print_line(f"Choice: {describe_choice(plan.choice)}")
     print_line(f"Each node: {describe_machine(plan.choice)}")
     print_wrapped(f"Why: {plan.reason}", indent=5)
@@ -64,6 +66,16 @@ def _make_header(task: Task, accelerators: str) -> str:
     """Name the task, its nodes, and the accelerators of a node if they are the same in all rows."""
     each = "" if accelerators == "-" else f", {accelerators}{' each' if task.num_nodes > 1 else ''}"
     return f"Task {task.name or '(no name)'}: {format_count(task.num_nodes, 'node')}{each}"
+
+
+def _explain_order(plan: Plan, shown: Sequence[Estimate]) -> str:
+    """Explain rows that are not in the order of their cost; return an empty text if they are."""
+    costs = [each.expected_usd or 0.0 for each in shown]
+    if plan.hour_value_usd is None or costs == sorted(costs):
+        return ""
+    return (
+        f"Order: USD + {format_usd(plan.hour_value_usd)} for each hour of TIME (`goal: {{hour_value: USD}}` changes it)"
+    )
 
 
 def has_spot_work(plan: Plan) -> bool:

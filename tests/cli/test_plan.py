@@ -151,6 +151,21 @@ def test_zones_of_one_price_share_a_line_and_are_shown_whole(tmp_path: Path) -> 
     assert zones[0] == first["zone"] + "".join(f",{each['placement']['offer']['zone'][-1]}" for each in alike[1:])
 
 
+@pytest.mark.parametrize(("hour_value", "is_explained"), [(4, True), (0, False)])
+def test_rows_that_are_not_in_the_order_of_their_cost_are_explained(
+    hour_value: int, is_explained: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        "resources: {accelerators: {A100-80GB:8, H100:8}}\nnum_nodes: 2\nrun: x\n"
+        f"goal: {{work: {{hours: 100, on: A100-80GB:8}}, hour_value: {hour_value}}}\n"
+    )
+    (data,) = json.loads(broker("plan", str(file), "--json").stdout)
+    costs = [each["expected_usd"] for each in data["estimates"]]
+    shown = broker("plan", str(file)).stdout
+    assert (costs != sorted(costs)) == is_explained == ("\nOrder: USD + 4.00 for each hour of TIME" in shown)
+
+
 def test_options_alone_are_planned() -> None:
     (data,) = json.loads(broker("plan", "--gpus", "h100:8", "--num-nodes", "2", "--use-spot", "--json").stdout)
     placement = data["choice"]["placement"]
