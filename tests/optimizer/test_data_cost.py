@@ -45,8 +45,18 @@ def test_reading_from_r2_is_free_anywhere() -> None:
     assert price_data(reading, "gcp", "us", TABLE).start_usd == 0
 
 
-def test_checkpoints_in_another_clouds_bucket_cost_at_every_write_and_every_restore() -> None:
-    far = task(checkpoint=CheckpointSpec(size_gib=GIB), envs={"BROKER_CHECKPOINT_DIR": "s3://mine/ckpt"})
+@pytest.mark.parametrize(
+    ("to", "envs"),
+    [
+        ("s3://mine/ckpt", {}),
+        (None, {"BROKER_CHECKPOINT_DIR": "s3://mine/ckpt"}),
+        ("s3://mine/ckpt", {"BROKER_CHECKPOINT_DIR": "gs://other/ckpt"}),  # the field decides where a job's are written
+    ],
+)
+def test_checkpoints_in_another_clouds_bucket_cost_at_every_write_and_every_restore(
+    to: str | None, envs: dict[str, str]
+) -> None:
+    far = task(checkpoint=CheckpointSpec(size_gib=GIB, to=to), envs=envs)
     priced = price_data(far, "gcp", "us", TABLE)
     assert priced.checkpoint_usd == pytest.approx(GIB * GB_PER_GIB * 0.12)
     assert priced.restore_usd == pytest.approx(GIB * GB_PER_GIB * 0.09)
@@ -71,6 +81,13 @@ def test_data_draws_the_plan_to_its_cloud() -> None:
     assert lost.expected_usd == pytest.approx(
         lost.breakdown.compute_usd + lost.breakdown.egress_usd + lost.breakdown.storage_usd
     )
+
+
+def test_checkpoints_draw_the_plan_to_the_cloud_of_their_bucket() -> None:
+    cheap, near = offer("gcp", spot_usd_hour=9.9), offer("aws", spot_usd_hour=10.0)
+    text = "resources: {accelerators: H100:8}\ngoal: {work: 10h}\ncheckpoint: {size: 100GB, every: 1h%s}"
+    assert plan(text % "", [cheap, near], egress=PRICES).choice.placement.offer is cheap
+    assert plan(text % ", to: s3://mine/ckpt", [cheap, near], egress=PRICES).choice.placement.offer is near
 
 
 def test_egress_prices_have_no_effect_without_data() -> None:
