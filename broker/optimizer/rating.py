@@ -250,7 +250,8 @@ class CostModel:
         given = course.inputs
         if given is None:
             return course.deadline_chance
-        key = (given.work_hours, given.places, given.evidence, given.recovery_hours, given.band_hazard)
+        own = (given.work_hours, given.recovery_hours, given.band_hazard, given.has_fallback)
+        key = (*own, given.places, given.evidence)
         if key not in self._chances:
             self._chances[key] = given.find_deadline_chance()
         return self._chances[key]
