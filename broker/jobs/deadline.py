@@ -126,7 +126,7 @@ def read_situation(
         time_left_hours=goal.deadline_hours - (now_s - job.submitted_s) / 3600,
         current=_find(candidates, here),
         starting_hours=_count_starting_hours(live, candidates, now_s, here),
-        unsaved_hours=_count_unsaved_hours(job),
+        unsaved_hours=_count_unsaved_hours(job, live),
         save_every_hours=(save_s + job.task.checkpoint.stall_s) / 3600,
         look_hours=look_hours + find_margin_hours(goal),
         last=_find(candidates, last),
@@ -360,11 +360,15 @@ def _count_starting_hours(
     return max(0.0, candidates[index].start_hours - (now_s - live.started_s) / 3600)
 
 
-def _count_unsaved_hours(job: Job) -> float:
+def _count_unsaved_hours(job: Job, live: Attempt | None) -> float:
+    """Return the hours of work since the last checkpoint; 0 before the first new step: earlier ones are lost."""
     progress, goal = job.progress, job.task.goal
     if progress is None or not progress.total or goal is None or goal.work_hours is None:
         return 0.0
-    return max(0, progress.step - (progress.checkpoint_step or 0)) / progress.total * goal.work_hours
+    if live is None or live.resumed_s is None:
+        return 0.0
+    steps = min(progress.step, progress.total) - (progress.checkpoint_step or 0)
+    return max(0, steps) / progress.total * goal.work_hours
 
 
 def find_candidate(candidates: Sequence[Candidate], place: Placement) -> Candidate | None:

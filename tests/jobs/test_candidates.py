@@ -198,10 +198,16 @@ def test_a_start_before_its_first_step_still_counts_as_starting() -> None:
         (Progress(step=50, total=100), 5.0),
         (Progress(step=50, total=100, checkpoint_step=40), 1.0),
         (Progress(step=50, total=100, checkpoint_step=60), 0.0),
+        (Progress(step=120, total=100, checkpoint_step=90), 1.0),
     ],
 )
-def test_work_that_no_checkpoint_holds_is_at_risk(progress: Progress | None, hours: float) -> None:
-    assert read(make_plan(SPOTS[0]), progress=progress).view.unsaved_hours == pytest.approx(hours)
+def test_work_that_no_checkpoint_holds_is_at_risk_while_it_runs(progress: Progress | None, hours: float) -> None:
+    plan, here = make_plan(SPOTS[0]), attempt(SPOTS[0].placement, resumed_s=NOW_S - 600.0)
+    assert read(plan, live=here, progress=progress).view.unsaved_hours == pytest.approx(hours)
+    starting = replace(here, resumed_s=None)
+    assert read(plan, live=starting, progress=progress).view.unsaved_hours == 0.0, "it resumes from the checkpoint"
+    lost = replace(here, lost_s=NOW_S, outcome=Outcome(kind=OutcomeKind.PREEMPTED))
+    assert read(plan, attempts=(lost,), progress=progress).view.unsaved_hours == 0.0, "lost with the machines"
 
 
 def test_saves_are_as_frequent_as_the_first_spot_place_asks_for() -> None:
