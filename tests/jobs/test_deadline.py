@@ -199,7 +199,7 @@ def test_starts_are_expected_to_take_as_long_as_measured() -> None:
 
 def test_machines_that_are_up_leave_only_the_rest_of_a_start_to_be_safe() -> None:
     """A start of 0.1 h, of which 0.04 h is boot: on-demand needs 0.1 h plus the work, and the margin is kept free."""
-    task = replace(TASK, checkpoint=CheckpointSpec(every_s=1.0, restart_s=360.0))
+    task = replace(TASK, checkpoint=CheckpointSpec(every_s=1.0, stall_s=0.0, restart_s=360.0))
     plan = plan_of(task)
     spot, sure = (
         next(each.placement for each in plan.estimates if each.placement.is_spot is is_spot)
