@@ -110,9 +110,10 @@ def read_situation(
         if estimate.placement.is_spot
     }
     seen = update_availability(availability, places.items(), job.attempts, live=live, now_s=now_s)
-    is_fixed = job.task.checkpoint.every_s is not None
+    saves = job.task.checkpoint
+    share = saves.stall_s / saves.every_s if saves.every_s else 0.0
     candidates = [
-        _read_candidate(estimate, left, seen, durations, now_s=now_s, live=live, has_fixed_stalls=is_fixed)
+        _read_candidate(estimate, left, seen, durations, now_s=now_s, live=live, stall_share=share)
         for estimate in estimates
     ]
     seen_hours = measure_start_hours(job.attempts)
@@ -317,17 +318,16 @@ def _read_candidate(
     *,
     now_s: float,
     live: Attempt | None,
-    has_fixed_stalls: bool,
+    stall_share: float,
 ) -> Candidate:
     """Return a place of the plan as a policy weighs it.
 
-    Stalls at a fixed interval slow on-demand as much as spot. Other stalls are about 1 % of the time on spot alone.
+    `stall_share` is the time of stalls at a fixed interval, over that of the work: they slow on-demand as much as spot.
+    Other stalls are about 1 % of the time on spot alone.
     """
     placement, breakdown = estimate.placement, estimate.breakdown
     is_here = live is not None and is_same_place(placement, live.placement)
-    own_hours = breakdown.work_hours if breakdown else left_hours
-    if breakdown is not None and has_fixed_stalls:
-        own_hours += breakdown.stall_hours
+    own_hours = (breakdown.work_hours if breakdown else left_hours) * (1 + stall_share)
     common = Candidate(
         placement=placement,
         start_hours=breakdown.recovery_s / 3600 if breakdown else 0.0,

@@ -28,6 +28,7 @@ from broker.jobs.deadline import (
     read_situation,
     record_decision,
 )
+from broker.jobs.replanning import cut_to_rest
 from broker.jobs.setup_starts import RestoredStart, find_system
 from broker.optimizer.planner import make_plan
 from broker.spot.hazard import Observation, hazard_per_node_hour
@@ -104,6 +105,15 @@ def test_on_demand_takes_as_long_as_in_the_plan_with_the_stalls_of_a_fixed_inter
     assert finish_hours(ondemand, situation.view.work_left_hours) == pytest.approx(told.expected_hours)
     assert told.expected_hours == pytest.approx(ondemand_hours)
     assert have_one_speed(situation.candidates, ondemand), "spot stalls as often"
+    end = cut_to_rest(
+        make_job(task, progress=Progress(step=9999, total=10_000, checkpoint_step=9999)), now_s=0.0, spent_usd=0.0
+    )
+    last = read_situation(
+        make_job(task), plan_of(end), now_s=0.0, refusals=(), durations={}, availability={}, look_hours=0.0,
+        spent_usd=0.0,
+    )  # fmt: skip
+    speeds = [each.speed for each in (*situation.candidates, *last.candidates)]
+    assert speeds == pytest.approx([speeds[0]] * len(speeds)), "whatever is left"
 
 
 def test_a_policy_counts_restored_starts_where_the_archive_fits() -> None:
