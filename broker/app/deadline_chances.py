@@ -12,10 +12,10 @@ from dataclasses import replace
 from enum import StrEnum
 
 from broker.app.container import Context
-from broker.app.forecasts import plan_goal
+from broker.app.forecasts import plan_goal, read_start_hours
 from broker.app.jobs import Explanation
 from broker.frozen import frozen
-from broker.jobs.replanning import cut_to_rest
+from broker.jobs.replanning import cut_to_rest, measure_begun_start
 from broker.state.history import StepRange
 from broker.types import Attempt, EventKind, Job, JobStatus, Progress
 
@@ -68,8 +68,9 @@ def list_chances(context: Context, told: Explanation) -> tuple[ChancePoint, ...]
         rest = cut_to_rest(then, now_s=time_s, spent_usd=0.0).goal
         assert rest is not None and rest.work_hours is not None and rest.deadline_hours is not None
         chance, spot_chance = find_deadline_chances(
-            plan, work_hours=rest.work_hours, deadline_hours=rest.deadline_hours
-        )
+            plan, work_hours=rest.work_hours, deadline_hours=rest.deadline_hours,
+            begun=measure_begun_start(then, start_hours=read_start_hours(plan), now_s=time_s),
+        )  # fmt: skip
         points.append(
             ChancePoint(
                 time_s=time_s, moment=moment, work_left_hours=rest.work_hours,

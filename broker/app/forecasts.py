@@ -10,10 +10,11 @@ from broker.app.known_starts import find_restart_s
 from broker.app.planning import plan_launch
 from broker.errors import BrokerError
 from broker.frozen import frozen
-from broker.jobs.replanning import cut_to_rest
+from broker.jobs.replanning import cut_to_rest, measure_begun_start
 from broker.jobs.scoring import ForecastScore, JudgedForecast, score_forecasts
+from broker.optimizer.data_cost import measure_restore_s
 from broker.types import Job, JobStatus, Plan, Task
-from broker.types.forecasts import JobForecast, Range
+from broker.types.forecasts import NOT_BEGUN, BegunStart, JobForecast, Range
 
 
 def submit(
@@ -41,7 +42,7 @@ def submit(
 
 
 def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast | None:
-    """Forecast the remainder of a live job from its last checkpoint, as `broker plan` would.
+    """Forecast the remainder of a live job from its last checkpoint, as `broker plan` would, on the machines it has.
 
     Return None for an ended job, a task without a known amount of work, a started job whose program reports no
     progress, and if no placement fits any more.
@@ -52,21 +53,32 @@ def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast 
     if job.attempts and (job.progress is None or not job.progress.total):
         return None
     plan = plan_goal(context, job, paid_usd=paid_usd)
-    return None if plan is None else _read_plan(plan, paid_usd)
+    if plan is None:
+        return None
+    begun = measure_begun_start(job, start_hours=read_start_hours(plan), now_s=context.clock.now_s())
+    hours = (context.clock.now_s() - job.submitted_s) / 3600
+    left_hours = None if goal.deadline_hours is None else max(goal.deadline_hours - hours, 0.0)
+    return read_rest(plan, paid_usd, begun, deadline_hours=left_hours)
 
 
 def plan_goal(context: Context, job: Job, *, paid_usd: float) -> Plan | None:
     """Plan the remainder of a live job, or all of an ended one; None if no work remains or nothing fits.
 
-    No placement is rejected for its chance of meeting the deadline, because callers compute that chance.
+    No placement is rejected for its chance of meeting the deadline, because callers compute that chance. Each plan
+    begins with a start: a job that runs on-demand is given the time of the start that its machines have behind them.
     """
-    task = job.task
+    task, begun = job.task, NOT_BEGUN
     if not job.status.is_terminal:
-        restart_s = find_restart_s(context, job.task, job)
-        task = cut_to_rest(job, now_s=context.clock.now_s(), spent_usd=paid_usd, restart_s=restart_s)
+        restart_s, now_s = find_restart_s(context, job.task, job), context.clock.now_s()
+        task = cut_to_rest(job, now_s=now_s, spent_usd=paid_usd, restart_s=restart_s)
+        start_s = task.checkpoint.restart_s + measure_restore_s(task.checkpoint.size_gib)
+        begun = measure_begun_start(job, start_hours=start_s / 3600, now_s=now_s)
     if task.goal is None or not task.goal.work_hours:
         return None
-    return _plan_rest(context, job, replace(task, goal=replace(task.goal, confidence=0.0, budget_usd=None)))
+    goal = replace(task.goal, confidence=0.0, budget_usd=None)
+    if goal.deadline_hours is not None and not begun.is_spot:
+        goal = replace(goal, deadline_hours=goal.deadline_hours + begun.hours)
+    return _plan_rest(context, job, replace(task, goal=goal))
 
 
 def forecast_jobs(context: Context, jobs: Sequence[Job], spent_usd: Mapping[int, float]) -> Mapping[int, JobForecast]:
@@ -87,25 +99,47 @@ def _plan_rest(context: Context, job: Job, rest: Task) -> Plan | None:
             return None
 
 
-def _read_plan(plan: Plan, paid_usd: float) -> JobForecast:
-    from broker.optimizer.forecast import forecast_plan
+def read_start_hours(plan: Plan) -> float:
+    """Return the hours of the first start of a plan."""
+    parts = plan.choice.breakdown
+    return 0.0 if parts is None else parts.recovery_s / 3600
 
-    found = forecast_plan(plan)
+
+def read_rest(plan: Plan, paid_usd: float, begun: BegunStart, *, deadline_hours: float | None) -> JobForecast:
+    """Return the forecast of the rest of a job, of whose first start the part `begun` is over and paid.
+
+    Running machines on spot are left for a choice on-demand, which starts anew; those on-demand continue otherwise.
+    """
+    from broker.optimizer.forecast import find_deadline_chances, forecast_plan
+
+    found, choice, goal = forecast_plan(plan), plan.choice, plan.task.goal
+    if begun.is_spot and not choice.placement.is_spot:
+        begun = NOT_BEGUN
+    assert goal is not None and goal.work_hours and choice.breakdown is not None
+    unbilled_hours = (choice.breakdown.recovery_s - choice.breakdown.recovery_billed_s) / 3600
+    usd = paid_usd - max(begun.hours - unbilled_hours, 0.0) * choice.placement.usd_hour
+    chance = None
+    if deadline_hours is not None:
+        chance, _ = find_deadline_chances(plan, work_hours=goal.work_hours, deadline_hours=deadline_hours, begun=begun)
     if found is None:  # on-demand, whose cost and time are certain
-        usd, hours = paid_usd + (plan.choice.expected_usd or 0.0), plan.choice.expected_hours or 0.0
+        usd, hours = usd + (choice.expected_usd or 0.0), (choice.expected_hours or 0.0) - begun.hours
         return JobForecast(
             usd=Range(p10=usd, p50=usd, p90=usd),
             hours_left=Range(p10=hours, p50=hours, p90=hours),
-            deadline_chance=plan.choice.deadline_chance,
+            deadline_chance=chance,
             interval_factor=1.0,
         )
     return JobForecast(
-        usd=Range(p10=paid_usd + found.usd.p10, p50=paid_usd + found.usd.p50, p90=paid_usd + found.usd.p90),
-        hours_left=found.hours,
-        deadline_chance=found.deadline_chance,
+        usd=_shift(found.usd, usd, least=paid_usd),
+        hours_left=_shift(found.hours, -begun.hours, least=0.0),
+        deadline_chance=chance,
         interval_factor=plan.interval_factor,
         preemptions=found.preemptions,
     )
+
+
+def _shift(values: Range, by: float, *, least: float) -> Range:
+    return Range(p10=max(values.p10 + by, least), p50=max(values.p50 + by, least), p90=max(values.p90 + by, least))
 
 
 def list_judged(context: Context) -> list[JudgedForecast]:

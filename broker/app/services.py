@@ -58,6 +58,8 @@ class ServiceTarget(JobTarget):
             self.context.note("`max_duration` has no effect on a service: end it with `broker serve down`")
         if any(task.goal is not None and task.goal.budget_usd is not None for task in tasks):
             self.context.note("`budget` has no effect on a service: limit its cost with `max_replicas`")
+        if any(task.goal is not None and task.goal.deadline_hours is not None for task in tasks):
+            self.context.note("`deadline` has no effect on a service: it runs until `broker serve down`")
         if any(task.goal is not None and task.goal.hour_value_usd is not None for task in tasks):
             self.context.note("`hour_value` has no effect on a service: its replicas have no work to finish")
         return super().settle([drop_job_limits(task) for task in tasks])
@@ -105,8 +107,11 @@ def count_replicas(spec: ServiceSpec) -> int:
 
 
 def drop_job_limits(task: Task) -> Task:
-    """Return the task without the limits that end a job, and without the value of finishing earlier."""
-    goal = None if task.goal is None else replace(task.goal, budget_usd=None, hour_value_usd=None)
+    """Return the task without the limits that end a job, its deadline, and the value of finishing earlier.
+
+    A deadline would move replicas to on-demand as it approaches, and then shorten their leases to an hour.
+    """
+    goal = task.goal and replace(task.goal, deadline_hours=None, budget_usd=None, hour_value_usd=None)
     return replace(task, max_duration_s=None, goal=goal)
 
 

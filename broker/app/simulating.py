@@ -85,7 +85,8 @@ class SimulatedJob:
     """The task, with the prices and times of the instances that it would run on.
 
     Hours of work refer to the machines of `estimate`; `others` are machines of other kinds, between which a policy may
-    switch.
+    switch. `spot_speed` and `ondemand_speed` are below 1 because checkpoints stall the work: on spot always, on-demand
+    only at an interval that the task fixes, as in a plan.
     """
 
     estimate: Estimate
@@ -97,6 +98,7 @@ class SimulatedJob:
     start_hours: float
     save_every_hours: float
     spot_speed: float
+    ondemand_speed: float
     notice_hours: float
     others: tuple[SimulatedKind, ...] = ()
     hour_value_usd: float | None = None
@@ -104,8 +106,8 @@ class SimulatedJob:
     @property
     def ondemand_hours(self) -> float:
         """Minimum hours to finish on-demand from the beginning."""
-        hours = [self.work_hours + self.start_hours]
-        return min([*hours, *(self.work_hours / each.speed + each.start_hours for each in self.others)])
+        work = self.work_hours / self.ondemand_speed
+        return min([work + self.start_hours, *(work / each.speed + each.start_hours for each in self.others)])
 
     def list_facts(self) -> list[tuple[str, str]]:
         """List the facts that all replays have in common, as (name, text)."""
@@ -181,7 +183,7 @@ def measure_job(
     deadline = deadline_hours or task.goal.deadline_hours
     every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, _mean_hazard(traces))
     every = min(every_s / 3600, work)
-    stall = task.checkpoint.stall_s / 3600
+    speed = every / (every + task.checkpoint.stall_s / 3600)
     assert placement.offer.ondemand_usd_hour is not None
     job = SimulatedJob(
         estimate=estimate,
@@ -192,7 +194,8 @@ def measure_job(
         is_deadline_assumed=not deadline,
         start_hours=estimate.breakdown.recovery_s / 3600,
         save_every_hours=every,
-        spot_speed=every / (every + stall),
+        spot_speed=speed,
+        ondemand_speed=1.0 if task.checkpoint.every_s is None else speed,
         notice_hours=notice_s / 3600,
         others=tuple(_make_kind(each, work) for each in others),
         hour_value_usd=task.goal.hour_value_usd,
@@ -200,7 +203,7 @@ def measure_job(
     if job.deadline_hours < job.ondemand_hours:
         raise UsageError(
             f"the deadline of {format_hours(job.deadline_hours)} cannot be met even on-demand: "
-            f"{format_hours(job.work_hours)} of work and {format_hours(job.start_hours)} to start",
+            f"{format_hours(job.work_hours / job.ondemand_speed)} of work and {format_hours(job.start_hours)} to start",
             hints=[f"pass `--deadline-hours {1.2 * job.ondemand_hours:.1f}"],
         )
     return job
@@ -271,7 +274,7 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
             ondemand=Placement(offer=offer, is_spot=False, node_count=1),
             start_hours=kind.start_hours,
             spot_speed=job.spot_speed * kind.speed,
-            ondemand_speed=kind.speed,
+            ondemand_speed=job.ondemand_speed * kind.speed,
         )
 
     first = SimulatedKind(

@@ -244,7 +244,7 @@ class JobController:
         self._samples.record(report.samples)
         self._setups.report(job, attempt, report)
         self._teardown.report_flush(job.id, report)
-        if report.progress is not None and report.progress != job.progress:
+        if report.progress is not None:
             attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
         record_signs(self._store, self.job_id, monitor, report, cluster)
         refreshed = await self._refresh(monitor, report, cluster)

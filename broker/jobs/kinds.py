@@ -19,6 +19,7 @@ from broker.jobs.availability import is_same_place
 from broker.jobs.checkpoints import runs_bundled_trainer
 from broker.spot.policies.base import Candidate, round_speed
 from broker.state.history import StepRange
+from broker.state.refusals import Refusal
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 
 SPOT_MAX = 8  # candidate places per pricing model, out of hundreds in a plan
@@ -61,17 +62,21 @@ def has_kinds(task: Task) -> bool:
     return len({(each.accelerator, each.accelerator_count, each.instance_type) for each in task.resources}) > 1
 
 
-def choose_places(plan: Plan, here: Placement | None) -> list[Estimate]:
+def choose_places(plan: Plan, here: Placement | None, refusals: Sequence[Refusal] = ()) -> list[Estimate]:
     """Return the first estimates of each pricing model, in plan order, and that of the job's current or last place.
 
     With several kinds, each of the first few kinds gets some places, even expensive ones: the only kind that is still
-    in time may be expensive, and the cheap kind may be unavailable everywhere.
+    in time may be expensive, and the cheap kind may be unavailable everywhere. Own machines on-demand that are busy are
+    only chosen if there are no others: nothing else is cheap beside machines that cost nothing.
     """
-    spot, ondemand, own = list[Estimate](), list[Estimate](), list[Estimate]()
+    spot, ondemand, own, busy = list[Estimate](), list[Estimate](), list[Estimate](), list[Estimate]()
     more, counts = {True: list[Estimate](), False: list[Estimate]()}, Counter[tuple[bool, Kind]]()
     is_wide = has_kinds(plan.task)
     for estimate in plan.estimates:
         placement = estimate.placement
+        if refusals and _is_busy(placement, here, refusals):
+            busy.append(estimate)
+            continue
         bin_, limit = (spot, SPOT_MAX) if placement.is_spot else (ondemand, ONDEMAND_MAX)
         key, least = (placement.is_spot, find_kind(placement)), SPOT_OF_KIND if placement.is_spot else ONDEMAND_OF_KIND
         if len(bin_) < limit:
@@ -84,7 +89,14 @@ def choose_places(plan: Plan, here: Placement | None) -> list[Estimate]:
             own.append(estimate)
         if not is_wide and len(spot) == SPOT_MAX and len(ondemand) == ONDEMAND_MAX and (here is None or own):
             break
-    return [*spot, *more[True], *ondemand, *more[False], *own[:1]]
+    return [*spot, *more[True], *(ondemand or busy[:ONDEMAND_MAX]), *more[False], *own[:1]]
+
+
+def _is_busy(placement: Placement, here: Placement | None, refusals: Sequence[Refusal]) -> bool:
+    """Return whether machines on-demand that cost nothing have refused the job's last request."""
+    if placement.is_spot or placement.usd_hour > 0 or (here is not None and is_same_place(placement, here)):
+        return False
+    return any(refusal.covers(placement) for refusal in refusals)
 
 
 def keep_place(here: Placement, candidates: Sequence[Candidate]) -> Candidate:

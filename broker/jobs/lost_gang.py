@@ -13,6 +13,7 @@ from broker.jobs.log_files import copy_left_log
 from broker.jobs.node_health import UnhealthyNodes
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import Outcomes, RunResult
+from broker.jobs.progress import complete_progress
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, Node, NodeEnd, NodeState, RunStatus
@@ -111,8 +112,10 @@ class LostGang:
         if place is None or not place.startswith(BUCKET_SCHEMES):
             return None
         left = await self._outcomes.read_outcome(place, attempt.number)
-        if left is not None and left.progress is not None and left.progress != job.progress:
-            self._store.jobs.set_progress(job.id, left.progress)
+        if left is not None and left.progress is not None:
+            progress = complete_progress(left.progress, job.progress)
+            if progress != job.progress:
+                self._store.jobs.set_progress(job.id, progress)
         if (content := await self._outcomes.read_log(place, attempt.number)) is not None:
             copy_left_log(self._store, self._config.logs, attempt=attempt, content=content)
         return left

@@ -16,6 +16,7 @@ from broker.clock import Clock
 from broker.errors import CloudError
 from broker.jobs.gang import GangReport
 from broker.jobs.monitor import is_due
+from broker.jobs.progress import complete_progress
 from broker.jobs.stragglers import Replacement, Rest, StragglerWatch, choose_replacement
 from broker.optimizer.network import network_gbs
 from broker.optimizer.roofline import NETWORK_EFFICIENCY
@@ -171,13 +172,13 @@ class NodeHealth:
     def _measure_rest(self, job: Job, cluster: Cluster, report: GangReport) -> Rest:
         """Measure the remaining work of a job, and the time of a restart: a new node, then the program."""
         assert report.progress is not None
-        attempt = job.attempts[-1]
+        attempt, progress = job.attempts[-1], complete_progress(report.progress, job.progress)
         started_s, resumed_s = attempt.running_s, attempt.resumed_s
         program_s = resumed_s - started_s if started_s is not None and resumed_s is not None else 0.0
         return Rest(
-            step=report.progress.step,
-            total=report.progress.total,
-            checkpoint_step=report.progress.checkpoint_step,
+            step=progress.step,
+            total=progress.total,
+            checkpoint_step=progress.checkpoint_step,
             start_s=self._provisioner.measure_start_s(cluster.placement.offer.cloud) + program_s,
         )
 

@@ -23,6 +23,7 @@ from broker.jobs.deadline import (
     record_decision,
 )
 from broker.jobs.kinds import keep_ranks
+from broker.jobs.progress import complete_progress
 from broker.jobs.replanning import cut_to_rest, drop_limits
 from broker.jobs.setup_starts import find_restored_start
 from broker.jobs.successor import Successor
@@ -104,10 +105,15 @@ class PolicyRunner:
             await self._successor.release(job)
 
     async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
-        """Run the policy again; return whether the attempt was ended in order to move."""
+        """Run the policy again; return whether the attempt was ended in order to move.
+
+        Running machines are kept if nothing fits the rest of the job: its budget may be less than any place is expected
+        to cost, and ends the job only once it is used up.
+        """
         if not follows_deadline(job.task):
             return False
         now_s = self._clock.now_s()
+        progress = complete_progress(progress, job.progress) if progress else None
         saved = progress.checkpoint_step if progress else None
         is_saved = saved != self._saved_step
         is_ready = self._successor.check()
@@ -115,7 +121,11 @@ class PolicyRunner:
         if not is_ready and not is_due:
             return False
         self._saved_step = saved
-        plan, situation = self._observe(replace(job, progress=progress or job.progress), attempt)
+        try:
+            plan, situation = self._observe(replace(job, progress=progress or job.progress), attempt)
+        except NoOfferError:
+            self._next_s = now_s + LOOK_S_MAX
+            return False
         decision = self._decide(situation)
         self._next_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
         move = self._choose_move(

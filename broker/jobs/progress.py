@@ -11,7 +11,10 @@ from broker.types import Attempt, EventKind, Job, Progress, make_event
 
 
 def record_progress(store: Store, clock: Clock, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
-    """Record progress; the first new step of an attempt ends its recovery."""
+    """Record progress if it is new; the first new step of an attempt ends its recovery."""
+    progress = complete_progress(progress, job.progress)
+    if progress == job.progress:
+        return attempt
     now_s = clock.now_s()
     with store.transaction(is_durable=False):  # after a power cut, progress is observed again
         if _is_new_checkpoint(store, job, progress):
@@ -28,6 +31,21 @@ def record_progress(store: Store, clock: Clock, job: Job, attempt: Attempt, prog
             event = make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s)
             store.events.add(event, job_id=job.id)
     return attempt
+
+
+def complete_progress(progress: Progress, known: Progress | None) -> Progress:
+    """Return the progress with what an earlier line stated and its own line leaves out: total, newest checkpoint.
+
+    A step before that checkpoint shows that the program did not resume from it. Example: after `{"step": 60, "total":
+    100, "checkpoint_step": 60}`, the line `{"step": 61}` leaves 40 steps of work, but `{"step": 0}` leaves 100.
+    """
+    if known is None or not (progress.total is None or progress.checkpoint_step is None):
+        return progress
+    total = known.total if progress.total is None else progress.total
+    saved = progress.checkpoint_step
+    if saved is None and known.checkpoint_step is not None and known.checkpoint_step <= progress.step:
+        saved = known.checkpoint_step
+    return replace(progress, total=total, checkpoint_step=saved)
 
 
 def record_silence(store: Store, attempt: Attempt, silent_s: float) -> Attempt:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from broker.optimizer.data_cost import measure_restore_s
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
+from broker.types.forecasts import NOT_BEGUN, BegunStart
 
 
 def order_plan(plan: Plan, attempts: Sequence[Attempt]) -> Plan:
@@ -59,6 +60,26 @@ def cut_to_rest(job: Job, *, now_s: float, spent_usd: float, restart_s: float | 
         budget_usd=None if goal.budget_usd is None else max(0.0, goal.budget_usd - spent_usd),
     )
     return replace(job.task, goal=rest)
+
+
+def measure_begun_start(job: Job, *, start_hours: float, now_s: float) -> BegunStart:
+    """Return the part of a start of `start_hours` that the job's machines had behind them at `now_s`.
+
+    All of it from the first new step on; nothing while the job has no machines.
+    """
+    begun = [each for each in job.attempts if each.started_s <= now_s]
+    if not begun or _has_ended(begun[-1], now_s):
+        return NOT_BEGUN
+    newest = begun[-1]
+    hours = min((now_s - newest.started_s) / 3600, start_hours)
+    if newest.resumed_s is not None and newest.resumed_s <= now_s:
+        hours = start_hours
+    return BegunStart(hours=hours, is_spot=newest.placement.is_spot)
+
+
+def _has_ended(attempt: Attempt, now_s: float) -> bool:
+    end_s = attempt.ended_s if attempt.lost_s is None else attempt.lost_s
+    return attempt.outcome is not None if end_s is None else end_s <= now_s
 
 
 def expect_starts_of(task: Task, start_s: float) -> Task:

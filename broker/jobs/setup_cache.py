@@ -69,11 +69,12 @@ class SetupCache:
         record_place(self._store, place)
         earlier = [each for each in job.attempts if each.number < attempt.number and each.outcome]
         price = price_gib(attempt.placement, place)
+        preemptions, hour_value_usd = self._forecast_rest(job)
         order = {
             "place": place,
             "setup_chars": len(task.setup),
-            "starts": expect_starts(job, attempt, self._forecast_preemptions(job)),
-            "usd_hour": attempt.placement.usd_hour + ((task.goal.hour_value_usd or 0.0) if task.goal else 0.0),
+            "starts": expect_starts(job, attempt, preemptions),
+            "usd_hour": attempt.placement.usd_hour + hour_value_usd,
             "usd_gib_kept": price.kept,
             "usd_gib_read": price.read,
             "mounts": list(task.file_mounts),
@@ -97,19 +98,24 @@ class SetupCache:
             known.add(result)
             self._store.events.add(describe_results(attempt, report.setups, result), job_id=job.id)
 
-    def _forecast_preemptions(self, job: Job) -> float | None:
-        """Return the expected preemptions in the rest of the job; None without a known amount of work."""
+    def _forecast_rest(self, job: Job) -> tuple[float | None, float]:
+        """Return the expected preemptions in the rest of the job, and the value of an hour in USD, as in its plan.
+
+        None without a known amount of work, or if nothing fits. Then the value is that of the task, else 0.
+        """
+        given_usd = (job.task.goal.hour_value_usd or 0.0) if job.task.goal else 0.0
         if job.task.goal is None or job.task.goal.work_hours is None:
-            return None
+            return None, given_usd
         now_s = self._clock.now_s()
         rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.bills.spend_usd(job_id=job.id, now_s=now_s))
         if rest.goal is None or not rest.goal.work_hours:
-            return 0.0
+            return 0.0, given_usd  # no start is saved
         try:
-            forecast = forecast_plan(self._planner(drop_limits(rest), None))
+            plan = self._planner(drop_limits(rest), None)
         except NoOfferError:
-            return None
-        return 0.0 if forecast is None else forecast.preemptions  # None: on-demand
+            return None, given_usd
+        forecast = forecast_plan(plan)
+        return 0.0 if forecast is None else forecast.preemptions, plan.hour_value_usd or 0.0  # None: on-demand
 
 
 def expect_starts(job: Job, attempt: Attempt, preemptions: float | None) -> float:
@@ -127,7 +133,7 @@ def price_gib(placement: Placement, place: str) -> GibPrice:
     """Price one GiB as the planner prices checkpoints: storage, and egress between clouds; every node reads it."""
     if "://" not in place or place.startswith("file://"):
         return GibPrice(kept=0.0, read=0.0)
-    one = Task(checkpoint=CheckpointSpec(size_gib=1.0), envs={"BROKER_CHECKPOINT_DIR": place})
+    one = Task(checkpoint=CheckpointSpec(size_gib=1.0, to=place))
     cost = price_data(one, placement.offer.cloud, placement.offer.region, EgressTable())
     storage_usd = cost.storage_usd_hour / CHECKPOINTS_KEPT * KEPT_DAYS * 24
     return GibPrice(kept=cost.checkpoint_usd + storage_usd, read=cost.restore_usd * placement.node_count)

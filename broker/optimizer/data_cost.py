@@ -43,11 +43,12 @@ def price_data(task: Task, cloud: str, region: str, table: EgressTable) -> DataC
 
     New machines are empty, so inputs are transferred at every start. A bucket of the same cloud is assumed to be in the
     same region, where transfers are free: its URL does not name a region. Checkpoints are stored in the gang's region
-    unless the task's BROKER_CHECKPOINT_DIR names a bucket. Other URLs are read free of charge, and written to over the
-    internet.
+    unless `checkpoint: {to: ...}`, or without it the task's BROKER_CHECKPOINT_DIR, names a bucket. Other URLs are read
+    free of charge, and written to over the internet.
     """
     leaving = table.find(cloud, region).internet * GB_PER_GIB
-    bucket = find_bucket_cloud(task.envs.get("BROKER_CHECKPOINT_DIR", "")) or cloud
+    place = task.checkpoint.to or task.envs.get("BROKER_CHECKPOINT_DIR", "")
+    bucket = find_bucket_cloud(place) or cloud
     is_far = bucket != cloud
     size = task.checkpoint.size_gib
     return DataCost(

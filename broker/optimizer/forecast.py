@@ -17,7 +17,7 @@ from broker.optimizer.data_cost import DataCost
 from broker.optimizer.ranking import SAME_SCORE, LazyEstimates
 from broker.spot.recorded_runs import RecordedRun
 from broker.types import Estimate, Plan
-from broker.types.forecasts import QUANTILES, ForecastRecord, Range
+from broker.types.forecasts import NOT_BEGUN, QUANTILES, BegunStart, ForecastRecord, Range
 
 SHARES = (0.1, 0.5, 0.9)
 
@@ -104,10 +104,13 @@ def record_forecast(plan: Plan) -> ForecastRecord | None:
     )
 
 
-def find_deadline_chances(plan: Plan, *, work_hours: float, deadline_hours: float) -> tuple[float, float | None]:
+def find_deadline_chances(
+    plan: Plan, *, work_hours: float, deadline_hours: float, begun: BegunStart = NOT_BEGUN
+) -> tuple[float, float | None]:
     """Return the chance to finish other work by another deadline on the choice, and that of staying on spot.
 
     Hours of work are those of the task's goal, of which `plan` must list all placements: it is made without a budget.
+    `begun` is the part of the first start that is over already, on machines of one pricing model.
     The second is None if the choice runs on-demand.
     """
     assert isinstance(plan.estimates, LazyEstimates)
@@ -117,16 +120,19 @@ def find_deadline_chances(plan: Plan, *, work_hours: float, deadline_hours: floa
         is_met = float(deadline_hours > 0)
         return is_met, is_met if course.inputs is not None else None
     scale = work_hours / goal.work_hours
+    sure_hours, spot_hours = (
+        deadline_hours + (begun.hours if begun.is_spot is each else 0.0) for each in (False, True)
+    )
     if course.inputs is None:
-        return float(course.scale_hours(scale) <= deadline_hours), None
+        return float(course.scale_hours(scale) <= sure_hours), None
     on_demand = [each.forecast for each in plan.estimates.candidates if not each.is_spot and each.forecast is not None]
     soonest = min((each.scale_hours(scale) for each in on_demand), default=math.inf)
-    has_fallback = soonest <= deadline_hours  # as at the time, not as now
+    has_fallback = soonest <= sure_hours  # as at the time, not as now
     given = replace(
-        course.inputs, work_hours=course.inputs.work_hours * scale, deadline_hours=deadline_hours, has_fallback=False
+        course.inputs, work_hours=course.inputs.work_hours * scale, deadline_hours=spot_hours, has_fallback=False
     )
     spot_chance = _find_chance(given)
-    return _find_chance(replace(given, has_fallback=True)) if has_fallback else spot_chance, spot_chance
+    return 1.0 if has_fallback else spot_chance, spot_chance
 
 
 @lru_cache(maxsize=4096)

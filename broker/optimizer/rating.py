@@ -16,6 +16,7 @@ from broker.optimizer.cost import (
     GangPrices,
     RunForecast,
     SpotInputs,
+    add_data_usd,
     make_estimate,
     price_run,
     run_on_demand,
@@ -150,16 +151,19 @@ class CostModel:
 
     def _rate_on_demand(self, offer: Offer, alternative: int) -> RankedOffer:
         work, nodes = self._find_work(offer), self._task.num_nodes
-        course = self._ondemand.get((work, offer.cloud))
+        course, data = self._run_on_demand(work, offer.cloud), self._find_data(offer)
+        prices = GangPrices(0.0, nodes * (offer.ondemand_usd_hour or 0.0))  # spot, on-demand
+        return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
+
+    def _run_on_demand(self, work: float, cloud: str) -> RunForecast:
+        course = self._ondemand.get((work, cloud))
         if course is None:
-            recovery, billed = self._find_recovery(offer.cloud)
-            course = self._ondemand[work, offer.cloud] = run_on_demand(
+            recovery, billed = self._find_recovery(cloud)
+            course = self._ondemand[work, cloud] = run_on_demand(
                 work, self._task.checkpoint, deadline_hours=self._deadline_hours,
                 recovery_hours=recovery, recovery_billed_hours=billed,
             )  # fmt: skip
-        data = self._find_data(offer)
-        prices = GangPrices(0.0, nodes * (offer.ondemand_usd_hour or 0.0))  # spot, on-demand
-        return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
+        return course
 
     def _rate_on_spot(
         self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallbacks: Sequence[Fallback],
@@ -200,7 +204,7 @@ class CostModel:
         on spot have the price of the choice, and half the mean of all candidate places.
         """
         work, usd_hour = self._find_work(offer), self._task.num_nodes * (offer.spot_usd_hour or 0.0)
-        fallback_usd_hour = 0.0 if fallback is None or work <= 0 else fallback.usd / work
+        fallback_usd_hour = 0.0 if fallback is None or work <= 0 else self._price_fallback(offer, fallback) / work
         data, best, least = self._find_data(offer), None, math.inf
         has_fallback = fallback is not None
         seen = None if evidence is NOTHING else evidence  # None has a faster hash
@@ -212,7 +216,9 @@ class CostModel:
             course = courses.get(count)
             if course is None:
                 course = courses[count] = self._run_on_spot(offer, work, count, evidence, has_fallback=has_fallback)
-            prices = GangPrices(usd_hour * (mean / base if base > 0 else 1.0), fallback_usd_hour)  # spot, on-demand
+            # Both are USD of all the work, data included.
+            more = 0.0 if work <= 0 else (mean - base) / work
+            prices = GangPrices(usd_hour + more, fallback_usd_hour)  # spot, on-demand
             usd = price_run(course, prices, data, course.checkpoints)
             if usd < least:
                 best, least = (course, prices), usd
@@ -220,15 +226,24 @@ class CostModel:
         course, prices = best
         return self._add_chance(course), prices
 
+    def _price_fallback(self, offer: Offer, fallback: Fallback) -> float:
+        """Return the USD of all the work there, with data only as far as they cost more than at the offer.
+
+        The data of the offer are charged to the whole run, wherever its hours are.
+        """
+        if self._egress is None:
+            return fallback.usd
+        alone = self._run_on_demand(self._find_work(offer), offer.cloud)
+        own = sum(add_data_usd(alone, self._find_data(offer), alone.checkpoints))
+        compute = fallback.usd_hour * fallback.hours
+        return compute + max(fallback.usd - compute - own, 0.0)
+
     def _run_on_spot(
         self, offer: Offer, work: float, places: int, evidence: MarketEvidence, *, has_fallback: bool
     ) -> RunForecast:
         recovery, billed = self._find_recovery(offer.cloud)
         if work <= 0:
-            calm = run_on_demand(
-                work, self._task.checkpoint, deadline_hours=self._deadline_hours,
-                recovery_hours=recovery, recovery_billed_hours=billed,
-            )  # fmt: skip
+            calm = self._run_on_demand(work, offer.cloud)
             return replace(calm, spot_hours=calm.ondemand_hours, ondemand_hours=0.0)
         return run_on_spot(
             SpotInputs(
@@ -250,7 +265,8 @@ class CostModel:
         given = course.inputs
         if given is None:
             return course.deadline_chance
-        key = (given.work_hours, given.places, given.evidence, given.recovery_hours, given.band_hazard)
+        own = (given.work_hours, given.recovery_hours, given.band_hazard, given.has_fallback)
+        key = (*own, given.places, given.evidence)
         if key not in self._chances:
             self._chances[key] = given.find_deadline_chance()
         return self._chances[key]

@@ -254,12 +254,13 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def whole(name: str) -> int | None:
+        """Return a count; None below 0, as -1 often stands for "unknown" or "none yet"."""
         value = number(name)
-        return int(value) if value is not None and abs(value) < 2**63 else None
+        return int(value) if value is not None and 0 <= value < 2**63 else None
 
     return Progress(
         step=whole("step") or 0,
-        total=whole("total"),
+        total=whole("total") or None,
         loss=number("loss"),
         tokens_per_s=number("tokens_per_s"),
         checkpoint_step=whole("checkpoint_step"),

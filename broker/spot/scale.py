@@ -179,12 +179,11 @@ class Scale:
             options[ONDEMAND] = self._fallback_price + start + min(worth + self._return_price, max(work, worth))
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
-            table = outlook.wait_open if is_open else outlook.wait_closed
-            options[WAITING] = table.read(age, outlook.locate(work, spare)) + self.best.move_price
+            options[WAITING] = outlook.wait_usd(age, work, spare, is_open=is_open) + self.best.move_price
         if current is None and spare > EPSILON_HOURS:
             for closed, awaited in self._awaited:
                 age = class_of(closed.candidate.age_hours + ahead)
-                worth = awaited.wait_closed.read(age, awaited.locate(work, spare)) + closed.move_price
+                worth = awaited.wait_usd(age, work, spare, is_open=False) + closed.move_price
                 options[WAITING] = min(worth, options.get(WAITING, math.inf))
         if WAITING in options and spare < self._due_spare(work):
             options[WAITING] += BEHIND_GAIN_HOURS

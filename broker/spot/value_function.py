@@ -102,6 +102,18 @@ class ValueFunction:
             start.kept * (start.kept_paid + kept) + start.dropped * (start.dropped_paid + dropped)
         )
 
+    def wait_usd(self, age_class: int, work: float, spare: float, *, is_open: bool) -> float:
+        """Return the value of waiting without machines.
+
+        Below the first node of work it is extrapolated: without work the tables hold 0, but a job that waits still has
+        to start for the least of it.
+        """
+        table, (first, second) = self.wait_open if is_open else self.wait_closed, self.work[1:3]
+        if work >= first:
+            return table.read(age_class, self.locate(work, spare))
+        near, far = (table.read(age_class, self.locate(each, spare)) for each in (first, second))
+        return near - (first - work) * (far - near) / (second - first)
+
     def lost_usd(self, work: float, spare: float) -> float:
         """Return the value just after the loss of spot, when another place may be open."""
         rho, point = self.terms.second_chance, self.locate(work, spare)

@@ -32,6 +32,17 @@ class Range:
 
 
 @frozen
+class BegunStart:
+    """The hours of a plan's first start that running machines have behind them, and whether they are on spot."""
+
+    hours: float = 0.0
+    is_spot: bool = True
+
+
+NOT_BEGUN = BegunStart()
+
+
+@frozen
 class JobForecast:
     """The expected total cost of a live job, and its remaining hours. The chance is None without a deadline."""
 

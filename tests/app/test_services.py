@@ -52,6 +52,10 @@ def choose(context: Context, task: Task, availability: float, replicas: Sequence
         ({"max_duration_s": 3600.0}, "`max_duration` has no effect on a service: end it with `broker serve down`"),
         ({"goal": Goal(budget_usd=5.0)}, "`budget` has no effect on a service: limit its cost with `max_replicas`"),
         (
+            {"goal": Goal(deadline_hours=5.0)},
+            "`deadline` has no effect on a service: it runs until `broker serve down`",
+        ),
+        (
             {"goal": Goal(hour_value_usd=5.0)},
             "`hour_value` has no effect on a service: its replicas have no work to finish",
         ),

@@ -8,13 +8,14 @@ from html import escape
 import pytest
 
 from broker.app.deadline_chances import POINTS_MAX, ChancePoint, Moment, list_chances
+from broker.app.forecasts import forecast_job
 from broker.app.jobs import explain
 from broker.dashboard import pages
 from broker.dashboard.chances import KEPT_S, JobOutlook, OutlookCache, show_chances
 from broker.dashboard.model import read_job
 from broker.optimizer.explain import show_chance
 from broker.task.loader import load_tasks_text
-from broker.types import JobStatus, Progress
+from broker.types import JobStatus, Outcome, OutcomeKind, Progress
 from tests.dashboard.conftest import Story, make_decision
 from tests.dashboard.test_model import read_json
 
@@ -69,6 +70,28 @@ def test_a_job_that_became_late_had_its_chance_before(frozen: Story) -> None:
     points = read_points(frozen, job_id)
     assert points[0].chance == first.chance > 0.5
     assert points[-1].time_left_hours == pytest.approx(4) and points[-1].chance < 0.05
+
+
+def test_a_job_that_runs_on_demand_is_in_time_without_another_start(frozen: Story) -> None:
+    """Six hours are left, machines work, and a start takes five minutes: three minutes to spare are enough."""
+    job_id = add_late(frozen)
+    submitted_s = frozen.now_s - 8 * 3600 + 180
+    frozen.store.write("UPDATE jobs SET submitted_s = ? WHERE id = ?", (submitted_s, job_id))
+    job = frozen.store.jobs.get(job_id)
+    assert job is not None
+    newest = job.attempts[-1]
+    placement = replace(newest.placement, is_spot=False)
+    for resumed_s, chance, hours_left in ((None, 1.0, 6.0), (newest.started_s + 60, 1.0, 6.0)):
+        frozen.store.jobs.put_attempt(replace(newest, placement=placement, resumed_s=resumed_s))
+        found = frozen.store.jobs.get(job_id)
+        assert found is not None
+        told = forecast_job(frozen.context, found, paid_usd=2.0)
+        assert told is not None
+        assert told.deadline_chance == chance == read_points(frozen, job_id)[-1].chance
+        assert told.hours_left.p50 == pytest.approx(hours_left)
+    lost = replace(newest, placement=placement, lost_s=frozen.now_s - 1, outcome=Outcome(kind=OutcomeKind.NODE_LOST))
+    frozen.store.jobs.put_attempt(lost)
+    assert read_points(frozen, job_id)[-1].chance < 0.05, "it must start again"
 
 
 def test_a_decision_counts_with_the_work_that_it_knew(frozen: Story) -> None:

@@ -101,6 +101,27 @@ def test_the_first_places_of_each_pricing_model_and_the_present_one_are_consider
     assert list_zones(read(make_plan(*ONDEMANDS, *SPOTS), live=attempt(ONDEMANDS[3].placement))) == [*first, "d3"]
 
 
+def test_own_machines_that_refused_are_no_fallback_if_others_are() -> None:
+    """They cost nothing, so a policy would wait for them beside any spot."""
+    own = [Estimate(placement=make_placement(f"o{n}", is_spot=False, usd=0.0)) for n in range(4)]
+    busy = tuple(
+        Refusal(
+            cloud="simulated", region="", zone=f"o{n}", instance_type="", is_spot=False, expires_s=9e9, reason="full"
+        )
+        for n in range(4)
+    )
+    plan = make_plan(*own, SPOTS[0], *ONDEMANDS)
+    assert list_zones(read(plan)) == ["s0", "o0", "o1", "o2"]
+    assert list_zones(read(plan, refusals=busy[:2])) == ["s0", "o2", "o3", "d0"]
+    assert list_zones(read(plan, refusals=busy)) == ["s0", "d0", "d1", "d2"]
+    assert list_zones(read(plan, refusals=busy, live=attempt(own[1].placement))) == ["s0", "o1", "d0", "d1"]
+    assert list_zones(read(make_plan(*own, SPOTS[0]), refusals=busy)) == ["s0", "o0", "o1", "o2"], (
+        "nothing else is left"
+    )
+    paid = tuple(replace(each, zone="d0") for each in busy[:1])
+    assert list_zones(read(make_plan(SPOTS[0], *ONDEMANDS), refusals=paid))[1] == "d0", "on-demand counts as open"
+
+
 def test_the_last_location_is_considered_while_nothing_runs() -> None:
     plan = make_plan(*SPOTS, *ONDEMANDS)
     lost = attempt(SPOTS[11].placement, lost_s=NOW_S - 60.0, outcome=Outcome(kind=OutcomeKind.PREEMPTED))
@@ -198,10 +219,16 @@ def test_a_start_before_its_first_step_still_counts_as_starting() -> None:
         (Progress(step=50, total=100), 5.0),
         (Progress(step=50, total=100, checkpoint_step=40), 1.0),
         (Progress(step=50, total=100, checkpoint_step=60), 0.0),
+        (Progress(step=120, total=100, checkpoint_step=90), 1.0),
     ],
 )
-def test_work_that_no_checkpoint_holds_is_at_risk(progress: Progress | None, hours: float) -> None:
-    assert read(make_plan(SPOTS[0]), progress=progress).view.unsaved_hours == pytest.approx(hours)
+def test_work_that_no_checkpoint_holds_is_at_risk_while_it_runs(progress: Progress | None, hours: float) -> None:
+    plan, here = make_plan(SPOTS[0]), attempt(SPOTS[0].placement, resumed_s=NOW_S - 600.0)
+    assert read(plan, live=here, progress=progress).view.unsaved_hours == pytest.approx(hours)
+    starting = replace(here, resumed_s=None)
+    assert read(plan, live=starting, progress=progress).view.unsaved_hours == 0.0, "it resumes from the checkpoint"
+    lost = replace(here, lost_s=NOW_S, outcome=Outcome(kind=OutcomeKind.PREEMPTED))
+    assert read(plan, attempts=(lost,), progress=progress).view.unsaved_hours == 0.0, "lost with the machines"
 
 
 def test_saves_are_as_frequent_as_the_first_spot_place_asks_for() -> None:

@@ -28,12 +28,13 @@ from broker.jobs.deadline import (
     read_situation,
     record_decision,
 )
+from broker.jobs.replanning import cut_to_rest
 from broker.jobs.setup_starts import RestoredStart, find_system
 from broker.optimizer.planner import make_plan
 from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import find_hazard
-from broker.spot.policies.base import Candidate, JobView, Move, Wait
+from broker.spot.policies.base import Candidate, JobView, Move, Wait, finish_hours, have_one_speed
 from broker.state.history import HALF_LIFE_DAYS, SpotStay, StepRange, gather_durations, weigh_stays
 from broker.state.refusals import Refusal
 from broker.types import (
@@ -85,6 +86,33 @@ def test_a_policy_knows_what_an_hour_is_worth() -> None:
         spent_usd=0.0,
     )  # fmt: skip
     assert situation.view.hour_value_usd == 3.0
+
+
+@pytest.mark.parametrize(("every_s", "ondemand_hours"), [(None, 10.1), (600.0, 11.1)])
+def test_on_demand_takes_as_long_as_in_the_plan_with_the_stalls_of_a_fixed_interval(
+    every_s: float | None, ondemand_hours: float
+) -> None:
+    """Ten hours with a stall of a minute every ten, and a start of six minutes."""
+    checkpoint = CheckpointSpec(every_s=every_s, stall_s=60.0, restart_s=360.0)
+    task = replace(TASK, goal=Goal(work_hours=10.0, deadline_hours=20.0), checkpoint=checkpoint)
+    plan = plan_of(task)
+    situation = read_situation(
+        make_job(task), plan, now_s=0.0, refusals=(), durations={}, availability={}, look_hours=0.0, spent_usd=0.0
+    )
+    ondemand = next(each for each in situation.candidates if not each.is_spot)
+    told = next(each for each in plan.estimates if not each.placement.is_spot)
+    assert finish_hours(ondemand, situation.view.work_left_hours) == pytest.approx(told.expected_hours)
+    assert told.expected_hours == pytest.approx(ondemand_hours)
+    assert have_one_speed(situation.candidates, ondemand), "spot stalls as often"
+    end = cut_to_rest(
+        make_job(task, progress=Progress(step=9999, total=10_000, checkpoint_step=9999)), now_s=0.0, spent_usd=0.0
+    )
+    last = read_situation(
+        make_job(task), plan_of(end), now_s=0.0, refusals=(), durations={}, availability={}, look_hours=0.0,
+        spent_usd=0.0,
+    )  # fmt: skip
+    speeds = [each.speed for each in (*situation.candidates, *last.candidates)]
+    assert speeds == pytest.approx([speeds[0]] * len(speeds)), "whatever is left"
 
 
 def test_a_policy_counts_restored_starts_where_the_archive_fits() -> None:
@@ -180,7 +208,7 @@ def test_starts_are_expected_to_take_as_long_as_measured() -> None:
 
 def test_machines_that_are_up_leave_only_the_rest_of_a_start_to_be_safe() -> None:
     """A start of 0.1 h, of which 0.04 h is boot: on-demand needs 0.1 h plus the work, and the margin is kept free."""
-    task = replace(TASK, checkpoint=CheckpointSpec(every_s=1.0, restart_s=360.0))
+    task = replace(TASK, checkpoint=CheckpointSpec(every_s=1.0, stall_s=0.0, restart_s=360.0))
     plan = plan_of(task)
     spot, sure = (
         next(each.placement for each in plan.estimates if each.placement.is_spot is is_spot)

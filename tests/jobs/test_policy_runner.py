@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from broker.errors import NoOfferError
 from broker.jobs.deadline import Situation, find_margin_hours
 from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, Pause, PolicyRunner
 from broker.jobs.successor import Successor
@@ -104,3 +106,29 @@ def test_a_policy_allows_for_a_fault_just_after_the_longest_pause_between_two_lo
     assert [hours - find_margin_hours(TASK.goal) for hours in found] == [
         pytest.approx((LOOK_S_MAX + LOOK_S_MIN) / 3600)
     ]
+
+
+def test_running_machines_are_kept_if_nothing_fits_the_rest_of_the_budget(tmp_path: Path) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    assert TASK.goal is not None
+    job = store.jobs.add("train", replace(TASK, goal=replace(TASK.goal, budget_usd=0.01)))
+    placement = plan_of(TASK, DEAR).choice.placement
+    attempt = Attempt(job_id=job.id, number=1, cluster="c", placement=placement, started_s=START_S, resumed_s=START_S)
+    refused_s: list[float] = []
+    unused: Any = None
+
+    def plan(task: Task, avoid: object) -> Plan:
+        with pytest.raises(NoOfferError, match="budget") as caught:
+            plan_of(task, DEAR)
+        refused_s.append(clock.time_s)
+        raise caught.value
+
+    async def look(seconds: int) -> None:
+        runner = PolicyRunner(store, plan, clock, unused, Successor(store, unused, clock))
+        for second in range(seconds):
+            clock.time_s = START_S + second
+            assert not await runner.reconsider(job, attempt, unused, Progress(step=2, total=400, checkpoint_step=1))
+
+    asyncio.run(look(700))
+    assert [time_s - START_S for time_s in refused_s] == [0.0, LOOK_S_MAX, 2 * LOOK_S_MAX]

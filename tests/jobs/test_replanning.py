@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
+from broker.jobs.replanning import cut_to_rest, drop_limits, measure_begun_start, order_plan
 from broker.types import (
     Attempt,
     CheckpointSpec,
@@ -16,6 +17,8 @@ from broker.types import (
     JobRecovery,
     JobStatus,
     Offer,
+    Outcome,
+    OutcomeKind,
     Placement,
     Plan,
     Progress,
@@ -106,6 +109,33 @@ def test_used_time_and_money_are_deducted_but_never_below_zero() -> None:
     assert cut_to_rest(make_job(attempts=0), now_s=1000.0 + 4 * 3600.0, spent_usd=30.0).goal == rest
     late = cut_to_rest(make_job(), now_s=1000.0 + 99 * 3600.0, spent_usd=130.0).goal
     assert late is not None and (late.deadline_hours, late.budget_usd) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "hours"),
+    [
+        ({}, 0.1),  # six minutes of the start are over
+        ({"resumed_s": 4000.0}, 0.1),  # the first step comes later
+        ({"resumed_s": 1200.0}, 0.25),
+        ({"resumed_s": 1200.0, "lost_s": 1300.0}, 0.0),
+        ({"resumed_s": 1200.0, "lost_s": 4000.0, "outcome": Outcome(kind=OutcomeKind.PREEMPTED)}, 0.25),
+        ({"ended_s": 1300.0}, 0.0),
+        ({"outcome": Outcome(kind=OutcomeKind.LAUNCH_FAILED)}, 0.0),
+        ({"started_s": 1400.0}, 0.0),
+        ({"started_s": 0.0}, 0.25),  # the start takes longer than planned
+    ],
+)
+def test_the_start_that_running_machines_have_behind_them(fields: dict[str, Any], hours: float) -> None:
+    attempt = replace(Attempt(job_id=1, number=2, cluster="c", placement=HERE, started_s=1000.0), **fields)
+    job = replace(
+        make_job(), attempts=(Attempt(job_id=1, number=1, cluster="c", placement=FAR, started_s=0.0), attempt)
+    )
+    job = job if attempt.started_s <= 1360.0 else replace(job, attempts=(attempt,))
+    found = measure_begun_start(job, start_hours=0.25, now_s=1360.0)
+    assert found.hours == pytest.approx(hours)
+    assert measure_begun_start(make_job(attempts=0), start_hours=0.25, now_s=1360.0).hours == 0.0
+    elsewhere = replace(job, attempts=(replace(attempt, placement=ON_DEMAND),))
+    assert not measure_begun_start(elsewhere, start_hours=0.25, now_s=1360.0).is_spot or not hours
 
 
 def test_unset_goal_fields_stay_unset() -> None:

@@ -24,6 +24,7 @@ from broker.jobs.setup_archives import (
 )
 from broker.jobs.setup_cache import SetupCache, expect_starts, price_gib
 from broker.optimizer.forecast import ForecastEstimates
+from broker.optimizer.planner import make_plan as rank
 from broker.state.store import Store
 from broker.types import (
     Attempt,
@@ -73,7 +74,8 @@ class Bed:
             raise NoOfferError("none")
         estimates = ForecastEstimates(make_plan(task).estimates)
         estimates.forecast = Forecast(self.preemptions)  # type: ignore[assignment]
-        return replace(make_plan(task), estimates=estimates)
+        worth_usd = task.goal.hour_value_usd if task.goal else None
+        return replace(make_plan(task), estimates=estimates, hour_value_usd=worth_usd)
 
     def add_job(self, task: Task = TASK) -> tuple[Job, Attempt]:
         job = self.store.jobs.add("t", task)
@@ -110,6 +112,17 @@ def test_nodes_get_the_expected_starts_and_the_prices(bed: Bed) -> None:
     assert order["mounts"] == ["~/data"] and order["checks_system"] and not order["is_fresh"]
     assert bed.planned[0].goal == Goal(work_hours=10.0, hour_value_usd=4.0), "the rest of the work is forecast"
     assert list_places(bed.store) == ["s3://bucket/runs/me-setups"], "known before a node may write there"
+
+
+@pytest.mark.parametrize(("given_usd", "worth_usd"), [(None, 0.02 * 2 * 9.0), (0.0, 0.0), (4.0, 4.0)])
+def test_an_hour_is_worth_as_much_as_in_the_plan(bed: Bed, given_usd: float | None, worth_usd: float) -> None:
+    """Two nodes cost 18 USD/h on-demand, and 6 on spot."""
+    job, attempt = bed.add_job(replace(TASK, goal=Goal(work_hours=10.0, hour_value_usd=given_usd)))
+    bed.cache = SetupCache(
+        bed.store, lambda task, avoid: rank(task, [OFFER], prices_as_of="2026-11-01"), bed.clock, bed.config
+    )
+    order = bed.order(job, attempt)
+    assert order is not None and order["usd_hour"] == pytest.approx(6.0 + worth_usd)
 
 
 @pytest.mark.parametrize(

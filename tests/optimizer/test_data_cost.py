@@ -45,8 +45,18 @@ def test_reading_from_r2_is_free_anywhere() -> None:
     assert price_data(reading, "gcp", "us", TABLE).start_usd == 0
 
 
-def test_checkpoints_in_another_clouds_bucket_cost_at_every_write_and_every_restore() -> None:
-    far = task(checkpoint=CheckpointSpec(size_gib=GIB), envs={"BROKER_CHECKPOINT_DIR": "s3://mine/ckpt"})
+@pytest.mark.parametrize(
+    ("to", "envs"),
+    [
+        ("s3://mine/ckpt", {}),
+        (None, {"BROKER_CHECKPOINT_DIR": "s3://mine/ckpt"}),
+        ("s3://mine/ckpt", {"BROKER_CHECKPOINT_DIR": "gs://other/ckpt"}),  # the field decides where a job's are written
+    ],
+)
+def test_checkpoints_in_another_clouds_bucket_cost_at_every_write_and_every_restore(
+    to: str | None, envs: dict[str, str]
+) -> None:
+    far = task(checkpoint=CheckpointSpec(size_gib=GIB, to=to), envs=envs)
     priced = price_data(far, "gcp", "us", TABLE)
     assert priced.checkpoint_usd == pytest.approx(GIB * GB_PER_GIB * 0.12)
     assert priced.restore_usd == pytest.approx(GIB * GB_PER_GIB * 0.09)
@@ -71,6 +81,37 @@ def test_data_draws_the_plan_to_its_cloud() -> None:
     assert lost.expected_usd == pytest.approx(
         lost.breakdown.compute_usd + lost.breakdown.egress_usd + lost.breakdown.storage_usd
     )
+
+
+def test_checkpoints_draw_the_plan_to_the_cloud_of_their_bucket() -> None:
+    cheap, near = offer("gcp", spot_usd_hour=9.9), offer("aws", spot_usd_hour=10.0)
+    text = "resources: {accelerators: H100:8}\ngoal: {work: 10h}\ncheckpoint: {size: 100GB, every: 1h%s}"
+    assert plan(text % "", [cheap, near], egress=PRICES).choice.placement.offer is cheap
+    assert plan(text % ", to: s3://mine/ckpt", [cheap, near], egress=PRICES).choice.placement.offer is near
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_data_that_leave_once_are_charged_once_wherever_the_hours_are(count: int) -> None:
+    """A tight deadline: most hours are on-demand, some on spot of several zones, and the output leaves in any case."""
+    offers = [offer(zone=f"us-east-1{'abc'[n]}", spot_usd_hour=10.0 + n) for n in range(count)]
+    text = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: 43h, hour_value: 0}"
+    bare = {each.placement: each for each in plan(text, offers, egress=PRICES).estimates}
+    for each in plan(text + "\noutputs: {gs://out: 5000GB}", offers, egress=PRICES).estimates:
+        parts, own = each.breakdown, bare[each.placement]
+        assert parts is not None and own.breakdown is not None
+        assert each.placement.is_spot is False or 0.3 < parts.ondemand_hours / parts.spot_hours < 3
+        assert parts.egress_usd == pytest.approx(5000 * GB_PER_GIB * 0.09)
+        assert parts.compute_usd == pytest.approx(own.breakdown.compute_usd)
+        assert parts.ondemand_usd_hour == pytest.approx(own.breakdown.ondemand_usd_hour)
+
+
+def test_on_demand_far_from_the_data_costs_what_they_cost_more_there() -> None:
+    """Spot is offered beside the bucket, on-demand only elsewhere."""
+    near, far = offer(ondemand_usd_hour=None), offer("gcp", spot_usd_hour=None)
+    text = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: 43h}\ninputs: {s3://data: 1000GB}"
+    spot = next(each for each in plan(text, [near, far], egress=PRICES).estimates if each.placement.is_spot)
+    assert spot.breakdown is not None and spot.breakdown.egress_usd == 0
+    assert spot.breakdown.ondemand_usd_hour == pytest.approx(40.0 + 1000 * GB_PER_GIB * 0.09 / 40)
 
 
 def test_egress_prices_have_no_effect_without_data() -> None:

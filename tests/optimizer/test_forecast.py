@@ -18,6 +18,7 @@ from broker.optimizer.forecast import (
 from broker.optimizer.infeasible import explain_infeasible
 from broker.spot.hazard import Observation
 from broker.types import AcceleratorFigures
+from broker.types.forecasts import BegunStart
 from tests.optimizer.market import offer, plan, read
 
 TASK = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: 60h, budget: 1000}"
@@ -178,6 +179,42 @@ def test_an_on_demand_choice_meets_a_deadline_or_does_not() -> None:
         find_deadline_chances(made, work_hours=20.0, deadline_hours=hours) for hours in (20.05, 20.1)
     ]  # half the work, and one start
     assert chances == [(0.0, None), (1.0, None)]
+    begun = BegunStart(hours=1 / 12, is_spot=False)  # its machines are up
+    assert find_deadline_chances(made, work_hours=20.0, deadline_hours=20.01, begun=begun) == (1.0, None)
+    assert find_deadline_chances(made, work_hours=20.0, deadline_hours=19.99, begun=begun) == (0.0, None)
+    other = replace(begun, is_spot=True)  # on-demand is still to start
+    assert find_deadline_chances(made, work_hours=20.0, deadline_hours=20.05, begun=other) == (0.0, None)
+
+
+def test_machines_that_are_up_have_their_start_behind_them() -> None:
+    """Twenty hours of work, a start of 5 minutes, and a deadline in 20 h and 1 minute."""
+    made = plan(TASK.replace("budget: 1000", "hour_value: 0"), [offer()])
+    assert made.choice.placement.is_spot
+    left_hours = 20.0 + 1 / 60
+
+    def find(begun: BegunStart) -> tuple[float, float | None]:
+        return find_deadline_chances(made, work_hours=20.0, deadline_hours=left_hours, begun=begun)
+
+    none, spot, sure = (
+        find(BegunStart(hours=hours, is_spot=kind)) for hours, kind in ((0, True), (1 / 12, True), (1 / 12, False))
+    )
+    assert sure == (1.0, none[1]), "on-demand runs, and finishes in time"
+    assert none[1] is not None and spot[1] is not None
+    assert none[0] == none[1] <= spot[1] == spot[0] < 1.0, "on-demand could not start in time any more"
+
+
+def test_on_demand_of_a_faster_kind_keeps_the_deadline_of_slow_spot() -> None:
+    figures = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+        for name, peak in (("H100", 900.0), ("A100", 300.0))
+    }
+    slow = offer(accelerator="A100", ondemand_usd_hour=None, spot_usd_hour=1.0, instance_type="old")
+    text = 'resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 40, "on": "H100:8"}, deadline: 500h}'
+    made = plan(text, [slow, offer(spot_usd_hour=None)], figures=figures)
+    assert made.choice.placement.offer is slow
+    together, alone = find_deadline_chances(made, work_hours=40.0, deadline_hours=110.0)
+    assert together == 1.0, "40 h on H100"
+    assert alone is not None and alone < 0.1, "120 h on A100"
 
 
 def test_a_plan_from_another_process_keeps_its_forecast() -> None:

@@ -129,6 +129,24 @@ def test_each_placement_has_its_alternative_and_one_that_fits_two_has_the_first(
         assert find_alternative(made.task, each.placement) == each.placement.alternative
 
 
+@pytest.mark.parametrize("kind", ["ordered", "any_of"])
+@pytest.mark.parametrize("is_spot_first", [False, True])
+def test_the_chance_of_a_placement_does_not_depend_on_the_alternatives_before_it(
+    kind: str, is_spot_first: bool
+) -> None:
+    goal = "\ngoal: {work: 40h, deadline: 44h, confidence: 0.01}"
+    alone = "{accelerators: H100:8, use_spot: true, infra: aws/us-east-1}"
+    saved = "{accelerators: H100:8, infra: aws/us-west-2}"
+    listed = f"{alone}, {saved}" if is_spot_first else f"{saved}, {alone}"
+    made = plan(f"resources:\n  {kind}: [{listed}]{goal}", [offer(), offer(region="us-west-2")])
+    chances = {each.placement.offer.region: each.deadline_chance for each in made.estimates if each.placement.is_spot}
+    assert chances["us-west-2"] == 1.0, "on-demand takes over in time"
+    own = plan(f"resources: {alone}{goal}", [offer()]).choice.deadline_chance
+    assert own is not None and own < 0.5
+    # Alternatives in order are tried one after the other; otherwise the job may change to on-demand of the other one.
+    assert chances["us-east-1"] == (own if kind == "ordered" else 1.0)
+
+
 def test_a_placement_of_another_task_takes_the_first_alternative_that_admits_it() -> None:
     made = plan("resources: {accelerators: [A100:8, H100:8]}", [offer()])
     assert made.choice.placement.alternative == 1

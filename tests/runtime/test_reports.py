@@ -190,6 +190,8 @@ def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
     assert parse_progress({"step": 2**63, "total": -(2.0**63), "checkpoint_step": 2**62}) == Progress(
         checkpoint_step=2**62
     )
+    unknown = {"step": 3, "total": -1, "checkpoint_step": -1}  # "unknown", and "none yet"
+    assert parse_progress(unknown) == parse_progress({"step": 3, "total": 0}) == Progress(step=3)
     full = {"step": 3, "total": 9, "loss": 0.5, "tokens_per_s": 7, "checkpoint_step": 2, "time_s": 6, "time": 5}
     assert parse_progress(full) == Progress(
         step=3, total=9, loss=0.5, tokens_per_s=7.0, checkpoint_step=2, time_s=6.0

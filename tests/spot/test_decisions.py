@@ -326,3 +326,52 @@ def test_the_value_of_an_hour_trades_cost_for_time_and_never_the_deadline() -> N
     assert fast.hours < cheap.hours and fast.usd > cheap.usd
     assert fast.usd + 2.0 * fast.hours < cheap.usd + 2.0 * cheap.hours
     assert not any(each.is_late for each in found.values())
+
+
+@pytest.mark.parametrize("worth_usd", [None, 0.0, 2.0])
+@pytest.mark.parametrize("left", [20.0, 10.05, -1.0])
+def test_machines_that_cost_nothing_are_used_at_once_and_kept(left: float, worth_usd: float | None) -> None:
+    """Own machines are on-demand at 0 USD unless their price is set."""
+    decide, free = load_policy("adaptive"), make_candidate("own", is_spot=False, usd=0.0)
+    view = replace(view_of(10, left), hour_value_usd=worth_usd, spent_usd=0.0)
+    for spot in (OPEN, CLOSED, replace(OPEN, placement=make_candidate(is_spot=True, usd=0.0).placement)):
+        for places in ([spot, free], [spot, SURE, free]):
+            found = decide(view, places)
+            assert isinstance(found, Move) and found.target is free
+            assert isinstance(decide(replace(view, current=len(places) - 1), places), Stay)
+    paid = decide(replace(view, current=0), [OPEN, free])
+    assert isinstance(paid, Stay if left == 20.0 else Move), "running machines are kept while there is time to spare"
+
+
+def test_a_job_without_work_left_or_with_a_deadline_in_the_past_has_a_decision() -> None:
+    decide = load_policy("adaptive")
+    for work, left in ((0.0, 5.0), (0.0, -5.0), (1e-9, 1e-9), (5.0, -100.0)):
+        for current in (None, 0, 1):
+            found = decide(view_of(work, left, current=current), [OPEN, SURE])
+            assert not math.isnan(found.hours) and found.hours >= 0
+            assert isinstance(found, Move) is (current is None or (current == 0 and left <= 1e-9))
+
+
+@pytest.mark.parametrize("start_hours", [0.1, 0.3])
+@pytest.mark.parametrize("work", [0.0, 0.001, 0.05, 0.15, 0.3])
+def test_a_job_with_little_work_left_starts_instead_of_waiting_for_the_end_of_its_slack(
+    work: float, start_hours: float
+) -> None:
+    """Whatever the job waits for, it has to start once; here spot is open at the price that it would wait for."""
+    opened, shut, sure = (replace(each, start_hours=start_hours) for each in (OPEN, CLOSED, SURE))
+    for places in ([opened, sure], [opened, shut, sure], [replace(opened, is_watched=False), shut, sure]):
+        found = load_policy("adaptive")(view_of(work, 5), places)
+        assert isinstance(found, Move) and found.target is places[0]
+        costs = dict(found.weighed)
+        assert costs["spot now"] == pytest.approx(0.3 * (start_hours + work), abs=0.01)
+        assert costs["spot now"] <= min(costs.values())
+    waits = load_policy("adaptive")(view_of(work + 0.3, 20), [shut, sure])
+    assert isinstance(waits, Wait), "spot is likely to open in time, at a third of the price"
+
+
+def test_of_on_demand_machines_that_are_equally_late_the_cheapest_is_taken() -> None:
+    dear = make_candidate("b", is_spot=False, usd=3.0)
+    for places in ([dear, SURE], [SURE, dear]):
+        assert find_fallback(view_of(10, 5), places) is SURE
+    fast = replace(dear, start_hours=0.05)
+    assert find_fallback(view_of(10, 5), [SURE, fast]) is fast

@@ -32,6 +32,9 @@ from broker.spot.policies.base import (
 from broker.spot.prior import MEASURED, Prior
 from broker.spot.scale import SPOT, Scale, is_beside
 
+# Counted for an hour on every place if one costs nothing, as own machines may: costs are multiples of on-demand's.
+FREE_USD_HOUR = 0.01
+
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
     """Decide by expected cost; never late where on-demand alone would not have been late."""
@@ -43,12 +46,17 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
 
     The value of an hour is added to the price of each candidate: the cost to the end then includes that of the time.
     """
-    if not view.hour_value_usd:
+    worth_usd = view.hour_value_usd or 0.0
+    is_free = any(each.placement.usd_hour + worth_usd <= 0 for each in candidates)
+    more_usd = worth_usd
+    if is_free:
+        more_usd, view = FREE_USD_HOUR, replace(view, hour_value_usd=None)  # waiting has its default price
+    if not more_usd:
         return _weigh_all(view, candidates, prior)
-    dearer = [_add_price(each, view.hour_value_usd) for each in candidates]
+    dearer = [_add_price(each, more_usd) for each in candidates]
     if view.spent_usd is not None and view.deadline_hours is not None and view.time_left_hours is not None:
         passed_hours = view.deadline_hours - view.time_left_hours
-        view = replace(view, spent_usd=view.spent_usd + view.hour_value_usd * passed_hours)
+        view = replace(view, spent_usd=view.spent_usd + worth_usd * passed_hours)
     decision = _weigh_all(view, dearer, prior)
     return (
         replace(decision, target=candidates[dearer.index(decision.target)]) if isinstance(decision, Move) else decision

@@ -132,16 +132,21 @@ class SpotPolicy(Protocol):
 
 
 def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the cheapest on-demand fallback that finishes in time, else the fastest; None without on-demand."""
+    """Return the cheapest on-demand fallback that finishes in time, else the fastest, and of equals the cheapest; None
+    without on-demand."""
     ondemand = [each for each in candidates if not each.is_spot]
     work, limit = view.sure_left_hours, view.time_left_hours
     if len(ondemand) < 2:
         return ondemand[0] if ondemand else None
     reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
+
+    def price(each: Candidate) -> float:
+        return each.usd_work_hour * work + each.move_usd
+
     timely = [each for each in ondemand if finish_hours(each, work) <= reach]
     if timely:
-        return min(timely, key=lambda each: each.usd_work_hour * work + each.move_usd)
-    return min(ondemand, key=lambda each: finish_hours(each, work))
+        return min(timely, key=price)
+    return min(ondemand, key=lambda each: (finish_hours(each, work), price(each)))
 
 
 def list_reserves(view: JobView, candidates: Sequence[Candidate], fallback: Candidate) -> list[Candidate]:

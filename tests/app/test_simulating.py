@@ -1,0 +1,67 @@
+"""A simulated job has the machines, prices and times of its plan: without preemptions, both agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from broker.app.simulating import SimulatedJob, measure_job, set_scenes
+from broker.errors import UsageError
+from broker.lab.replay import replay
+from broker.lab.traces import Trace
+from broker.spot.policies import load_policy
+from broker.types import Plan, Task
+from tests.optimizer.market import offer, plan, read
+
+OPEN = Trace(name="open", gap_hours=1.0, counts=(1,) * 200)
+OFFER = offer("elsewhere")  # bills starts in full
+TEXT = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: %s}\ncheckpoint: {%s}"
+
+
+class Planned:
+    """Plans of the optimizer without a catalog."""
+
+    def resolve(self, task: Task) -> Task:
+        return task
+
+    def plan(self, task: Task) -> Plan:
+        return plan(task, [OFFER])
+
+
+def measure(checkpoint: str, deadline: str = "60h") -> SimulatedJob:
+    context: Any = Planned()
+    return measure_job(context, read(TEXT % (deadline, checkpoint)), [OPEN], None, 0.0)
+
+
+@pytest.mark.parametrize("checkpoint", ["", "every: 30m, stall: 2m", "stall: 2m", "every: 30m, stall: 2m, restart: 1h"])
+def test_on_demand_takes_as_long_and_costs_as_much_as_in_the_plan(checkpoint: str) -> None:
+    job = measure(checkpoint)
+    made = plan(TEXT % ("60h", checkpoint), [OFFER])
+    alone = next(each for each in made.estimates if not each.placement.is_spot)
+    assert job.ondemand_hours == pytest.approx(alone.expected_hours)
+    (scene,) = set_scenes(job, [OPEN], 1, is_apart=False)
+    found = replay(scene.case, load_policy("on-demand"))
+    assert found.hours == pytest.approx(alone.expected_hours)
+    assert alone.breakdown is not None
+    unbilled_hours = (alone.breakdown.recovery_s - alone.breakdown.recovery_billed_s) / 3600  # replays bill it
+    assert found.usd == pytest.approx((alone.expected_usd or 0.0) + unbilled_hours * alone.placement.usd_hour)
+
+
+def test_stalls_of_a_fixed_interval_are_part_of_the_shortest_deadline() -> None:
+    """Work of 40 h with a stall of 2 min every 30 min takes 42:40 on-demand, and the start 5 min."""
+    assert measure("every: 30m, stall: 2m", "42.8h").ondemand_hours == pytest.approx(40 * 32 / 30 + 1 / 12)
+    with pytest.raises(UsageError, match="42h 40m of work and 5m 00s to start"):
+        measure("every: 30m, stall: 2m", "42.7h")
+    assert measure("stall: 2m", "42.7h").ondemand_hours < 42.7, "only a fixed interval makes on-demand save"
+
+
+def test_no_policy_is_late_if_on_demand_stalls_too() -> None:
+    """All of on-demand's spare time is known: none of it is lost to stalls that a policy does not expect."""
+    shut = Trace(name="shut", gap_hours=1.0, counts=(0,) * 200)
+    context: Any = Planned()
+    job = measure_job(context, read(TEXT % ("44h", "every: 30m, stall: 2m")), [shut], None, 0.0)
+    (scene,) = set_scenes(job, [shut], 1, is_apart=False)
+    for name in ("greedy", "uniform-progress", "adaptive"):
+        found = replay(scene.case, load_policy(name))
+        assert not found.is_late and found.hours > 42.6, name
