@@ -26,6 +26,8 @@ from broker.server.http import Server
 log = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
+# For the headers of a request, and between two requests: as nginx waits. aiohttp's default is an hour.
+IDLE_S_MAX = 75.0
 WATCH_S = 10.0  # between checks for a dead daemon
 
 
@@ -112,7 +114,9 @@ async def serve(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host.strip("[]"), port), family=family)
     server = Server(home, policy)
-    runner = web.AppRunner(server.make_app(), access_log=None, shutdown_timeout=LEAVE_S)
+    runner = web.AppRunner(
+        server.make_app(), access_log=None, shutdown_timeout=LEAVE_S, keepalive_timeout=IDLE_S_MAX
+    )  # fmt: skip
     await runner.setup()
     try:
         await web.SockSite(runner, sock, ssl_context=tls).start()

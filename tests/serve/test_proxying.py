@@ -580,3 +580,18 @@ def test_replica_that_will_be_preempted_is_chosen_only_if_all_others_will_be(tmp
     assert {table.choose().backend.number for _ in range(50)} == {2}  # type: ignore[union-attr]
     table.update([make(1, is_leaving=True), make(2, is_leaving=True)])
     assert {table.choose().backend.number for _ in range(50)} == {1, 2}  # type: ignore[union-attr]
+
+
+def test_client_that_does_not_send_the_headers_of_a_request_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key, it could hold descriptors for an hour."""
+    monkeypatch.setattr("broker.serve.http_path.IDLE_S_MAX", 0.05)
+
+    async def scene(bed: Bed) -> None:
+        reader, writer = await send_raw(bed, b"GET /a HTTP/1.1\r\nHost: x\r\nSlow: ")
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+
+    play(tmp_path, scene, count=1)
