@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.3
 LOG_BYTES_MAX = 1 << 20  # read at once: a log may have gigabytes, and a server sends it to many users
+ID = re.compile(r"[0-9]{1,18}")  # of a job; the store holds no larger number
 # IDs by which broker finds jobs that it has submitted itself (the tasks of a pipeline add `/` and a number)
 OWN_REQUEST = re.compile(r"(service|schedule|map-[a-z0-9]+|sweep-[0-9a-f]+)(/.*)?")
 
@@ -91,7 +92,7 @@ def check_names(name: str | None, request_id: str | None) -> None:
 def find_job(context: Context, wanted: str | int) -> Job:
     """Find a job by ID, or the newest job with a name. Raises UsageError if there is none."""
     text = str(wanted)
-    if text.isdigit() and (job := context.store.jobs.get(int(text))):
+    if ID.fullmatch(text) and (job := context.store.jobs.get(int(text))):
         return job
     named = [each for each in context.store.jobs.list(on_damage=context.warn) if each.name == text]
     if not named:

@@ -380,10 +380,18 @@ def _check_protocol(request: web.Request) -> None:
 async def _read_object(request: web.Request) -> dict[str, Any]:
     text = await request.read()
     try:
-        found = json.loads(text or b"{}")
+        found = json.loads(text or b"{}", parse_int=_read_integer)
         json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate can be neither stored nor shown
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise InvalidRequestError("the body must be a JSON object of valid Unicode text")
+        raise InvalidRequestError("the body must be a JSON object of valid Unicode text, with integers of 64 bits")
     return found
+
+
+def _read_integer(text: str) -> int:
+    """Read an integer that the store can hold. Raises ValueError."""
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(text)
+    return value
