@@ -6,10 +6,13 @@ import base64
 import binascii
 import hashlib
 import hmac
+import http.client
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import IO
 from urllib.parse import quote, urlencode
 
 from broker.access.base import Grant, Need
@@ -70,6 +73,12 @@ class AzureGranter:
             start_s=issued_s - BACKDATED_S, end_s=issued_s + LIFE_S,
         )  # fmt: skip
         address = _find(ENDPOINTS, variables)
+        if address and not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", address):
+            name = next(each for each in ENDPOINTS if variables.get(each))
+            raise InvalidRequestError(
+                f"{name} is not a URL that begins with `https://`",
+                hints=(f"for example: https://{account}.blob.core.windows.net",),
+            )
         return Grant(
             envs={"AZURE_STORAGE_ACCOUNT_NAME": account, **({"AZURE_STORAGE_ENDPOINT": address} if address else {})},
             secrets={"AZURE_STORAGE_SAS_TOKEN": Secret(value=token)},
@@ -107,12 +116,23 @@ def make_signature(account: str, key: str, container: str, *, permissions: str, 
     return urlencode({**fields, "sig": base64.b64encode(digest).decode("ascii")}, quote_via=quote, safe="")
 
 
+class StaysAtService(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, as everything that sends a login does (decision 398)."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> None:  # fmt: skip
+        """Return None: the redirect is then raised as an HTTPError."""
+        return None
+
+
 def _ask(method: str, url: str, need: Need, headers: Mapping[str, str] | None = None) -> None:
     body = b"" if method == "PUT" else None
     all_headers = {"x-ms-version": VERSION, **(headers or {})}
-    request = urllib.request.Request(url, method=method, data=body, headers=all_headers)
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S):
+        request = urllib.request.Request(url, method=method, data=body, headers=all_headers)
+        with urllib.request.build_opener(StaysAtService).open(request, timeout=ANSWER_S):
             return
     except urllib.error.HTTPError as error:
         what = f"cannot use `{need.url}`: HTTP {error.code}"
@@ -122,8 +142,9 @@ def _ask(method: str, url: str, need: Need, headers: Mapping[str, str] | None = 
             hints = (f"create it with `az storage container create --name {need.bucket}`",)
             raise InvalidRequestError(what, hints=hints) from error
         raise TransientError(what) from error
-    except OSError as error:
-        raise TransientError(f"cannot reach Azure: {type(error).__name__}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        # Not its message, nor the error itself as the cause: some contain the URL, which has the signature.
+        raise TransientError(f"cannot reach Azure: {type(error).__name__}") from None
 
 
 def _find(names: Sequence[str], variables: Mapping[str, str]) -> str:

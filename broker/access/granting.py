@@ -126,6 +126,8 @@ class Grants:
                 if known is None or known.expires_s - now_s < USABLE_S_MIN:
                     raise
                 return known
+            # A daemon runs for months, and the credentials of ended jobs must not stay in its memory.
+            self._known = {key: each for key, each in self._known.items() if now_s < each.expires_s}
             self._known[needs, endpoint] = grant
             return grant
 

@@ -219,7 +219,7 @@ async def logs(job: int | str, *, follow: bool = True, home: Path | None = None)
     with open_context(home) as context:
         job_id = jobs.find_job(context, job).id
         if not follow:
-            for line in jobs.read_log(context, job_id)[0]:
+            for line in (line for chunk in jobs.read_chunks(context, job_id) for line in chunk.lines):
                 yield line
             return
         async for line in jobs.follow_job(context, job_id):

@@ -54,10 +54,15 @@ async def read_status(context: Context, *, is_refreshing: bool, of_all_users: bo
     """
     visibility = read_visibility(context, Owned.CLUSTER, of_all_users=of_all_users)
     jobs = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
+    services = read_visibility(context, Owned.SERVICE, of_all_users=of_all_users)
     everything = context.store.clusters.list(on_damage=context.warn)
+    of_services = context.store.services.list_jobs() if context.payee.user else {}
 
     def find_owned(cluster: Cluster) -> tuple[Visibility, str]:
-        return (visibility, cluster.name) if cluster.job_id is None else (jobs, str(cluster.job_id))
+        if cluster.job_id is None:
+            return visibility, cluster.name
+        service = of_services.get(cluster.job_id)
+        return (jobs, str(cluster.job_id)) if service is None else (services, service)
 
     known = [each for each in everything for owned, name in [find_owned(each)] if owned.shows(name)]
     clusters, failures = await refresh_clusters(context, known) if is_refreshing else (known, {})

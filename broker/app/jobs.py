@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from broker.state.events import EventRow
 
 LOOK_S = 0.3
+LOG_BYTES_MAX = 1 << 20  # read at once: a log may have gigabytes, and a server sends it to many users
+ID = re.compile(r"[0-9]{1,18}")  # of a job; the store holds no larger number
 # IDs by which broker finds jobs that it has submitted itself (the tasks of a pipeline add `/` and a number)
 OWN_REQUEST = re.compile(r"(service|schedule|map-[a-z0-9]+|sweep-[0-9a-f]+)(/.*)?")
 
@@ -90,7 +92,7 @@ def check_names(name: str | None, request_id: str | None) -> None:
 def find_job(context: Context, wanted: str | int) -> Job:
     """Find a job by ID, or the newest job with a name. Raises UsageError if there is none."""
     text = str(wanted)
-    if text.isdigit() and (job := context.store.jobs.get(int(text))):
+    if ID.fullmatch(text) and (job := context.store.jobs.get(int(text))):
         return job
     named = [each for each in context.store.jobs.list(on_damage=context.warn) if each.name == text]
     if not named:
@@ -231,26 +233,37 @@ async def follow_chunks(context: Context, job_id: int, *, offset: int = 0) -> As
         assert job is not None
         if not job.status.is_terminal:
             context.ensure_daemon()  # restart it if it died
-        lines, offset = read_log(context, job_id, offset)
-        if lines:
-            yield LogChunk(lines=tuple(lines), offset=offset)
+        for chunk in read_chunks(context, job_id, offset=offset):  # also what is written while the caller handles them
+            offset = chunk.offset
+            yield chunk
         if job.status.is_terminal:
-            lines, offset = read_log(context, job_id, offset)  # written while the caller handled the others
-            if lines:
-                yield LogChunk(lines=tuple(lines), offset=offset)
             return
         await context.clock.sleep(LOOK_S)
 
 
+def read_chunks(context: Context, job_id: int, *, offset: int = 0) -> Iterator[LogChunk]:
+    """Yield the complete lines after `offset` bytes of a job's log, to its present end, a part at a time."""
+    while True:
+        lines, end = read_log(context, job_id, offset)
+        if end == offset:
+            return
+        offset = end
+        yield LogChunk(lines=tuple(lines), offset=offset)
+
+
 def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[str], int]:
-    """Read the complete lines of a job's log after `offset`; return them and the next offset."""
+    """Read complete lines of a job's log after `offset`, up to `LOG_BYTES_MAX`; return them and the next offset.
+
+    The offset stays the same if there is no further line. A longer line is returned in parts.
+    """
     path = context.config.logs / "jobs" / f"{job_id}.log"
     if not path.exists():
         return [], offset
     with path.open("rb") as file:
         file.seek(offset)
-        chunk = file.read()
-    complete = chunk[: chunk.rfind(b"\n") + 1]
+        chunk = file.read(LOG_BYTES_MAX)
+    is_part = len(chunk) == LOG_BYTES_MAX and b"\n" not in chunk
+    complete = chunk if is_part else chunk[: chunk.rfind(b"\n") + 1]
     return [strip_control(line) for line in complete.decode(errors="replace").splitlines()], offset + len(complete)
 
 
@@ -258,7 +271,7 @@ def read_log_end(context: Context, job_id: int, *, bytes_max: int) -> tuple[Sequ
     """Read the complete lines in the last `bytes_max` of a job's log; return whether earlier ones were left out."""
     path = context.config.logs / "jobs" / f"{job_id}.log"
     begin = max(0, path.stat().st_size - bytes_max) if path.exists() else 0
-    lines, _ = read_log(context, job_id, begin)
+    lines = [line for chunk in read_chunks(context, job_id, offset=begin) for line in chunk.lines]
     return lines[1:] if begin else lines, begin > 0
 
 

@@ -164,9 +164,12 @@ def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
     in_use = frozenset(each.slot for each in request.replicas)
     ondemand_usd_hour = find_ondemand_usd_hour(context, task)
     lost = request.lost if ondemand_usd_hour < math.inf else ()  # without on-demand, spot may have no other place
+    places = list_spot_places(context, task, in_use)
+    if ondemand_usd_hour == math.inf:
+        places = [replace(each, is_full=False) for each in places]
     found = place_replicas(
         count - policy.spare_count,
-        observe_places(list_spot_places(context, task, in_use), request.replicas, lost, request.starts_s),
+        observe_places(places, request.replicas, lost, request.starts_s),
         ondemand_usd_hour=ondemand_usd_hour,
         cold_start_hours=request.cold_start_s / 3600,
         availability=spec.availability,
@@ -182,7 +185,7 @@ def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = fro
     """List the zones that sell spot for this task, each with its cheapest machine and hazard.
 
     The estimate of a task without a known amount of work has no hazard, so it is read from the market model.
-    Zones whose machine was refused recently are omitted; zones in use are always listed.
+    Zones whose machines were refused recently are omitted, or full if they are in use.
     """
     from broker.jobs.deadline import estimate_hazard
     from broker.serve.placement import PLACES_MAX, SpotPlace
@@ -190,17 +193,18 @@ def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = fro
 
     is_refused, history = context.find_refused(), context.read_history() or {}
     found: dict[Slot, SpotPlace] = {}
+    free = set[Slot]()  # places with a machine that was not refused
     for each in _rank(context, task, is_spot=True):
         offer, usd_hour = each.placement.offer, each.placement.usd_hour
         slot = Slot(is_spot=True, region=offer.region, zone=offer.zone)
-        if slot not in in_use and (
-            len(found) > 2 * PLACES_MAX or (is_refused is not None and is_refused(each.placement))
-        ):
+        is_full = is_refused is not None and is_refused(each.placement)
+        if slot not in in_use and (len(found) > 2 * PLACES_MAX or is_full):
             continue
         if slot not in found or usd_hour < found[slot].usd_hour:
             hazard = estimate_hazard(each.placement, history)
             found[slot] = SpotPlace(slot=slot, usd_hour=usd_hour, losses_per_hour=hazard)
-    return list(found.values())
+        free |= set() if is_full else {slot}
+    return [replace(each, is_full=slot not in free) for slot, each in found.items()]
 
 
 def find_ondemand_usd_hour(context: Context, task: Task) -> float:

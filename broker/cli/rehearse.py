@@ -203,7 +203,7 @@ def play(
 
     `is_calm`: no preemptions, unlimited capacity.
     """
-    from broker.app.jobs import read_log
+    from broker.app.jobs import read_chunks
     from broker.dashboard.model import read_job
     from broker.rehearsal.context import RehearsalContext
     from broker.rehearsal.market import SeededMarket
@@ -223,7 +223,7 @@ def play(
             driver = JobDriver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
             asyncio.run(driver.run())
         job = driver.job
-        log, _ = read_log(context, job.id)
+        log = [line for chunk in read_chunks(context, job.id) for line in chunk.lines]
         return draw_up(context, driver, job, plan), read_job(context, job), log
     finally:
         shutil.rmtree(home, ignore_errors=True)

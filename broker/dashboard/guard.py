@@ -48,7 +48,7 @@ class Gatekeeper:
     async def log_in(self, request: web.Request) -> web.StreamResponse:
         """Exchange the token of the link for the cookie."""
         given = request.query.get("token", "")
-        if self._token is None or not hmac.compare_digest(given.encode(), self._token.encode()):
+        if self._token is None or not _is_same(given, self._token):
             return refuse(403, "this link is invalid or was used before; run `broker dashboard` again for a new one")
         self._token = None
         answer = redirect("/")
@@ -63,7 +63,7 @@ class Gatekeeper:
             return None
         if request.path == METRICS and request.method == "GET" and self._is_scrape(request):
             return None
-        if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), self._session.encode()):
+        if not _is_same(request.cookies.get(COOKIE, ""), self._session):
             return refuse(401, "open the link that `broker dashboard` printed")
         if request.method == "POST" and request.headers.get("Origin") not in {f"http://{host}" for host in hosts}:
             return refuse(403, "this action was not submitted from a page of the dashboard")
@@ -73,7 +73,12 @@ class Gatekeeper:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if self._scrape_token is None or scheme.lower() != "bearer":
             return False
-        return hmac.compare_digest(given.strip().encode(), self._scrape_token.encode())
+        return _is_same(given.strip(), self._scrape_token)
+
+
+def _is_same(given: str, secret: str) -> bool:
+    """Compare in constant time. Bytes of a header that are not UTF-8 are surrogates, which cannot be encoded."""
+    return hmac.compare_digest(given.encode(errors="replace"), secret.encode())
 
 
 def read_scrape_token(path: Path) -> str:

@@ -32,8 +32,10 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
         forget,
         last_line,
         make_environment,
+        make_unit,
         read_bytes,
         read_json,
+        read_schema,
         read_text,
         sync,
         sync_tree,
@@ -155,8 +157,10 @@ def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
 def start(folder: str, request: dict[str, Any]) -> object:
     """Run this release; do nothing if it is already running.
 
-    An earlier release is replaced, and restored if this one does not start.
+    An earlier release is replaced. If this one does not start, the earlier one is restored, unless it cannot read the
+    state any more.
     """
+    database = os.path.join(folder, "state", "state.db")
     current = os.path.join(folder, "current")
     before = os.path.basename(os.path.realpath(current)) if os.path.islink(current) else ""
     write_json(os.path.join(folder, "start.json"), request["arguments"])
@@ -164,16 +168,24 @@ def start(folder: str, request: dict[str, Any]) -> object:
     if before == request["digest"] and found["is_running"]:
         return found
     stop(folder)
+    schema = read_schema(database)
     switch(folder, request["digest"])
     try:
         run(folder)
     except RequestError as error:
+        changed = read_schema(database)
+        if before and schema not in (0, changed):  # it stays, and is restarted: the version before can only fail
+            raise RequestError(
+                "%s; it has migrated the state to schema %d, which the version before cannot read" % (error, changed),
+                "%s; then repeat `broker server upgrade`, also with a later version. Jobs continue on their nodes, and "
+                "the state before is the newest file in %s" % (error.hint, os.path.join(folder, "state", "backups")),
+            ) from error
         if before and before != request["digest"]:
             stop(folder)
             switch(folder, before)
             try:
                 run(folder)
-            except RequestError as second:  # for example: the new version has already changed the state's schema
+            except RequestError as second:
                 raise RequestError("%s; and the version before: %s" % (error, second), error.hint) from error
         raise
     forget_releases(folder, (before, request["digest"]))
@@ -354,24 +366,6 @@ def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
     for name in os.listdir(root):
         if name not in kept:
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
-
-
-def make_unit(folder: str, argv: list[str]) -> str:
-    """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server.
-
-    Words are quoted as described in systemd.syntax(7) and systemd.service(5): `%` and `$` would be expanded.
-    """
-    import getpass
-
-    folder = folder.replace("%", "%%")
-    escaped = (each.replace("\\", "\\\\").replace('"', '\\"') for each in argv)
-    command = " ".join('"%s"' % each.replace("%", "%%").replace("$", "$$") for each in escaped)
-    return (
-        "[Unit]\nDescription=broker server\nAfter=network-online.target\nWants=network-online.target\n\n"
-        "[Service]\nUser=%s\nWorkingDirectory=%s\nExecStart=%s\nRestart=on-failure\nRestartSec=2\n"
-        "StandardOutput=append:%s/server.log\nStandardError=inherit\n"
-        "KillMode=process\nNoNewPrivileges=true\n\n[Install]\nWantedBy=multi-user.target\n"
-    ) % (getpass.getuser(), folder, command, folder)
 
 
 def can_use_systemd() -> bool:

@@ -147,12 +147,48 @@ def add_setting(path: str, line: str, *, is_replacing: bool, before: Callable[[]
         write_text(path, "".join("%s\n" % each for each in (line.strip(), *others)))
 
 
+def read_schema(database: str) -> int:
+    """Return the version of a state file's schema; 0 if it is unknown."""
+    if not os.path.exists(database):
+        return 0
+    try:
+        import sqlite3  # absent from the minimal Python of some systems
+    except ImportError:
+        return 0
+    try:
+        connection = sqlite3.connect(database)
+        try:
+            return int(connection.execute("PRAGMA user_version").fetchone()[0])
+        finally:
+            connection.close()
+    except sqlite3.Error:  # the server reports what is wrong with the file
+        return 0
+
+
 def forget(path: str) -> None:
     """Delete a file; already gone is success."""
     try:
         os.unlink(path)
     except FileNotFoundError:
         pass
+
+
+def make_unit(folder: str, argv: list[str]) -> str:
+    """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server.
+
+    Words are quoted as described in systemd.syntax(7) and systemd.service(5): `%` and `$` would be expanded.
+    """
+    import getpass
+
+    folder = folder.replace("%", "%%")
+    escaped = (each.replace("\\", "\\\\").replace('"', '\\"') for each in argv)
+    command = " ".join('"%s"' % each.replace("%", "%%").replace("$", "$$") for each in escaped)
+    return (
+        "[Unit]\nDescription=broker server\nAfter=network-online.target\nWants=network-online.target\n\n"
+        "[Service]\nUser=%s\nWorkingDirectory=%s\nExecStart=%s\nRestart=on-failure\nRestartSec=2\n"
+        "StandardOutput=append:%s/server.log\nStandardError=inherit\n"
+        "KillMode=process\nNoNewPrivileges=true\n\n[Install]\nWantedBy=multi-user.target\n"
+    ) % (getpass.getuser(), folder, command, folder)
 
 
 if __name__ == "__main__" and len(sys.argv) == 2 and os.path.isabs(sys.argv[1]):

@@ -82,7 +82,8 @@ async def run_daemon(
     """Lead until another daemon holds the lock, `idle_s` pass without live jobs or schedules, or SIGTERM arrives.
 
     In a shared store, drive a share of the jobs until `idle_s` pass without jobs, or SIGTERM arrives. With
-    `open_store`, which opens it again, a thread keeps the lease while the event loop is blocked.
+    `open_store`, which opens the store again, a thread keeps the lease or the leadership while the event loop is
+    blocked.
     """
     context = _DaemonContext(
         store=store,
@@ -110,10 +111,7 @@ async def _lead(context: _DaemonContext) -> bool:
         with hold_lock(context.config) as is_held:
             if is_held or context.store.leader.measure_beat_age_s() > STALE_S:  # its holder is suspended or hangs
                 log.info("leading with epoch %s", context.store.leader.lead())
-                workload = LeaderWorkload(context.store, context.clock)
-                main = asyncio.ensure_future(_Daemon(context, workload).run())
-                with _cancel_on_sigterm(main):
-                    return await _wait_for(main)
+                return await _drive_workload(context, LeaderWorkload(context.store, context.clock))
         await context.clock.sleep(START_LOOK_S)
     return False
 
@@ -122,14 +120,19 @@ async def _share_jobs(context: _DaemonContext) -> bool:
     """Return whether this process stopped only because it was idle."""
     workload = SharedWorkload(context.store, context.clock)
     log.info("sharing the jobs as %s", workload.name)
-    main = asyncio.ensure_future(_Daemon(context, workload).run())
-    open_store = context.open_store
     try:
-        keeping = keep_lease(workload, context.clock, open_store) if open_store else nullcontext()
-        with keeping, _cancel_on_sigterm(main):
-            return await _wait_for(main)
+        return await _drive_workload(context, workload)
     finally:
         workload.resign()
+
+
+async def _drive_workload(context: _DaemonContext, workload: LeaderWorkload | SharedWorkload) -> bool:
+    """Drive the jobs, with a thread that keeps the lease; return whether it stopped only because it was idle."""
+    main = asyncio.ensure_future(_Daemon(context, workload).run())
+    open_store = context.open_store
+    keeping = keep_lease(workload, context.clock, open_store) if open_store else nullcontext()
+    with keeping, _cancel_on_sigterm(main):
+        return await _wait_for(main)
 
 
 async def _wait_for(main: asyncio.Future[None]) -> bool:

@@ -1,10 +1,11 @@
 """Keep the lease of a controller process while its event loop is blocked, by a thread with its own connection.
 
-The thread is idle unless the loop has been silent for `SILENT_S`. It only extends a lease that has not ended: it claims
-nothing, and brings back no lease that ended or was resigned. Epochs alone decide who may write (`state/claims.py`), so
-an extension at the wrong moment delays a takeover and allows no write. A loop that stays silent for `HANG_S_MAX` counts
-as hung: its lease ends, and other processes take over its jobs. A process that is killed or suspended loses its thread
-as well.
+In a shared store, this is the lease of its claims; in a state folder, the heartbeat of the leader. The thread is idle
+unless the loop has been silent for `SILENT_S`. It only extends a lease that has not ended: it claims nothing, and
+brings back no lease that ended or was resigned. Epochs alone decide who may write (`state/claims.py`,
+`state/leader.py`), so an extension at the wrong moment delays a takeover and allows no write. A loop that stays silent
+for `HANG_S_MAX` counts as hung: its lease ends, and other processes take over its jobs. A process that is killed or
+suspended loses its thread as well.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ JOIN_S_MAX = LEASE_S
 
 
 class TakesTurns(Protocol):
-    """A holder of claims: its name, and when its event loop last had a turn."""
+    """A holder of a lease, and when its event loop last had a turn."""
 
-    name: str
     turn_s: float
+
+    def extend(self, store: Store) -> bool:
+        """Extend the lease if it has not ended, through this connection; return whether there is one now."""
+        ...
 
 
 class LeaseKeeper:
@@ -56,7 +60,7 @@ class LeaseKeeper:
             return
         try:
             self._store = self._store or self._open_store()
-            self._store.claims.extend(self._holder.name)
+            self._holder.extend(self._store)
         except BrokerError as error:
             self._warn(turn_s, f"the lease was not extended while the event loop is blocked: {error.message}")
 

@@ -73,10 +73,11 @@ class LeaderWorkload:
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self._beat_s = clock.now_s()
+        self._beat_s = self.turn_s = clock.now_s()  # another thread reads the last turn (`lease_keeper.py`)
 
     def refresh(self, stats: DaemonStats | None = None) -> Sequence[Key]:
         """Renew the leadership when due, and return every unfinished job and service."""
+        self.turn_s = self._clock.now_s()
         if is_due(self._beat_s, BEAT_EVERY_S, self._clock.now_s()):
             self._store.leader.beat(stats)
             self._beat_s = self._clock.now_s()
@@ -104,6 +105,11 @@ class LeaderWorkload:
 
     def finish(self, key: Key) -> None:
         """Do nothing: the next leader drives it again."""
+
+    def extend(self, store: Store) -> bool:
+        """Renew the leadership through another connection, unless it has ended; return whether it is still ours."""
+        epoch = self._store.epoch
+        return epoch is not None and store.leader.extend(epoch)
 
     def resign(self) -> None:
         """Give up the leadership, so that the next daemon starts without waiting."""
@@ -266,6 +272,10 @@ class SharedWorkload:
             self._store.claims.release(self.name, [number])
         except StateError as error:
             log.warning("%s; %s stays claimed until the store answers", error.message, key)
+
+    def extend(self, store: Store) -> bool:
+        """Extend the lease through another connection, unless it has ended; return whether there is one now."""
+        return store.claims.extend(self.name)
 
     def resign(self) -> None:
         """Release all claims at once. If the store is unreachable, they expire with their lease."""

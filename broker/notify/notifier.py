@@ -171,7 +171,8 @@ class Notifier:
                     log.warning("%s: gave up on notification %s after 3 days", sink, notification.id)
                 elif not await self._try_once(sink, queue, notification):
                     return
-                queue.waiting.popleft()
+                if queue.waiting and queue.waiting[0] is notification:  # it may have been dropped in the meantime
+                    queue.waiting.popleft()
         except FencedError:
             return  # another daemon delivers it; the daemon's main loop detects it, too
         except Exception as error:  # the outermost edge of one sink

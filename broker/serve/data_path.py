@@ -17,7 +17,7 @@ from typing import Protocol
 from broker.clock import Clock, within
 from broker.serve.admission import is_loopback
 from broker.serve.files import LoadTotals, LoadWindow, Routing
-from broker.serve.routes import BackendRoute, RouteTable
+from broker.serve.routes import BackendRoute
 from broker.types import ServiceSpec
 
 WAITING_MAX = 1_000  # requests or connections that wait for a replica to become ready
@@ -68,16 +68,23 @@ class DataPath(Protocol):
 
 
 class ReplicaQueue:
-    """Clients without a ready replica wait here, for up to a minute."""
+    """Clients without a ready replica wait here, for up to a minute; not once the service was given up."""
 
-    def __init__(self, table: RouteTable, counts: Counts, *, clock: Clock) -> None:
-        self._table, self._counts, self._clock = table, counts, clock
+    def __init__(self, counts: Counts, *, clock: Clock) -> None:
+        self._counts, self._clock = counts, clock
         self._woken = asyncio.Event()
+        self.failure = ""  # why no replica is started any more
 
     @property
     def is_full(self) -> bool:
         """Return whether no more clients may wait."""
         return self._counts.waiting >= WAITING_MAX
+
+    def adopt(self, routing: Routing) -> None:
+        """Act on another routing file: if the service was given up, those who wait are told."""
+        self.failure = routing.failure
+        if self.failure:
+            self.wake()
 
     def wake(self) -> None:
         """Make waiting clients look for a replica again."""
@@ -85,9 +92,12 @@ class ReplicaQueue:
         self._woken = asyncio.Event()
 
     async def wait(self, deadline_s: float) -> bool:
-        """Wait until a replica may be ready; return False after the deadline, or if too many wait."""
+        """Wait until a replica may be ready; return False after the deadline, if too many wait, or if none is started.
+
+        A replica may still be starting when the service is given up; requests are sent to it once it is ready.
+        """
         rest_s = deadline_s - self._clock.now_s()
-        if rest_s <= 0 or self.is_full:
+        if rest_s <= 0 or self.is_full or self.failure:
             return False
         self._counts.waiting += 1
         try:

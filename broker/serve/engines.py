@@ -37,13 +37,23 @@ class EngineFacts:
             try:
                 address = route.base_url + MODELS  # a redirect could lead to any server that this machine reaches
                 async with session.get(address, timeout=timeout, allow_redirects=False) as response:
-                    tokens = parse_context(await response.content.read(BODY_BYTES_MAX))
+                    tokens = parse_context(await _read_whole(response.content))
             except (aiohttp.ClientError, TimeoutError, OSError):
                 return None
             if tokens is None:
                 return None
             self._contexts[version] = tokens
         return self._contexts[version]
+
+
+async def _read_whole(content: aiohttp.StreamReader) -> bytes:
+    """Read a body to its end, or a little beyond `BODY_BYTES_MAX`. One read returns what has arrived, not all of it."""
+    body = bytearray()
+    async for part in content.iter_any():
+        body += part
+        if len(body) > BODY_BYTES_MAX:
+            break
+    return bytes(body)
 
 
 def parse_context(body: bytes) -> int | None:

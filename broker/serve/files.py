@@ -66,6 +66,7 @@ class Routing:
     region: str = ""  # the balancer's region, as in `Backend`; replicas there come first
     near_in_flight_max: float = 0.0  # requests in flight up to which a replica in that region is preferred
     has_json_logs: bool = False  # as `log_format` says; read when the balancer starts
+    failure: str = ""  # why no more replicas are started; empty while they are
 
     def find_probe(self, version: int) -> ReadinessProbe:
         """Return the probe of a version: another one may serve another model, or at another path."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from broker.serve.connections import CONNECT_S, HANDSHAKE_S
 from broker.serve.files import Backend, Routing
 from broker.types import ServiceProtocol
 
@@ -84,7 +85,7 @@ def _render_defaults(routing: Routing) -> list[str]:
     lines = [
         "defaults",
         f"    mode {'http' if is_http(routing) else 'tcp'}",
-        "    timeout connect 5s",
+        f"    timeout connect {_find_connect_s(routing)}s",
         f"    timeout client {silence_s}s",
         f"    timeout server {silence_s}s",
         f"    timeout tunnel {TUNNEL_S}s",
@@ -100,6 +101,15 @@ def _render_defaults(routing: Routing) -> list[str]:
         # Nothing was sent to a replica that refused its connection, so any request may be repeated.
         lines += ["    timeout http-request 30s", "    retry-on conn-failure", "    option forwardfor"]
     return lines
+
+
+def _find_connect_s(routing: Routing) -> int:
+    """Return the limit of a connection: HAProxy's covers connecting and the handshake together, ours each.
+
+    With five seconds for both, a replica whose machine is busy would be out of rotation.
+    """
+    is_encrypted = any(each.is_encrypted for each in routing.backends)
+    return math.ceil(CONNECT_S + (HANDSHAKE_S if is_encrypted else 0.0))
 
 
 def _render_frontend(routing: Routing, pools: Mapping[str, Sequence[Backend]]) -> list[str]:

@@ -21,6 +21,9 @@ from broker.serve.routes import BackendRoute, RouteTable
 
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
 HEADER_BYTES_MAX = 32 << 10
+# For the headers of a request, and between two requests: as nginx waits. aiohttp's default is an hour, in which clients
+# without a key could take all descriptors.
+IDLE_S_MAX = 75.0
 
 
 class HttpPath:
@@ -57,6 +60,7 @@ class HttpPath:
                 access_log=None,
                 max_field_size=HEADER_BYTES_MAX,
                 auto_decompress=False,
+                keepalive_timeout=IDLE_S_MAX,
             )
             runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
             await runner.setup()

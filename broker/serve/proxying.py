@@ -40,6 +40,7 @@ TRIES_MAX = 4
 CONNECTIONS_MAX = 20
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10
+FAILURE_MAX = 300  # characters of the reason that clients are told
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
 BUSY = frozenset((429, 503))  # the replica did not take the request
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
@@ -85,8 +86,9 @@ class Proxy:
         clock: Clock,
         draw: random.Random,
     ) -> None:
-        self.adopt(routing)
         self.counts = Counts()
+        self._queue = ReplicaQueue(self.counts, clock=clock)
+        self.adopt(routing)
         self.gate = gate
         self.engines = EngineFacts()
         self.meter = LoadMeter(clock=clock)
@@ -94,11 +96,11 @@ class Proxy:
         self.bodies = BodyReader()
         self._clock = clock
         self._draw = draw
-        self._queue = ReplicaQueue(table, self.counts, clock=clock)
 
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file."""
         self.routing = routing
+        self._queue.adopt(routing)
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=routing.stream_timeout_s)
 
     def wake(self) -> None:
@@ -359,6 +361,8 @@ class Proxy:
 
     def refuse_unready(self) -> web.Response:
         """Make the response for a request that no replica is ready to take."""
+        if self._queue.failure:
+            return refuse(503, f"the service was given up: {self._queue.failure[:FAILURE_MAX]}")
         return (
             refuse(429, "too many requests wait for a replica", retry_s=5)
             if self._queue.is_full

@@ -75,4 +75,5 @@ def make_routing(
         is_tls_passed=spec.is_tls_passed,
         near_in_flight_max=spec.policy.target_in_flight or NEAR_IN_FLIGHT,
         has_json_logs=has_json_logs,
+        failure=service.failure,
     )

@@ -43,7 +43,7 @@ class TcpPath:
     def __init__(self, table: RouteTable, routing: Routing, folder: ServiceFolder, *, clock: Clock) -> None:
         self.counts = Counts()
         self._table, self._routing, self._folder, self._clock = table, routing, folder, clock
-        self._queue = ReplicaQueue(table, self.counts, clock=clock)
+        self._queue = ReplicaQueue(self.counts, clock=clock)
         self._fault = find_exposure(routing, routing.host)
         self._context = make_client_context(folder)
         self._joined: set[asyncio.Task[None]] = set()
@@ -78,6 +78,7 @@ class TcpPath:
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file; open connections stay, also at a replica that drains."""
         self._routing = routing
+        self._queue.adopt(routing)
 
     def cut(self, gone: Sequence[BackendRoute]) -> None:
         """Reset the connections to them."""

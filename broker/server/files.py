@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
 import shutil
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from broker.types import Task
 
 DIGEST = r"[0-9a-f]{64}"
 ARCHIVE_MAX = 16 * 2**30
+# After the last use of files that no task names: a client that asked for them does not send them again, and its launch
+# may wait for an answer. A retried job needs the files for as long as it is recorded.
+KEPT_S = 7 * 86400.0
+PARTIAL_S = 86400.0  # after the last write to what a killed server left behind
 SYNCED_MAX = 100  # files that are flushed one by one; for more, flushing everything is faster
 
 
@@ -30,8 +35,36 @@ class FileStore:
         self._folder = folder
 
     def has(self, digest: str) -> bool:
-        """Return whether the files with this SHA-256 are complete on the server."""
-        return (self._folder / digest).is_dir()
+        """Return whether the files with this SHA-256 are complete on the server, where they then stay for a week."""
+        folder = self._folder / digest
+        if not folder.is_dir():
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(folder)
+        return True
+
+    def forget_unused(self, is_named: Callable[[str], bool], *, now_s: float) -> int:
+        """Delete old files that no task names, by their digest, and parts of uploads; return the number of uploads.
+
+        A failure is left to the next call.
+        """
+        count = 0
+        for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
+            with contextlib.suppress(OSError):
+                is_whole = re.fullmatch(DIGEST, path.name) is not None
+                if now_s - path.stat().st_mtime < (KEPT_S if is_whole else PARTIAL_S) or (
+                    is_whole and is_named(path.name)
+                ):
+                    continue
+                gone = path
+                if is_whole:
+                    gone = path.rename(self._folder / f".{path.name}-gone")  # never seen in part
+                    count += 1
+                if gone.is_dir():
+                    shutil.rmtree(gone)
+                else:
+                    gone.unlink()
+        return count
 
     async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, name: str) -> None:
         """Write, verify and unpack an archive. Raises InvalidRequestError if its digest differs."""
@@ -60,6 +93,7 @@ class FileStore:
                 file.extractall(aside, filter="data")  # refuses names and links that point outside
             if not self.has(digest):
                 _sync_tree(aside)  # the name vouches for the content, also after a power cut: it is never sent again
+                os.utime(aside)  # the archive may have set another time
                 aside.rename(self._folder / digest)
                 sync_file(self._folder)
         except (tarfile.TarError, OSError) as error:

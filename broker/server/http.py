@@ -51,6 +51,7 @@ from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
 from broker.server.login import BrowserLogins
 from broker.server.openapi import describe_api
+from broker.server.pages import LOGIN as PAGE_LOGIN
 from broker.server.pages import ServerPages
 from broker.server.running import Frame, Running, VerbRequest
 from broker.server.tokens import find_token
@@ -81,6 +82,7 @@ UNKNOWN_TOKEN = AuthError(
 )
 LOGIN = "/v1/login"
 OPEN = ("/healthz", "/readyz", "/openapi.json", LOGIN)  # routes without a token
+OPEN_BODY_MAX = 64 * 2**10  # of a login, which anyone may send
 TOKEN = web.RequestKey("token", Token)
 
 
@@ -138,6 +140,7 @@ class Server:
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Check the token and protocol, and convert errors to JSON. Only paths are logged, never bodies or headers."""
         try:
+            _check_open_body(request)
             if self._pages.has(request):
                 if (refusal := self._pages.check(request)) is not None:
                     return refusal
@@ -355,11 +358,19 @@ def _refuse(error: BrokerError, status: int | None = None) -> web.Response:
     return web.json_response({"error": encode_error(error)}, status=status or find_status(type(error).__name__))
 
 
+def _check_open_body(request: web.Request) -> None:
+    """Raise InvalidRequestError for a long login: it would be kept in memory before anyone is authenticated."""
+    if request.path in (LOGIN, PAGE_LOGIN) and request.can_read_body:
+        length = request.content_length
+        if length is None or length > OPEN_BODY_MAX:
+            raise InvalidRequestError(f"the body of a login has a stated length of at most {OPEN_BODY_MAX} bytes")
+
+
 def _check_protocol(request: web.Request) -> None:
     """Raise UsageError for another protocol version; requests without the header are not from `broker`."""
     given = request.headers.get(HEADER, str(PROTOCOL))
     if given != str(PROTOCOL):
-        older = "client" if given.isdigit() and int(given) < PROTOCOL else "server"
+        older = "client" if re.fullmatch("[0-9]{1,9}", given) and int(given) < PROTOCOL else "server"
         raise UsageError(
             f"the client speaks protocol {given}, this server ({__version__}) speaks {PROTOCOL}",
             hints=[f"upgrade the {older}: `pip install --upgrade intercloud-broker`"],
@@ -369,10 +380,18 @@ def _check_protocol(request: web.Request) -> None:
 async def _read_object(request: web.Request) -> dict[str, Any]:
     text = await request.read()
     try:
-        found = json.loads(text or b"{}")
+        found = json.loads(text or b"{}", parse_int=_read_integer)
         json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate can be neither stored nor shown
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise InvalidRequestError("the body must be a JSON object of valid Unicode text")
+        raise InvalidRequestError("the body must be a JSON object of valid Unicode text, with integers of 64 bits")
     return found
+
+
+def _read_integer(text: str) -> int:
+    """Read an integer that the store can hold. Raises ValueError."""
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(text)
+    return value

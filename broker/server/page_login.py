@@ -87,7 +87,8 @@ class PageLogins:
         """Complete the login of the browser with this cookie. Raises AuthError, DeniedError, InvalidRequestError."""
         issuer, redirect_uri = self._get_issuer(own_url)
         self._nonces.check(cookie)
-        if not hmac.compare_digest(query.get("state", "").encode(), self._nonces.derive(cookie, STATE).encode()):
+        state = query.get("state", "").encode(errors="replace")
+        if not hmac.compare_digest(state, self._nonces.derive(cookie, STATE).encode()):
             raise AuthError("this response belongs to another login", hints=["open the login page again"])
         if query.get("iss", issuer.settings.issuer) != issuer.settings.issuer:  # RFC 9207
             raise AuthError("this response is from another issuer")

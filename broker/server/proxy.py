@@ -113,7 +113,9 @@ class TrustedProxy:
         given = headers.get(SECRET_HEADER, "")
         if not peer or str(_unmap(peer)) not in self.addresses:
             return None
-        if not hmac.compare_digest(given.encode(), self.secret.value.encode()) or not re.fullmatch(USER, user):
+        if not hmac.compare_digest(given.encode(errors="replace"), self.secret.value.encode()) or not re.fullmatch(
+            USER, user
+        ):
             return None
         project = self.projects.find(headers)
         return Token(id=0, user=user, role=self.role, created_s=0.0, expires_s=None, revoked_s=None, project=project)

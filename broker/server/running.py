@@ -31,6 +31,7 @@ DRIVING = ("run_map", "run_sweep")  # end with their connection, like the comman
 RECORDED = ("on_submitted", "on_recorded")  # callbacks that report work that has already begun
 STARTING_JOBS = ("launch_jobs", "retry_job", "retry_group", *DRIVING)
 INTERRUPT_S_MAX = 20.0  # less than the time that clients wait for a response
+TARGET_MAX = 500  # characters of a target in the audit; a client may name anything
 FRAMES_MAX = 256  # waiting to be sent: a slow client slows down the verb instead of filling the memory
 Frame = Mapping[str, Any]
 
@@ -182,8 +183,12 @@ class Running:
 
     def _name_changed(self, context: ServerContext) -> str:
         """Return the target for the audit: only names and IDs, because other arguments may contain secrets."""
-        changed = list_changed(context, self._request.verb, self._request.arguments)
-        return ", ".join(f"{kind.value} {name}" for kind, name in changed)
+        verb, arguments = self._request.verb, self._request.arguments
+        changed = [f"{kind.value} {name}" for kind, name in list_changed(context, verb, arguments)]
+        if verb.name in SHELLS:
+            changed.append(f"node {arguments['cluster']}-{arguments['rank']}")
+        told = ", ".join(changed)
+        return told if len(told) <= TARGET_MAX else told[: TARGET_MAX - 3] + "..."
 
     def _name_submitted(self, result: object) -> str:
         """Return the jobs submitted by the verb, for the audit; it has recorded their owner itself."""

@@ -21,12 +21,16 @@ from broker.errors import BrokerError, UsageError
 from broker.frozen import frozen
 from broker.server.backup import keep_backup
 from broker.server.context import Policy, ServerContext
+from broker.server.files import FileStore
 from broker.server.http import Server
 
 log = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
+# For the headers of a request, and between two requests: as nginx waits. aiohttp's default is an hour.
+IDLE_S_MAX = 75.0
 WATCH_S = 10.0  # between checks for a dead daemon
+FORGET_EVERY_S = 86400.0
 
 
 @frozen
@@ -112,7 +116,9 @@ async def serve(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host.strip("[]"), port), family=family)
     server = Server(home, policy)
-    runner = web.AppRunner(server.make_app(), access_log=None, shutdown_timeout=LEAVE_S)
+    runner = web.AppRunner(
+        server.make_app(), access_log=None, shutdown_timeout=LEAVE_S, keepalive_timeout=IDLE_S_MAX
+    )  # fmt: skip
     await runner.setup()
     try:
         await web.SockSite(runner, sock, ssl_context=tls).start()
@@ -131,6 +137,7 @@ async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable
     tasks = [
         asyncio.ensure_future(until()), asyncio.create_task(_keep_jobs_going(home, policy)),
         asyncio.create_task(keep_backup(home)), asyncio.create_task(keep_prices_fresh(SystemClock(), home)),
+        asyncio.create_task(_forget_files(home, policy)),
     ]  # fmt: skip
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -158,3 +165,24 @@ async def _keep_jobs_going(home: Path, policy: Policy) -> None:
     while True:
         await asyncio.to_thread(look)
         await clock.sleep(WATCH_S)
+
+
+async def _forget_files(home: Path, policy: Policy) -> None:
+    """Delete uploaded files that are no longer needed, once a day."""
+
+    def look() -> None:
+        context = ServerContext(home, policy=policy, on_note=log.warning)
+        try:
+            uploads = FileStore(home / "uploads")
+            count = uploads.forget_unused(context.store.retention.is_named, now_s=context.clock.now_s())
+            if count:
+                log.info("deleted %s uploads that no task names", count)
+        except BrokerError as error:
+            log.warning("old uploads were not deleted: %s", error.message)
+        finally:
+            context.close()
+
+    clock = SystemClock()
+    while True:
+        await asyncio.to_thread(look)
+        await clock.sleep(FORGET_EVERY_S)

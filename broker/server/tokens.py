@@ -48,5 +48,8 @@ def find_token(store: Store, value: str) -> Token | None:
 
 
 def digest_token(value: str) -> str:
-    """Return the SHA-256 of a token, in hexadecimal: the form in which tokens are stored."""
-    return hashlib.sha256(value.encode()).hexdigest()
+    """Return the SHA-256 of a token, in hexadecimal: the form in which tokens are stored.
+
+    Bytes of a header that are not UTF-8 are surrogates, which a stranger may send and no token has.
+    """
+    return hashlib.sha256(value.encode(errors="replace")).hexdigest()

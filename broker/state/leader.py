@@ -30,6 +30,18 @@ class LeaderRow:
         values = self._database.clock.now_s(), text
         self._database.write("UPDATE leader SET beat_s = ?, stats = ?", values, is_durable=False)
 
+    def extend(self, epoch: int) -> bool:
+        """Renew the heartbeat of the leader with this epoch if it is not stale; return whether it was renewed.
+
+        Used by a second connection of the leader's process, which itself does not lead.
+        """
+        now_s = self._database.clock.now_s()
+        done = self._database.write(
+            "UPDATE leader SET beat_s = ?1 WHERE epoch = ?2 AND ?1 - beat_s <= ?3", (now_s, epoch, STALE_S),
+            is_durable=False,
+        )  # fmt: skip
+        return done.rowcount == 1
+
     def resign(self) -> None:
         """Stop leading, so that the next leader does not have to wait for the heartbeat to expire."""
         self._database.write("UPDATE leader SET beat_s = 0")

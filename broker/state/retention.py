@@ -16,6 +16,7 @@ from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
 TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "forecasts", "nodes", "claims")
+TABLES_OF_TASKS = ("jobs", "service_versions", "schedules")
 BATCH = 500
 
 
@@ -63,6 +64,13 @@ class Compaction:
             read_row("totals", row["month"], lambda row=row: Total(**dict(row)))  # type: ignore[misc]
             for row in rows
         ]
+
+    def is_named(self, text: str) -> bool:
+        """Return whether the task of a recorded job, service or schedule contains this text, without wildcards."""
+        return any(
+            self._database.row(f"SELECT 1 FROM {table} WHERE task LIKE ? LIMIT 1", (f"%{text}%",)) is not None
+            for table in TABLES_OF_TASKS
+        )
 
     def get_pruned_before_s(self) -> float | None:
         """Return the time before which ended jobs may exist only as totals; None if nothing was pruned."""

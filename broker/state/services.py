@@ -9,6 +9,7 @@ import msgspec
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s, read_text
+from broker.state.jobs import REPLICA_REQUEST
 from broker.state.secret_files import SecretFiles
 from broker.task.codec import decode_task, encode_task
 from broker.types import Replica, Service, ServiceEventKind, Task, UpdateMode
@@ -168,6 +169,18 @@ class ServiceRows:
             "SELECT number, body FROM service_replicas WHERE service = ? ORDER BY number", (name,)
         )
         return [_read_replica(name, row) for row in rows]
+
+    def list_jobs(self) -> Mapping[int, str]:
+        """Return the services by the IDs of their jobs: of replicas and gateways, including those that were replaced.
+
+        No row is decoded, so that a damaged one hides nothing.
+        """
+        prefix = f"'{REPLICA_REQUEST}' || services.name || '/' || services.uid || '/'"
+        rows = self._database.rows(
+            "SELECT jobs.id AS id, services.name AS name FROM services "
+            f"JOIN jobs ON substr(jobs.request_id, 1, length({prefix})) = {prefix}"
+        )
+        return {int(row["id"]): read_text(row["name"]) for row in rows}
 
     def delete_replica(self, replica: Replica) -> None:
         """Delete the row of a replica whose job has ended."""

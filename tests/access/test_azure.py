@@ -4,19 +4,23 @@ wire."""
 from __future__ import annotations
 
 import os
+import threading
+import traceback
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
 
 from broker.access import azure
+from broker.access.base import Need
 from broker.access.granting import Grants
 from broker.access.needs import list_needs
 from broker.agent import agent_bucket
 from broker.clock import SystemClock
 from broker.config import Config
-from broker.errors import AuthError, InvalidRequestError
+from broker.errors import AuthError, InvalidRequestError, TransientError
 from broker.types import Secret, StorageMount
 from tests.access.plans import make_task, plan_on
 from tests.testbed import objects
@@ -76,3 +80,41 @@ def test_login_without_a_key_and_several_containers_are_refused_with_remedies(
     assert "AZURE_STORAGE_ACCOUNT_KEY" in refused.value.hints[0]
     own = make_task(PLACE, secrets={"AZURE_STORAGE_SAS_TOKEN": Secret(value="x")})
     assert Grants(config, clock=SystemClock()).check([plan_on(own, "aws")]) == []
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["account.blob.core.windows.net", "ftp://account.example", "https://", "https://a b"]
+)
+def test_endpoint_that_is_no_url_is_named_and_no_signature_is_in_the_error(
+    config: Config, service: Objects, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    """urllib's own error quotes the whole URL, which would put the signature into a terminal or a server's log."""
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
+    with pytest.raises(InvalidRequestError, match="AZURE_STORAGE_ENDPOINT is not a URL"):
+        Grants(config, clock=SystemClock()).check([plan_on(make_task(PLACE), "aws")])
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/c?sig=CANARY", "nowhere/c?sig=CANARY", "http://[::1/c?sig=CANARY"])
+def test_errors_of_a_request_never_show_its_signature(url: str) -> None:
+    with pytest.raises(TransientError) as failed:
+        azure._ask("GET", url, Need(scheme="az", bucket="c"))
+    assert "CANARY" not in "".join(traceback.format_exception(failed.value))
+
+
+def test_redirects_are_refused(service: Objects) -> None:
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    asked: list[str] = []
+    with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(TransientError, match="HTTP 302"):
+            azure._ask("GET", f"http://127.0.0.1:{server.server_port}/c?sig=CANARY", Need(scheme="az", bucket="c"))
+    assert asked == ["/c?sig=CANARY"]

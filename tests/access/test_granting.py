@@ -209,3 +209,11 @@ def test_failed_renewal_is_reported_once_and_retried(config: Config, granter: Fa
 
 def test_grants_show_no_secret(granter: FakeGranter) -> None:
     assert "key-1" not in repr(granter.issue([]))
+
+
+def test_expired_credentials_do_not_stay_in_memory(config: Config, granter: FakeGranter) -> None:
+    grants, _ = make_grants(config, granter)
+    for number in range(3):
+        grants.check([plan_on(make_task(f"s3://runs-{number}"), "gcp")])
+        granter.now_s += granter.life_s * 0.6
+    assert len(grants._known) == 2, "the first has expired, the second is still usable"

@@ -95,7 +95,10 @@ def test_place_of_lost_replicas_and_refused_places_are_avoided_except_those_in_u
     first = next(each for each in list_spot_places(context, task) if each.slot == slots[0])
     refuse(context, task, first.slot)
     assert first.slot not in [each.slot for each in list_spot_places(context, task)]
-    assert first.slot in [each.slot for each in list_spot_places(context, task, frozenset({first.slot}))]
+    places = {each.slot: each for each in list_spot_places(context, task, frozenset({first.slot}))}
+    assert places[first.slot].is_full and not any(each.is_full for each in places.values() if each.slot != first.slot)
+    running = [ReplicaView(number=1, version=1, slot=first.slot, is_ready=True, open_hours=1.0)]
+    assert choose(context, task, 0.3, running).count(first.slot) <= 1, "at most the one that runs there"
 
 
 def refuse(context: Context, task: Task, slot: Slot) -> None:

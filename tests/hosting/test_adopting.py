@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -17,10 +18,12 @@ from broker.app.backups import pack_state, unpack
 from broker.app.container import Context
 from broker.app.moving import MovedTo, read_moved, write_moved
 from broker.clock import SystemClock
-from broker.errors import UsageError
+from broker.errors import StateError, UsageError
 from broker.hosting import importing
 from broker.hosting.machines import PROGRAMS
 from broker.hosting.record import HostedServer, HostedStatus
+from broker.state.copies import list_copies
+from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Placement, ScheduleSpec, Task
 from tests.simulation.world import make_offer
@@ -288,3 +291,36 @@ def test_failed_upgrade_tells_why_and_whether_the_version_before_runs(
         host.names["start"](str(host.folder), {"digest": "new", "arguments": []})
     told = "; and the version before: old is broken" if is_second_broken else ""
     assert str(failed.value) == f"new is broken{told}" and ran == ["new", "old"]
+
+
+def test_failed_upgrade_that_has_migrated_the_state_keeps_the_new_version(
+    host: HostProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version before could only fail, and be restarted for ever."""
+    request_error = host.names["RequestError"]
+    for name in ("old", "new"):
+        (host.folder / "releases" / name).mkdir(parents=True)
+    host.names["switch"](str(host.folder), "old")
+    add_job(store := host.open())
+    newer = len(MIGRATIONS) + 1
+    ran: list[str] = []
+
+    def run(folder: str) -> None:
+        ran.append((host.folder / "current").resolve().name)
+        store.copy()
+        store.execute(f"PRAGMA user_version={newer}")
+        raise request_error("new is broken", "see server.log")
+
+    monkeypatch.setitem(host.names, "run", run)
+    with pytest.raises(request_error) as failed:
+        host.names["start"](str(host.folder), {"digest": "new", "arguments": []})
+    store.close()
+    assert ran == ["new"] and (host.folder / "current").resolve().name == "new"
+    assert f"schema {newer}, which the version before cannot read" in str(failed.value)
+    told = failed.value.hint
+    assert "see server.log; then repeat `broker server upgrade`" in told and str(host.state / "backups") in told
+    with pytest.raises(StateError, match=f"newer broker \\(schema {newer}"):
+        host.open()
+    (copy,) = list_copies(host.state / "state.db")
+    with contextlib.closing(Store(copy.path, clock=SystemClock())) as kept:
+        assert kept.jobs.count() == 1

@@ -30,6 +30,7 @@ from broker.notify.notifier import LINGER_S, Notifier
 from broker.notify.settings import NotifySettings
 from broker.state.claims import Claims
 from broker.state.daemon_stats import DaemonStats
+from broker.state.leader import LeaderRow
 from broker.state.store import Store
 from broker.types import EventKind, JobStatus, NotifySpec, Task, make_event
 from tests.simulation.virtual import VirtualClock
@@ -128,15 +129,16 @@ def test_an_idle_daemon_exits(stage: Stage) -> None:
     assert stage.run(idle_s=0.0) < 2.0
 
 
-def test_a_daemon_of_a_shared_store_keeps_its_lease_while_a_step_blocks_its_loop(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "is_shared"), [(LeaderRow, False), (Claims, True)])
+def test_a_daemon_keeps_its_lease_while_a_step_blocks_its_loop(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Any, is_shared: bool
 ) -> None:
     extended, waits = threading.Event(), list[bool]()
-    extend = Claims.extend
+    extend = rows.extend
 
-    def note(claims: Claims, holder: str) -> bool:
-        is_done = extend(claims, holder)
-        extended.set()
+    def note(*given: Any) -> bool:
+        if is_done := bool(extend(*given)):
+            extended.set()
         return is_done
 
     class Blocking(Controller):
@@ -147,14 +149,14 @@ def test_a_daemon_of_a_shared_store_keeps_its_lease_while_a_step_blocks_its_loop
             waits.append(extended.wait(60.0))
             return await super().step()
 
-    monkeypatch.setattr(Claims, "extend", note)
-    monkeypatch.setattr(stage.store, "is_shared", True)
+    monkeypatch.setattr(rows, "extend", note)
+    monkeypatch.setattr(stage.store, "is_shared", is_shared)
     stage.open_store = lambda: Store(tmp_path / "state.db", clock=stage.clock)
     job_id = stage.store.jobs.add("j", Task()).id
     stage.controllers[job_id] = Blocking(stage, job_id)
     stage.run()
     assert waits == [True], "by another thread"
-    assert not stage.store.claims.has_controller(), "resigned"
+    assert not stage.store.claims.has_controller() and stage.store.leader.measure_beat_age_s() > STALE_S, "resigned"
 
 
 class Deliveries:

@@ -10,8 +10,9 @@ import pytest
 
 from broker.errors import FencedError, StateError
 from broker.jobs.lease_keeper import CHECK_EVERY_S, HANG_S_MAX, SILENT_S, LeaseKeeper, keep_lease
-from broker.jobs.workload import BEAT_EVERY_S, SHARE_S, SharedWorkload
+from broker.jobs.workload import BEAT_EVERY_S, SHARE_S, LeaderWorkload, SharedWorkload
 from broker.state.claims import LEASE_S, Claims
+from broker.state.leader import STALE_S
 from broker.state.store import Store
 from broker.types import Task
 from tests.state.samples import Hands
@@ -103,6 +104,29 @@ def test_a_resigned_process_stays_resigned(office: Office) -> None:
     office.one.resign()
     office.keeper.step()
     assert office.opened == 1 and not office.store.claims.has_controller()
+
+
+def test_a_blocked_leader_keeps_its_state_folder_until_it_hangs_and_one_that_resigned_or_was_replaced_stays_so(
+    office: Office, clock: Hands
+) -> None:
+    own, other = office.open_store(), office.open_store()
+    own.leader.lead()
+    leader = LeaderWorkload(own, clock)
+    keeper = LeaseKeeper(leader, clock, office.open_store)
+    for _ in range(int(HANG_S_MAX + STALE_S)):
+        clock.time_s += 1.0
+        keeper.step()
+        assert other.leader.measure_beat_age_s() <= max(SILENT_S, clock.time_s - leader.turn_s - HANG_S_MAX + 1.0)
+    clock.time_s += 1.0
+    assert not leader.extend(other) and other.leader.measure_beat_age_s() > STALE_S, "stale is not brought back"
+    leader.refresh()
+    assert leader.extend(other)
+    other.leader.lead()
+    clock.time_s += 3.0
+    assert not leader.extend(office.store) and office.store.leader.measure_beat_age_s() == 3.0, "of the new leader"
+    LeaderWorkload(other, clock).resign()
+    assert not LeaderWorkload(other, clock).extend(office.store)
+    assert office.store.leader.measure_beat_age_s() == clock.time_s
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])

@@ -320,3 +320,24 @@ def test_fenced_step_reaches_the_daemon(stage: Stage, monkeypatch: pytest.Monkey
     stage.end_job(Task(notify=NotifySpec(on=())))
     with pytest.raises(FencedError):
         stage.notifier.step()
+
+
+def test_notification_that_is_dropped_while_it_is_sent_takes_no_other_with_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUEUE_MAX", 2)
+
+    async def work() -> None:
+        stage.receiver.hold = asyncio.Event()
+        ids = [stage.end_job(), stage.end_job()]
+        stage.notifier.step()
+        await asyncio.sleep(0)
+        assert stage.receiver.tried[HOOK] == 1, "the first one is on its way"
+        ids.append(stage.end_job())
+        stage.notifier.step()
+        stage.receiver.hold.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(stage.receiver.list_texts(HOOK)) == len(ids)
+
+    asyncio.run(work())

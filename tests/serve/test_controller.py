@@ -241,6 +241,8 @@ def test_first_version_that_fails_three_times_fails_the_service(tmp_path: Path) 
     world.settle(400)
     service = world.store.services.get("web")
     assert service is not None and service.failure == "its program failed"
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None and routing.failure == service.failure, "clients are told, instead of waiting"
     assert 3 <= len(world.store.jobs.list()) <= 4
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.base_protocol import BaseProtocol
 
-from broker.serve.engines import parse_context
+from broker.serve.engines import EngineFacts, parse_context
+from broker.serve.files import Backend
+from broker.serve.routes import BackendRoute
 from broker.serve.streams import UNANSWERED_MAX
 from tests.serve.engines import CONTEXT, EngineStandIn
 from tests.serve.stand_in import StandIn, expect_text
@@ -207,3 +213,26 @@ def test_stream_that_all_engines_end_is_given_up_after_a_few_tries_with_their_er
 )
 def test_context_is_what_the_list_of_models_states(body: bytes, tokens: int | None) -> None:
     assert parse_context(body) == tokens
+
+
+def test_list_of_models_that_arrives_in_parts_is_read_whole() -> None:
+    """Without the context, a resumed chat would have no limit of tokens, which is 16 for a completion."""
+    body = b'{"data": [{"id": "base", "max_model_len": 4096}, {"id": "adapter"}]}'
+
+    async def read() -> int | None:
+        loop = asyncio.get_running_loop()
+        protocol = BaseProtocol(loop)
+        protocol.connection_made(asyncio.Transport())
+        content = aiohttp.StreamReader(protocol, 2**16, loop=loop)
+        content.feed_data(body[:30])
+
+        @asynccontextmanager
+        async def get(url: str, **options: Any) -> AsyncIterator[Any]:
+            loop.call_soon(lambda: (content.feed_data(body[30:]), content.feed_eof()))
+            yield SimpleNamespace(content=content)
+
+        session: Any = SimpleNamespace(get=get)
+        route = BackendRoute(Backend(number=1, version=1, host="127.0.0.1", port=1), now_s=0.0)
+        return await EngineFacts().find_context(session, route)
+
+    assert asyncio.run(read()) == 4096

@@ -51,7 +51,7 @@ def measure(slots: list[Slot], places: list[SpotPlace], count: int) -> float:
 
 def find_restart(places: list[SpotPlace], lost: list[SpotPlace]) -> float:
     """Return the hours of a start in the cheapest place that is not lost."""
-    others = sorted((each.usd_hour, find_start(each)) for each in places if each not in lost)
+    others = sorted((each.usd_hour, find_start(each)) for each in places if each not in lost and not each.is_full)
     return others[0][1] if others else COLD_START_HOURS
 
 
@@ -105,6 +105,19 @@ def test_move_to_a_place_with_slow_starts_costs_more() -> None:
         return place_replicas(1, places, ondemand_usd_hour=1.0, cold_start_hours=0.1, availability=0.5).slots[0]
 
     assert choose(None) == A.slot and choose(0.5) == B.slot
+
+
+def test_full_place_keeps_its_replicas_and_gets_no_other() -> None:
+    """It would be refused there and start elsewhere, which is another choice, and would be made again and again."""
+
+    def place(count: int, *, is_full: bool, present: int = 1) -> list[str | None]:
+        places = [replace(make_place("a", 0.1, 0.2), present=present, is_full=is_full), B]
+        found = place_replicas(count, places, ondemand_usd_hour=1.0, cold_start_hours=0.1, availability=0.5)
+        return sorted(each.zone or "" for each in found.slots)
+
+    assert place(3, is_full=False) == ["a", "a", "a"] and place(3, is_full=True) == ["a", "b", "b"]
+    assert place(20, is_full=True, present=6).count("a") == 6, "in blocks of three"
+    assert place(2, is_full=True, present=0) == ["b", "b"]
 
 
 def test_low_availability_takes_the_cheapest_spot_and_a_high_one_ends_at_on_demand() -> None:
@@ -182,6 +195,7 @@ def make_places(drawn: list[tuple[float, float, float, str]]) -> list[SpotPlace]
     st.integers(1, 3), drawn_places, st.sampled_from([0.8, 0.95, 0.999]),
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
     st.lists(st.sampled_from([None, 0.05, 1.0]), min_size=3, max_size=3),
+    st.lists(st.booleans(), min_size=3, max_size=3),
 )  # fmt: skip
 def test_chance_is_exact_and_no_other_set_costs_less_with_its_penalty_and_moves(
     count: int,
@@ -189,10 +203,11 @@ def test_chance_is_exact_and_no_other_set_costs_less_with_its_penalty_and_moves(
     availability: float,
     present: list[int],
     starts: list[float | None],
+    full: list[bool],
 ) -> None:
     places = [
-        replace(each, present=seen, start_hours=start)
-        for each, seen, start in zip(make_places(drawn), present[1:], starts, strict=False)
+        replace(each, present=seen, start_hours=start, is_full=is_full)
+        for each, seen, start, is_full in zip(make_places(drawn), present[1:], starts, full, strict=False)
     ]
     found = place_replicas(
         count, places, ondemand_usd_hour=1.0, cold_start_hours=COLD_START_HOURS, availability=availability,
@@ -211,7 +226,9 @@ def test_chance_is_exact_and_no_other_set_costs_less_with_its_penalty_and_moves(
         return usd_hour * min(sum(starts), surplus) / max(sum(starts), 1)
 
     best = found.usd_hour + penalty * (1 - found.availability) + price_moves(list(found.slots))
-    for counts in itertools.product(range(count + 1), repeat=len(places)):
+    rooms = [range((min(count, each.present) if each.is_full else count) + 1) for each in places]
+    assert all(found.slots.count(each.slot) in room for each, room in zip(places, rooms, strict=True))
+    for counts in itertools.product(*rooms):
         for ondemand in range(max(0, count - sum(counts)), count + 1):
             slots = [each.slot for each, number in zip(places, counts, strict=True) for _ in range(number)]
             usd_hour = ondemand + sum(each.usd_hour * n for each, n in zip(places, counts, strict=True))

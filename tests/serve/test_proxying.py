@@ -109,6 +109,32 @@ def test_request_on_a_vanished_machine_is_repeated_if_it_may_be_and_fails_otherw
     play(tmp_path, scene, stream_timeout_s=36_000.0)
 
 
+def test_requests_do_not_wait_for_a_service_that_was_given_up_and_a_late_replica_still_serves(tmp_path: Path) -> None:
+    reason = "replica 3 failed: out of memory"
+
+    async def scene(bed: Bed) -> None:
+        await bed.stands[0].kill()
+        await bed.until_ready(0)
+        post = bed.client.post
+        stream = {"prompt": "hi", "stream": True, "max_tokens": 2}
+        held = [
+            asyncio.ensure_future(post(f"{bed.url}/a", data=b"x")),
+            asyncio.ensure_future(post(f"{bed.url}/v1/completions", json=stream)),
+        ]
+        await until(lambda: bed.balancer.path.counts.waiting == 2)
+        routing = bed.balancer._routing
+        bed.balancer.adopt(replace(routing, generation=routing.generation + 1, failure=reason))
+        for response in [*await asyncio.gather(*held), await post(f"{bed.url}/a", data=b"x")]:
+            told = (await response.json())["error"]["message"]
+            assert (response.status, told) == (503, f"the service was given up: {reason}")
+            assert "retry-after" not in response.headers
+        await bed.stands[0].start()
+        await bed.until_ready(1)
+        assert (await post(f"{bed.url}/a", data=b"x")).status == 200
+
+    play(tmp_path, scene, count=1)
+
+
 def test_websocket_on_a_vanished_machine_is_closed_with_a_code_that_clients_accept(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         async with bed.client.ws_connect(f"{bed.url}/socket") as socket:
@@ -554,3 +580,18 @@ def test_replica_that_will_be_preempted_is_chosen_only_if_all_others_will_be(tmp
     assert {table.choose().backend.number for _ in range(50)} == {2}  # type: ignore[union-attr]
     table.update([make(1, is_leaving=True), make(2, is_leaving=True)])
     assert {table.choose().backend.number for _ in range(50)} == {1, 2}  # type: ignore[union-attr]
+
+
+def test_client_that_does_not_send_the_headers_of_a_request_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key, it could hold descriptors for an hour."""
+    monkeypatch.setattr("broker.serve.http_path.IDLE_S_MAX", 0.05)
+
+    async def scene(bed: Bed) -> None:
+        reader, writer = await send_raw(bed, b"GET /a HTTP/1.1\r\nHost: x\r\nSlow: ")
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+
+    play(tmp_path, scene, count=1)

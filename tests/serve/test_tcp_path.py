@@ -219,6 +219,20 @@ def test_connection_waits_until_a_replica_is_ready(tmp_path: Path) -> None:
     play(tmp_path, scene, count=1)
 
 
+def test_connections_do_not_wait_for_a_service_that_was_given_up(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        await bed.echoes[0].kill()
+        await bed.until_ready(0)
+        opening = asyncio.ensure_future(bed.open())
+        await until(lambda: bed.balancer.path.counts.waiting == 1)
+        routing = bed.balancer._routing
+        bed.balancer.adopt(replace(routing, generation=routing.generation + 1, failure="out of memory"))
+        with pytest.raises(ConnectionError):
+            await opening
+
+    play(tmp_path, scene, count=1)
+
+
 def test_replica_that_breaks_off_resets_the_client_and_is_counted_each_time(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         for _ in range(3):

@@ -11,7 +11,7 @@ from broker.client.wire import VERBS
 from broker.errors import DeniedError
 from broker.server.authorisation import check_verb
 from broker.state.people import Owned, Role
-from broker.types import Cluster, ClusterStatus, Payee, Placement, Replica, Resources, ScheduleSpec, Task
+from broker.types import Cluster, ClusterStatus, Payee, Placement, Resources, ScheduleSpec, Task
 from tests.server.conftest import Hosted
 from tests.simulation.world import make_offer
 
@@ -106,8 +106,10 @@ def test_nodes_of_a_job_or_a_replica_are_entered_by_the_owner_of_the_job_or_serv
 ) -> None:
     store = hosted.context.store
     users = {each.user: each for each in store.tokens.list()}
-    replica, foreign = (store.jobs.add(name, Task(run="true")).id for name in ("replica", "foreign"))
-    store.services.put_replica(Replica(service="dev", number=1, version=1, job_id=replica, port=1, created_s=0.0))
+    service = store.services.get("dev")
+    assert service is not None
+    replica = store.jobs.add("replica", Task(run="true"), request_id=f"service/dev/{service.uid}/1").id
+    foreign = store.jobs.add("foreign", Task(run="true"), request_id="service/dev/of-an-earlier-one/1").id
     placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
     for name, job_id in (("of-job", int(owned)), ("of-replica", replica), ("of-none", foreign)):
         store.clusters.put(Cluster(name=name, placement=placement, status=ClusterStatus.UP, attempt=1, job_id=job_id))

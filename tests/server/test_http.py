@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import socket
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -21,7 +22,7 @@ from broker.client.wire import HEADER, PROTOCOL, VERBS, read_signature
 from broker.errors import AuthError, TransientError, UsageError
 from broker.server.context import Policy
 from broker.server.files import FileStore
-from broker.server.http import Server
+from broker.server.http import OPEN_BODY_MAX, Server
 from broker.server.openapi import describe_api
 from broker.server.serving import choose_certificate, ensure_certificate
 from broker.types import Repository, Secret, Task
@@ -64,6 +65,9 @@ def test_api_document_describes_every_route_and_how_to_accept_a_price(tmp_path: 
         ("show_job", {}, 400, "requires the argument `job`"),
         ("show_job", {"job": "1", "more": 1}, 400, "no argument `more`"),
         ("list_queue", {"newest": "many"}, 400, "invalid data"),
+        ("list_queue", {"newest": 2**63}, 400, "integers of 64 bits"),
+        ("show_job", {"job": "9" * 20}, 422, "unknown managed job"),
+        ("show_job", {"job": "\u00b2"}, 422, "unknown managed job"),
         ("wait_for_job", {"job": "1", "status": "NEVER"}, 400, "invalid data"),
         ("no_such_verb", {}, 422, "unknown verb"),
     ],
@@ -226,3 +230,36 @@ def test_server_that_does_not_respond_is_named(tmp_path: Path) -> None:
     hosted.stop()
     with pytest.raises(TransientError, match="does not respond"):
         session.call(show_status)
+
+
+@pytest.mark.parametrize("path", ["/v1/handshake", "/metrics"])
+def test_header_that_is_not_text_is_no_bug_of_the_server(
+    hosted: Hosted, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each bug is logged with a traceback, so strangers could fill the disk."""
+    status, answer = hosted.ask(path, headers={"Authorization": "Bearer \xff"})
+    assert (status, answer["error"]["kind"]) == (401, "AuthError")
+    status, _ = hosted.ask("/v1/handshake", token=hosted.tokens["viewer"], headers={HEADER: "9" * 5000})
+    assert status == 422 and not caplog.records
+
+
+@pytest.mark.parametrize("path", ["/v1/login", "/login"])
+def test_long_login_is_refused_before_it_is_read(hosted: Hosted, path: str) -> None:
+    """Up to 64 MiB of each stranger would be kept."""
+    status, answer = hosted.ask(path, {"code": "x" * OPEN_BODY_MAX})
+    assert status == 400 and "body of a login" in answer["error"]["message"]
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(hosted.listening.url + path, data=iter([b"{}"]), method="POST"), timeout=300)  # chunked
+    assert refused.value.code == 400
+
+
+def test_connection_that_sends_no_request_in_time_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.server.serving.IDLE_S_MAX", 0.05)
+    hosted = Hosted(tmp_path)
+    try:
+        address = ("127.0.0.1", int(hosted.listening.url.rpartition(":")[2]))
+        with socket.create_connection(address, timeout=60) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
+            assert connection.recv(100) == b""
+    finally:
+        hosted.stop()

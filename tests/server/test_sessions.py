@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import os
 import tarfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from broker.server.sessions import COOKIE, SESSION_S, SESSIONS_MAX, Sessions
 from broker.server.tokens import DAY_S, create_token, find_token
 from broker.state.people import Role, Token
 from broker.state.store import Store
+from broker.types import JobStatus, ScheduleSpec, Task
 
 
 class SteppedClock:
@@ -191,3 +193,25 @@ def test_an_upload_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(InvalidRequestError, match="the files exceed"):
         receive(uploads, larger)
     assert [each.name for each in folder.iterdir()] == [digest] and not (tmp_path / "x").exists()
+
+
+def test_uploads_that_no_task_names_are_deleted_a_week_after_their_last_use(tmp_path: Path, store: Store) -> None:
+    folder = tmp_path / "uploads"
+    uploads = FileStore(folder)
+    names = ["job", "schedule", "service", "asked", "unused"]
+    digests = {name: receive(uploads, pack(**{f"code_{name}": b"1"})) for name in names}
+    tasks = {name: Task(run="true", workdir=str(folder / digest / "code")) for name, digest in digests.items()}
+    job = store.jobs.add("j", tasks["job"])
+    store.jobs.set_status(job.id, JobStatus.FAILED)  # it may be retried
+    store.schedules.add("nightly", tasks["schedule"], ScheduleSpec(cron="0 2 * * *"), next_s=1e10)
+    store.services.add("web", tasks["service"], host="127.0.0.1", port=1, wanted=1)
+    (folder / ".0-killed.tar").write_bytes(b"part of an archive")
+    (folder / ".0-killed").mkdir()
+    now_s = (folder / digests["job"]).stat().st_mtime + files.KEPT_S - 500.0
+    assert uploads.forget_unused(store.retention.is_named, now_s=now_s) == 0
+    assert not list(folder.glob(".*")), "a day is enough for an upload"
+    for digest in digests.values():
+        os.utime(folder / digest, (now_s - files.KEPT_S - 500.0,) * 2)
+    assert uploads.has(digests["asked"]), "its launch follows"
+    assert uploads.forget_unused(store.retention.is_named, now_s=now_s) == 1
+    assert {each.name for each in folder.iterdir()} == {digests[name] for name in names if name != "unused"}

@@ -88,7 +88,8 @@ def test_owner_types_in_a_shell_of_the_node_and_both_ends_are_audited(hosted: Ho
     assert typing.open() == 5
     assert "as xterm, flags e" in typing.seen.decode(), "with the options for users of a server"
     found = [(each.verb, each.target, each.outcome) for each in hosted.context.store.audit.list(newest=2)]
-    assert found == [("open_shell", "cluster dev", "started"), ("open_shell", "cluster dev", "done")]
+    target = "cluster dev, node dev-0"
+    assert found == [("open_shell", target, "started"), ("open_shell", target, "done")]
 
 
 def test_only_the_user_of_a_shell_types_in_it(hosted: Hosted, cluster: str) -> None:

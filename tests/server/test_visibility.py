@@ -123,3 +123,25 @@ def test_newest_own_jobs_are_shown_however_many_others_have_started_since(team: 
     shown = ask("admin", "jobs", "queue")
     assert len(read_names(shown)) == NEWEST and "... and 2 older; show them with `--all`" in shown
     assert len(read_names(ask("admin", "jobs", "queue", "--all"))) == NEWEST + 2
+
+
+def test_clusters_of_replicas_and_gateways_are_listed_for_the_owner_of_the_service(team: Hosted, ask: Ask) -> None:
+    store = team.context.store
+    store.services.add("web", Task(run="true"), host="127.0.0.1", port=30001, wanted=1)
+    store.owners.put(Owned.SERVICE, "web", "other")
+    service = store.services.get("web")
+    assert service is not None
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    for name, number in (("of-replica", "1"), ("of-gateway", "gateway-1/1")):
+        job_id = store.jobs.add(name, Task(), request_id=f"service/web/{service.uid}/{number}").id
+        store.clusters.put(Cluster(name=name, placement=placement, status=ClusterStatus.UP, attempt=1, job_id=job_id))
+        store.jobs.set_status(job_id, JobStatus.CANCELLED)
+    try:
+        assert sorted(read_names(ask("other", "status"))) == ["of-gateway", "of-other", "of-replica"]
+        assert read_names(ask("user", "status")) == ["of-user"]
+        every = json.loads(ask("user", "status", "--all-users", "--json"))["clusters"]
+        users = {each["name"]: each["user"] for each in every}
+        assert users["of-replica"] == users["of-gateway"] == "other"
+    finally:
+        for name in ("of-replica", "of-gateway"):
+            store.clusters.delete(name)

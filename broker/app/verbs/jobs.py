@@ -163,8 +163,8 @@ def follow_log(
     found = jobs.find_job(context, job)
     if not is_following:
         context.keep_jobs_going()
-        lines, end = jobs.read_log(context, found.id, offset)
-        on_chunk(LogChunk(lines=tuple(lines), offset=end))
+        for chunk in jobs.read_chunks(context, found.id, offset=offset):
+            on_chunk(chunk)
         return
 
     async def follow() -> None:

@@ -111,8 +111,8 @@ def follow_service_log(
         return
     job_id = services.find_replica_job(context, found, replica)
     if not is_following:
-        read, end = jobs.read_log(context, job_id, offset)
-        on_chunk(LogChunk(lines=tuple(read), offset=end))
+        for chunk in jobs.read_chunks(context, job_id, offset=offset):
+            on_chunk(chunk)
         return
 
     async def follow() -> None:

@@ -97,13 +97,11 @@ def get_node(cluster: Cluster, rank: int) -> Node:
 
 
 def find_owned(store: Store, cluster: Cluster) -> tuple[Owned, str]:
-    """Return what a cluster belongs to: the service of a replica, the managed job, or nothing but itself."""
+    """Return what a cluster belongs to: the service of a replica or gateway, the managed job, or only itself."""
     if cluster.job_id is None:
         return Owned.CLUSTER, cluster.name
-    for service in store.services.list_names():
-        if any(each.job_id == cluster.job_id for each in store.services.list_replicas(service)):
-            return Owned.SERVICE, service
-    return Owned.JOB, str(cluster.job_id)
+    service = store.services.list_jobs().get(cluster.job_id)
+    return (Owned.JOB, str(cluster.job_id)) if service is None else (Owned.SERVICE, service)
 
 
 def _find_own(context: Context, name: str) -> Cluster:
