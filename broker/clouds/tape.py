@@ -43,17 +43,25 @@ BODIES = (
     re.compile(r'("value":\s*")(?:[^"\\]|\\.)*(?=",\s*"key":\s*"(?:ssh-keys|startup-script|user-data|windows-keys)")'),
     re.compile(r"(ssh-(?:rsa|ed25519) )[A-Za-z0-9+/=%]+"),
     re.compile(r"((?:access_token|id_token|refresh_token|client_secret)\"?[=:]\s*\"?)[^\"&\s]+"),
+    re.compile(r"((?:SecretAccessKey|SessionToken)(?:>|\"?[=:]\s*\"?))[^\"<&\s]+"),
+    re.compile(r"(Encoded authorization failure message: )[\w/+=-]+"),  # names who called, and what was refused
     re.compile(r"(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=)[^&\s\"]+", re.IGNORECASE),
 )
 # kind of placeholder -> pattern of the texts that it replaces
 WORDS = {
     "mail": re.compile(r"[\w.+-]+(?:@|%40)[\w-]+\.[\w.-]*\w"),
     "principal": re.compile(r"\bA(?:KIA|SIA|IDA|ROA|GPA|NPA)[A-Z0-9]{12,}\b"),
-    "user": re.compile(r"(?<=:user/)[\w+=,.@/-]+|(?<=:assumed-role/)[\w+=,.@/-]+"),
-    "account": re.compile(r"(?<![\w.-])\d{12}(?![\w.-])"),
+    "user": re.compile(
+        r"(?<=:user/)[\w+=,.@/-]+|(?<=:assumed-role/)[\w+=,.@/-]+|(?<=%3Auser%2F)[\w+=,.@%-]+|(?<=%3Aassumed-role%2F)[\w+=,.@%-]+"
+    ),
+    # An AWS account; in a URL, its colons are escaped. Google's numbers of projects have other lengths, too.
+    "account": re.compile(
+        r"(?:(?<![\w.-])|(?<=%3A)|(?<=%2F))\d{12}(?![\w.-])|(?<=projects/)\d{6,}|(?<=projects%2F)\d{6,}"
+    ),
     "token": re.compile(r"\b[0-9a-f]{32}\b"),
 }
 ADDRESS = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
+ADDRESS_6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}(?::|%3A)){2,7}[0-9A-Fa-f]{0,4}(?![\w:.])")
 ADDRESSES = [f"{block}.{last}" for block in ("203.0.113", "198.51.100", "192.0.2") for last in range(1, 255)]
 SHAPES = {
     "mail": "user-{}@example.com",
@@ -85,6 +93,7 @@ class Scrubber:
             text = text.replace(known, self._known[known])
         for kind, pattern in WORDS.items():
             text = pattern.sub(lambda found, kind=kind: self._stand_in(kind, found[0]), text)  # type: ignore[misc]
+        text = ADDRESS_6.sub(lambda found: self._hide_address_6(found[0]), text)
         return ADDRESS.sub(lambda found: self._hide_address(found[0]), text)
 
     def _stand_in(self, kind: str, text: str) -> str:
@@ -103,6 +112,17 @@ class Scrubber:
             return text
         taken = sum(kind == "address" for kind, _ in self._found)
         return self._found.setdefault(("address", text), ADDRESSES[taken % len(ADDRESSES)])
+
+    def _hide_address_6(self, text: str) -> str:
+        """Replace a public IPv6 address by one reserved for documentation (RFC 3849)."""
+        try:
+            is_public = ipaddress.IPv6Address(text.replace("%3A", ":")).is_global
+        except ValueError:
+            return text  # a time, or a fingerprint
+        if not is_public:
+            return text
+        number = 1 + sum(kind == "address 6" for kind, _ in self._found)
+        return self._found.setdefault(("address 6", text), f"2001:db8::{number:x}")
 
 
 class Tape:

@@ -125,3 +125,8 @@ def measure_doubt_s(signals: HealthSignals) -> float:
 def list_lost_ranks(nodes: Sequence[Node]) -> Sequence[int]:
     """List the ranks of nodes that the cloud has terminated or stopped."""
     return [node.rank for node in nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
+
+
+def list_leaving_ranks(nodes: Sequence[Node], noticed: Sequence[int]) -> Sequence[int]:
+    """List the ranks of nodes that are lost, or that the cloud will take according to its notice."""
+    return sorted({*list_lost_ranks(nodes), *noticed})

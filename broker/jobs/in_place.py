@@ -1,5 +1,7 @@
 """Start the next attempt on the nodes of the last one: end its program everywhere, replace lost nodes, commit once.
 
+A node with a preemption notice is terminated once the program has ended everywhere, and replaced like a lost one.
+
 An attempt that ended may keep its nodes until `kept_until_s`. Each step polls them once; when all are running, respond
 and have ended the old program, one commit closes the old attempt and opens the next one on the same cluster. The new
 number fences late writes of the old attempt, and the new run ID its agents' late reports. If this takes too long or
@@ -19,7 +21,7 @@ from broker.jobs.gang import Gang, GangReport, get_run_id
 from broker.jobs.group_member import GroupMember
 from broker.jobs.health import list_lost_ranks
 from broker.jobs.job_limits import JobLimits, LimitReached
-from broker.jobs.monitor import list_answering
+from broker.jobs.monitor import is_due, list_answering
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -27,6 +29,7 @@ from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, Node, NodeState, make_event
 
 KEPT_S_MAX = 1800.0  # longer only if the wall clock was set back
+END_AGAIN_S = 30.0  # before the request to terminate a node that is still running is repeated
 
 
 class Kept(StrEnum):
@@ -57,6 +60,7 @@ class InPlace:
         self._group = group
         self._limits = JobLimits(store, clock)
         self._replacing: asyncio.Task[Cluster] | None = None
+        self._asked_s: dict[str, float] = {}  # node ID -> when its termination was last requested
 
     def stop(self) -> None:
         """Stop waiting for a replacement; a node that is being created is later found by its intent."""
@@ -82,11 +86,15 @@ class InPlace:
             return Kept.WAITING
         if not has_ended(report):
             await self._end_program(attempt, cluster)
+        else:
+            await self._end_noticed(attempt, cluster, report)
+        leaving = [node.rank for node in cluster.nodes if node.rank in report.noticed or node.id in self._asked_s]
+        silent = [rank for rank in report.unreachable if rank not in leaving]
         if list_lost_ranks(cluster.nodes) or self._replacing is not None:
             return self._replace(job, cluster)
-        if report.unreachable and not await self._prepare(job, cluster, report.unreachable):
+        if silent and not await self._prepare(job, cluster, silent):
             return Kept.GIVEN_UP
-        if report.unreachable or not has_ended(report) or not are_running(cluster.nodes):
+        if leaving or report.unreachable or not has_ended(report) or not are_running(cluster.nodes):
             return Kept.WAITING
         await self._teardown.copy_log(attempt, cluster)
         return Kept.READY
@@ -146,6 +154,24 @@ class InPlace:
         except CloudError:
             pass  # still booting; retried at the next step
         return True
+
+    async def _end_noticed(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> None:
+        """Terminate nodes with a preemption notice, which the cloud would take anyway, after copying their log.
+
+        Their replacement may start only when they are confirmed gone.
+        """
+        now_s = self._clock.now_s()
+        for node in cluster.nodes:
+            if node.rank not in report.noticed or node.state is NodeState.TERMINATED:
+                continue
+            if not is_due(self._asked_s.get(node.id, float("-inf")), END_AGAIN_S, now_s):
+                continue
+            await self._teardown.copy_log(attempt, cluster)
+            try:
+                await self._provisioner.end_node(cluster, node)
+            except CloudError:
+                continue  # retried at the next step
+            self._asked_s[node.id] = now_s
 
     async def _end_program(self, attempt: Attempt, cluster: Cluster) -> None:
         try:

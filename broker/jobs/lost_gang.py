@@ -8,7 +8,7 @@ from broker.config import Config
 from broker.jobs.allowance import get_unattended_s, show_hours
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, name_job_folder
 from broker.jobs.gang import GangReport
-from broker.jobs.health import Verdict, list_lost_ranks
+from broker.jobs.health import Verdict, list_leaving_ranks, list_lost_ranks
 from broker.jobs.log_files import copy_left_log
 from broker.jobs.node_health import UnhealthyNodes
 from broker.jobs.outcome_recorder import OutcomeRecorder
@@ -80,10 +80,13 @@ class LostGang:
             allowance = show_hours(get_unattended_s(job.task))
             up_to = "up to " if job.task.goal and (job.task.goal.budget_usd or job.task.goal.deadline_hours) else ""
             return self._recorder.record_lease_expiry(attempt, f"{up_to}{allowance}", step=step, lost_s=lost_s)
-        if is_noticed and not ranks:
-            return self._recorder.record_loss(attempt, describe_notice(), step=step)
         kept_until_s = find_kept_until_s()
-        kept_count = None if kept_until_s is None else len(cluster.nodes) - len(ranks)
+        leaving = list_leaving_ranks(cluster.nodes, report.noticed) or ranks
+        kept_count = None if kept_until_s is None else len(cluster.nodes) - len(leaving)
+        if is_noticed and not ranks:
+            return self._recorder.record_loss(
+                attempt, describe_notice(), step=step, kept_until_s=kept_until_s, kept_count=kept_count
+            )
         if fault := self._unhealthy.explain(cluster, ranks):
             return self._recorder.record_unhealthy(
                 job, attempt, fault, step=step, kept_until_s=kept_until_s, kept_count=kept_count

@@ -7,7 +7,7 @@ from broker.errors import NoOfferError
 from broker.frozen import frozen
 from broker.jobs.acquisition import Acquisition
 from broker.jobs.gang import GangReport
-from broker.jobs.health import list_lost_ranks
+from broker.jobs.health import list_leaving_ranks, list_lost_ranks
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Estimate, Job, NodeState, Placement
@@ -50,11 +50,15 @@ class NodeRetention:
         self._clock = clock
 
     def find_until_s(self, job: Job, attempt: Attempt, cluster: Cluster, report: GangReport) -> float | None:
-        """Return the time until which the remaining nodes are kept; None if they are released."""
+        """Return the time until which the remaining nodes are kept; None if they are released.
+
+        A node with a preemption notice counts as lost, although it may still be running.
+        """
         lost = list_lost_ranks(cluster.nodes)
-        others = [node for node in cluster.nodes if node.rank not in lost]
+        leaving = list_leaving_ranks(cluster.nodes, report.noticed)
+        others = [node for node in cluster.nodes if node.rank not in leaving]
         is_safe = (
-            0 < len(lost) < len(cluster.nodes)
+            0 < len(leaving) < len(cluster.nodes)
             and all(node.state is NodeState.TERMINATED for node in cluster.nodes if node.rank in lost)
             and all(node.state is NodeState.RUNNING and node.rank not in report.unreachable for node in others)
             and attempt.started_s > self._store.meta.restored_s  # otherwise a later attempt may run there
@@ -64,7 +68,7 @@ class NodeRetention:
             return None
         retention_s = measure_retention_s(
             cluster.placement,
-            lost_count=len(lost),
+            lost_count=len(leaving),
             start_s=self._provisioner.measure_start_s(cluster.placement.offer.cloud),
             elsewhere=self._find_elsewhere(job, cluster.placement),
         )

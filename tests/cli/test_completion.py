@@ -90,16 +90,22 @@ def test_each_shell_gets_its_own_form(home: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_script_that_is_shown_works_in_bash(home: Path) -> None:
+@pytest.mark.parametrize(
+    "load", ['eval "$(broker --show-completion)"', "broker --install-completion > log; source ~/.bashrc"]
+)
+def test_script_that_is_shown_or_installed_works_in_bash(home: Path, load: str) -> None:
     """Sourced, and its function called as bash does for `broker down d<TAB>`."""
     tool = home / "broker"
     tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m broker "$@"\n')
     tool.chmod(0o755)
-    lines = 'eval "$(broker --show-completion)"; COMP_WORDS=(broker down d); COMP_CWORD=2; _broker_completion broker'
+    lines = f"{load}; COMP_WORDS=(broker down d); COMP_CWORD=2; _broker_completion broker"
     shown = subprocess.run(
         ["bash", "--norc", "-c", f'{lines}; echo "${{COMPREPLY[@]}}"'],
         capture_output=True, text=True, timeout=300, cwd=home,
-        env={**os.environ, "PATH": f"{home}:{os.environ['PATH']}", "BROKER_HOME": str(home), "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ, "PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "BROKER_HOME": str(home),
+            "PYTHONPATH": str(ROOT),
+        },
     )  # fmt: skip
     assert shown.stdout.strip() == "dev", shown.stderr
 

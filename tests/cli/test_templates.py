@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,17 @@ def test_every_template_that_runs_a_trainer_sets_torch_up_first() -> None:
         task = yaml.safe_load(path.read_text())
         if "-m trainers." in task["run"]:
             assert task["setup"].split("\n")[0] == "python3 -m trainers.setup", path
+
+
+def test_every_template_installs_what_its_program_needs_on_a_bare_node() -> None:
+    """Those of other frameworks, groups, pipelines, maps and services, too."""
+    checked = 0
+    for path in (ROOT / "task_templates").rglob("*.yaml"):
+        for task in yaml.safe_load_all(path.read_text()):
+            if re.search(r"-m trainers\.|\btorchrun\b|\bmpiexec\b|\b(ray|dask|vllm) ", task.get("run", "")):
+                assert re.search(r"^ *python3 -m trainers\.(setup|venv)\b", task.get("setup", ""), re.M), path
+                checked += 1
+    assert checked > 35
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)

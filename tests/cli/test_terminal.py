@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import os
 import pty
@@ -155,6 +156,38 @@ def test_rich_is_used_in_one_place() -> None:
         if re.search(r"^\s*(from|import) rich", path.read_text(), re.M)
     }
     assert users == {"terminal.py"}
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("launch", {"show_progress", "show_wait"}),  # uploads, and the search for machines
+        ("lifecycle", {"show_wait"}),
+        ("simulate", {"show_progress"}),
+        ("catalog", {"show_wait"}),
+        ("rehearse", {"show_wait"}),
+        ("jobs_queue", {"show_view"}),
+        ("jobs_watch", {"show_view"}),
+        ("serve_top", {"show_view"}),
+        ("map", {"show_progress"}),
+        ("sweep", {"show_progress"}),
+    ],
+)
+def test_command_that_takes_long_shows_its_progress(command: str, shown: set[str]) -> None:
+    tree = ast.parse((ROOT / f"broker/cli/{command}.py").read_text())
+    functions = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    called = {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in functions}
+    assert called & {"show_progress", "show_wait", "show_view"} == shown
+
+
+def test_upload_is_shown_in_bytes_on_a_terminal() -> None:
+    code = (
+        "from broker.cli.launch import show_upload\n"
+        "with show_upload('s3://bucket/key') as tell:\n    tell(500_000, 2_000_000)\n    tell(2_000_000, 2_000_000)"
+    )
+    told = run(code, is_terminal=True)
+    assert "uploading to s3://bucket/key" in told and "MB" in told
+    assert run(code, is_terminal=False).splitlines()[-1] == "uploading to s3://bucket/key: 100%"
 
 
 def test_errors_are_plain_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

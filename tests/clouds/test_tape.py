@@ -21,8 +21,18 @@ from tests.testbed.replay import read_tape
         ("<Arn>arn:aws:iam::123456789012:user/jane.doe</Arn>", "123456789012"),
         ("<Arn>arn:aws:iam::123456789012:user/jane.doe</Arn>", "jane.doe"),
         ("<UserId>AIDAJQABLZS4A3QDU576Q</UserId>", "AIDAJQABLZS4A3QDU576Q"),
+        ("Arn=arn%3Aaws%3Aiam%3A%3A123456789012%3Auser%2Fjane.doe&Version=1", "123456789012"),
+        ("Arn=arn%3Aaws%3Aiam%3A%3A123456789012%3Auser%2Fjane.doe&Version=1", "jane.doe"),
+        ("Arn=arn%3Aaws%3Asts%3A%3A123456789012%3Aassumed-role%2FAdmin%2Fjane.doe", "jane.doe"),
+        ("projects/98765432101/global/networks/default", "98765432101"),
+        ("https%3A%2F%2Fgoogle%2Fprojects%2F9876543210123%2Fzones", "9876543210123"),
+        ("<SecretAccessKey>wJalrXUtnFEMI/K7MDENG</SecretAccessKey>", "wJalrXUtnFEMI"),
+        ('{"SessionToken": "FwoGZXIvYXdzEBYaD"}', "FwoGZXIvYXdzEBYaD"),
+        ("not authorized. Encoded authorization failure message: 4GIOHlTkIaWHQD0Q", "4GIOHlTkIaWHQD0Q"),
         ('"email": "train@acme-research.iam.gserviceaccount.com"', "acme-research"),
         ("CidrIp=8.8.4.4%2F32", "8.8.4.4"),
+        ("<cidrIpv6>2a01:4f8:c0c:1234::9/128</cidrIpv6>", "c0c"),
+        ("CidrIpv6=2a01%3A4f8%3Ac0c%3A1234%3A%3A9%2F128", "c0c"),
         ("https://b.s3.amazonaws.com/k?X-Amz-Signature=deadbeef&x=1", "deadbeef"),
         ("/compute/v1/projects/acme-research/zones", "acme-research"),
     ],
@@ -39,7 +49,21 @@ def test_the_same_text_gets_the_same_placeholder_and_another_one_another() -> No
     assert scrubber.scrub(first) == first, "a placeholder stays as it is"
 
 
-@pytest.mark.parametrize("text", ["10.0.0.7", "172.31.5.9", "999.1.2.3", "i-0123456789abcdef0", "m5.large", "1.2.3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "10.0.0.7",
+        "::/0",
+        "fe80::1",
+        "12:30:45",
+        "a1:b2:c3:d4",
+        "arn:aws:s3:::b",
+        "999.1.2.3",
+        "i-0123456789abcdef0",
+        "m5.large",
+        "1.2.3",
+    ],
+)
 def test_text_without_private_data_is_kept(text: str) -> None:
     assert Scrubber().scrub(text) == text
 

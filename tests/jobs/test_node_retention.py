@@ -26,9 +26,10 @@ from broker.types import (
 )
 from tests.clouds.simulated import FaultRates
 from tests.jobs.test_node_replacement import take_nodes
-from tests.simulation.test_crashes import check, drive
-from tests.simulation.world import Report, World, make_offer
+from tests.simulation.test_crashes import check, drive, run_to_end
+from tests.simulation.world import Report, SimulatedGang, World, _Run, make_offer
 from tests.state.samples import NODE
+from tests.tiers import spread
 
 GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_count=4)
 
@@ -65,24 +66,29 @@ def test_a_location_is_identified_by_its_zone_even_among_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "is_kept"),
+    ("states", "noticed", "is_kept"),
     [
-        ((NodeState.TERMINATED, NodeState.TERMINATED, NodeState.RUNNING), True),
-        ((NodeState.TERMINATED, NodeState.STOPPED, NodeState.RUNNING), False),  # one of the lost still exists
-        ((NodeState.TERMINATED, NodeState.RUNNING, NodeState.PENDING), False),
-        ((NodeState.TERMINATED, NodeState.TERMINATED, NodeState.TERMINATED), False),
-        ((NodeState.RUNNING, NodeState.RUNNING, NodeState.RUNNING), False),
+        ((NodeState.TERMINATED, NodeState.TERMINATED, NodeState.RUNNING), (), True),
+        ((NodeState.TERMINATED, NodeState.STOPPED, NodeState.RUNNING), (), False),  # one of the lost still exists
+        ((NodeState.TERMINATED, NodeState.RUNNING, NodeState.PENDING), (), False),
+        ((NodeState.TERMINATED, NodeState.TERMINATED, NodeState.TERMINATED), (), False),
+        ((NodeState.RUNNING, NodeState.RUNNING, NodeState.RUNNING), (), False),
+        ((NodeState.RUNNING, NodeState.RUNNING, NodeState.RUNNING), (1,), True),
+        ((NodeState.TERMINATED, NodeState.RUNNING, NodeState.RUNNING), (1,), True),
+        ((NodeState.RUNNING, NodeState.RUNNING, NodeState.RUNNING), (0, 1, 2), False),
+        ((NodeState.TERMINATED, NodeState.RUNNING, NodeState.RUNNING), (1, 2), False),
+        ((NodeState.RUNNING, NodeState.RUNNING, NodeState.PENDING), (1,), False),
     ],
 )
-def test_survivors_are_kept_where_all_others_are_confirmed_gone(
-    tmp_path: Path, states: tuple[NodeState, ...], is_kept: bool
+def test_survivors_are_kept_where_all_others_are_confirmed_gone_or_noticed(
+    tmp_path: Path, states: tuple[NodeState, ...], noticed: tuple[int, ...], is_kept: bool
 ) -> None:
     world = World(tmp_path)
     placement = replace(GANG, node_count=len(states))
     nodes = tuple(replace(NODE, id=f"n{rank}", rank=rank, state=state) for rank, state in enumerate(states))
     cluster = Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
     attempt = Attempt(job_id=1, number=1, cluster="c", placement=placement, started_s=world.clock.now_s())
-    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
+    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None, noticed=noticed)
     stub: Any = Stub()
     until_s = NodeRetention(world.store, stub, stub, world.clock).find_until_s(
         world.get_job(), attempt, cluster, report
@@ -156,3 +162,71 @@ def test_whole_gangs_that_are_lost_leave_nothing_to_keep(tmp_path: Path) -> None
     world.clock.run(lambda: act(world, (10, 0), (10, 1)))
     check(world, JobStatus.SUCCEEDED)
     assert len({attempt.cluster for attempt in world.get_job().attempts}) == 2
+
+
+class NoticedGang(SimulatedGang):
+    """A gang whose node `rank` gets a preemption notice at step 12, on which the program ends; node 1 saves for longer.
+
+    The cloud never takes the node, so only broker can have terminated it.
+    """
+
+    rank = 1
+    save_s = 3.0
+
+    def _is_saved(self, run: _Run) -> bool:
+        return run.cancelled_s is not None and self._clock.now_s() >= run.cancelled_s + self.save_s
+
+    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        """Read the log from the first node of the run, which has it."""
+        whole, _ = await super().read_log(cluster, run_id, offset=0)
+        run = self._runs.get((cluster.name, run_id))
+        if run is None or self._cloud.find(run.ids)[0].ended_s is not None:
+            return b"", offset
+        whole += b"saved\n" if run.number == 0 and self._is_saved(run) else b""
+        return whole[offset:], len(whole)
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        report = await super().poll(cluster, run_id)
+        run = self._runs[cluster.name, run_id]
+        if run.number == 0 and report.progress is not None and report.progress.step >= 12:
+            run.cancelled_s = run.cancelled_s or self._clock.now_s()
+            second = RunStatus.FAILED if self._is_saved(run) else RunStatus.RUNNING
+            statuses = (RunStatus.FAILED, second)
+            report = replace(report, status=RunStatus.FAILED, returncode=None, reason="preempted", statuses=statuses)
+        noticed = run.ids[self.rank] if run.number == 0 and run.cancelled_s else None
+        ranks = (rank for rank, node in enumerate(self._find_nodes(cluster)) if node.id == noticed)
+        return replace(report, noticed=tuple(rank for rank in ranks if rank not in report.unreachable))
+
+
+def make_noticed_world(folder: Path, *, rank: int, crash_at: int | None = None) -> World:
+    world = World(folder)
+    world.gang = NoticedGang(world.cloud, world.clock)
+    world.gang.rank = rank
+    world.points.crash_at = None if crash_at is None else world.points.count + crash_at
+    return world
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_notice_to_one_node_costs_one_node(tmp_path: Path, rank: int) -> None:
+    world = make_noticed_world(tmp_path, rank=rank)
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    first, second = world.get_job().attempts
+    assert first.cluster == second.cluster
+    assert first.outcome is not None and first.outcome.kind is OutcomeKind.PREEMPTED
+    (lost,) = (each for each in world.store.events.list() if each.kind is EventKind.ATTEMPT_LOST)
+    assert lost.message.startswith("preempted: the cloud gave notice")
+    assert lost.message.endswith("; keeping 1 of 2 nodes while replacing the rest")
+    log = (world.folder / "logs" / "jobs" / f"{world.job_id}.log").read_text()
+    assert "step 12\nsaved\n" in log, "all nodes had saved, and the log was copied, before the node was terminated"
+    nodes = [node for node in world.cloud.observe() if node.owner == "me"]
+    assert len(nodes) == 3
+    (ended,) = (node for node in nodes if node.ended_s is not None and node.ended_s < second.started_s)
+    assert ended.rank == rank, "the noticed node alone was terminated, before the next attempt"
+
+
+@pytest.mark.parametrize("crash_at", spread(range(8, 60, 3), every=6, more=2))
+def test_crash_at_any_effect_after_a_notice_leaves_a_finished_job_and_no_node(tmp_path: Path, crash_at: int) -> None:
+    world = make_noticed_world(tmp_path, rank=1, crash_at=crash_at)
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)

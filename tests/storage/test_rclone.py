@@ -20,12 +20,16 @@ import pytest
 from local_gang import Rig, make_task, wait_for
 
 from broker.storage.mounts import MountStep, make_script
+from broker.storage.node_mount import find_rclone_version
 from broker.types import RunStatus
 from tests.testbed.s3 import BUCKET, S3Server, Wire, serve_s3
 
+# The first with version 2 of AWS's SDK, which reads AWS_ENDPOINT_URL; older ones would look for the bucket at AWS.
+RCLONE_OLDEST = (1, 68)
 pytestmark = pytest.mark.skipif(
-    not (shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK)),
-    reason="no rclone, or no FUSE to use",
+    not (shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK))
+    or find_rclone_version() < RCLONE_OLDEST,
+    reason="no rclone 1.68 or newer, or no FUSE to use",
 )
 
 

@@ -228,7 +228,7 @@ def restore_damaged(path: Path) -> Any:
 SCENARIOS = {"slow": restore_slowly, "damaged": restore_damaged}
 
 
-@pytest.mark.exhaustive
+@long
 def test_restore_may_take_longer_than_a_step(tmp_path: Path) -> None:
     assert run_two("slow", tmp_path) == {0: (10, 10, False), 1: (10, 10, True)}
 

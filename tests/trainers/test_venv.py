@@ -84,6 +84,28 @@ def test_key_depends_on_what_is_installed() -> None:
     assert len(keys) == 4
 
 
+@pytest.mark.parametrize(
+    ("chosen", "build"),
+    [
+        ({}, "cu126"),  # from PyTorch's own index: CUDA 13 would not run on this driver
+        ({"UV_TORCH_BACKEND": "cu118"}, "cu118"),
+        ({"UV_DEFAULT_INDEX": "https://mine/simple"}, ""),  # what it has is the build
+    ],
+)
+def test_build_of_torch_is_the_drivers_unless_the_user_says_where_packages_come_from(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], build: str
+) -> None:
+    monkeypatch.setattr(setup.node_uv, "PIP_FILES", ())  # this machine's own
+    smi = tmp_path / "programs/nvidia-smi"
+    smi.write_text('#!/bin/sh\necho "NVIDIA H100, 550.163.01, 9.0"\n')
+    smi.chmod(0o755)
+    uv = tmp_path / "programs/uv"
+    uv.write_text(UV.replace('echo "$@" >>', 'echo "build=$UV_TORCH_BACKEND $@" >>'))
+    venv.prepare(["torch==2.13.0"], ">=3.11", {**variables, **chosen, "SKYPILOT_NUM_GPUS_PER_NODE": "8"})
+    (made,) = [line for line in Path(variables["CALLS"]).read_text().splitlines() if " pip install" in line]
+    assert made.startswith(f"build={build} ")
+
+
 def test_local_nodes_share_environments(variables: dict[str, str]) -> None:
     del variables["BROKER_VENVS"]
     node = {**variables, "BROKER_NODE_DIR": "/somewhere", "HOME": "/somewhere/home"}
