@@ -37,6 +37,15 @@ class Status:
     other_count: int = 0
 
 
+def narrow_status(status: Status, patterns: Sequence[str]) -> Status:
+    """Keep the clusters whose names match. Raises UsageError for a name or pattern that matches none."""
+    for pattern in patterns:
+        if not fnmatch.filter([each.name for each in status.clusters], pattern):
+            raise UsageError(f"unknown cluster `{pattern}`", hints=["list all with `broker status`"])
+    chosen = [each for each in status.clusters if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
+    return replace(status, clusters=tuple(chosen))
+
+
 def find_up(context: Context, name: str) -> Cluster:
     """Find a cluster that is up. Raises UsageError if it is unknown or in any other state."""
     cluster = context.find_cluster(name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
 from broker.app.limits import LaunchSize
-from broker.app.planning import anchor, check_notices, check_plans, check_programs, plan_launch
+from broker.app.planning import anchor, check_notices, check_plans, check_programs, plan_launch, warn_of_more_nodes
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
@@ -312,6 +312,8 @@ async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
     if task.run is None and task.setup is None:
         raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
     find_reservation(task, cluster)  # before anything is sent: refuse accelerators that no node has
+    if warning := warn_of_more_nodes(task, cluster):
+        context.note(f"note: {warning}")
     run_id = context.store.clusters.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
     if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):

@@ -13,10 +13,12 @@ from broker.app.container import Context, load_entry
 from broker.app.known_starts import plan_with_known_starts
 from broker.config import find_home
 from broker.errors import NoOfferError, UnknownNameError, UsageError
+from broker.formatting import format_count
 from broker.types import Notice, Plan, Task
 
 if TYPE_CHECKING:
     from broker.clouds.base import ExplainMissingImage
+    from broker.types import Cluster
 
 SMALL_GIB = 2.0  # below, pip and apt are often killed
 TaskLike = Task | Mapping[str, Any] | str | Path
@@ -117,6 +119,14 @@ def check_plans(plans: Sequence[Plan], *, home: Path | None, is_launch: bool, no
         for warning in (warn_of_small_memory(each), warn_of_missing_image(each, find_home(home))):
             if warning:
                 note(f"note: {warning}")
+
+
+def warn_of_more_nodes(task: Task, cluster: Cluster) -> str | None:
+    """Warn about a run on more nodes than its task requests: SkyPilot would start it on as many as requested."""
+    if len(cluster.nodes) <= task.num_nodes:
+        return None
+    nodes = format_count(len(cluster.nodes), "node")
+    return f"the run uses all {nodes} of cluster `{cluster.name}`; the task requests {task.num_nodes}"
 
 
 def warn_of_small_memory(plan: Plan) -> str | None:

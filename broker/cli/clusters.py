@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from broker.app.clusters import LogChunk, Status, raise_unasked
+from broker.app.clusters import LogChunk, Status, narrow_status, raise_unasked
 from broker.app.session import Session
 from broker.app.verbs.clusters import cancel_runs, find_run, follow_run, list_runs, show_status
 from broker.cli import options
@@ -93,6 +93,10 @@ def cancel(
 
 
 def status(
+    clusters: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names or patterns, e.g. `dev-*` (default: all).", autocompletion=complete_clusters),
+    ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Query the clouds for current node states.")] = False,
     all_users: options.AllUsers = False,
     as_json: options.AsJson = False,
@@ -103,6 +107,7 @@ def status(
     """
     session = make_session()
     found = session.call(show_status, is_refreshing=refresh, of_all_users=all_users)
+    found = narrow_status(found, clusters) if clusters else found
     if as_json:
         _print_status(found)
     else:

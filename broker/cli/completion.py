@@ -15,6 +15,7 @@ Item = tuple[str, str]  # inserted text, and help
 
 # command -> kind of name, and whether it accepts several
 NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
+    ("status",): ("cluster", True),
     ("exec",): ("cluster", False),
     ("logs",): ("cluster", False),
     ("queue",): ("cluster", False),

@@ -80,6 +80,7 @@ def autostop(
     ] = 5,
     down: Annotated[bool, typer.Option("--down", help="Terminate the cluster instead of stopping it.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Disable autostop.")] = False,
+    yes: options.Agreed = False,
 ) -> None:
     """Stop a cluster automatically when it is idle."""
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)

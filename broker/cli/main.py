@@ -15,6 +15,7 @@ from broker.cli import interrupts
 from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS, PRICED
 
 NAME_WIDTH = max(map(len, COMMANDS))
+WITH_OTHER_WORDS = ("gpus", "jobs", "local")  # whose first argument may be one of `other_words`
 COMMAND = "broker.command"  # in click's context: the running command; not set while help is shown
 
 
@@ -50,6 +51,11 @@ class LazyGroup(TyperGroup):
 
             if args[0] in OTHER_COMMANDS:
                 ctx.fail(f"No such command '{args[0]}': {OTHER_COMMANDS[args[0]]}")
+        elif args[1:] and args[0] in WITH_OTHER_WORDS:
+            from broker.cli.other_words import COMMANDS as OTHER_COMMANDS
+
+            if hint := OTHER_COMMANDS.get(f"{args[0]} {args[1]}"):
+                ctx.fail(f"No such command '{args[0]} {args[1]}': {hint}")
         found = super().resolve_command(ctx, args)
         if found[0] in EMBEDDED:
             from broker.cli.context import check_embedded
@@ -83,9 +89,11 @@ class LazyGroup(TyperGroup):
 
 def _explain_flag(error: Any) -> None:
     """Replace the near misses of an unknown flag by its counterpart, if it is a flag of SkyPilot."""
-    from broker.cli.other_words import FLAGS
+    from broker.cli.other_words import FLAGS, FLAGS_OF
 
-    if hint := FLAGS.get(getattr(error, "option_name", None) or ""):
+    name, context = getattr(error, "option_name", None) or "", getattr(error, "ctx", None)
+    command = context.command_path.partition(" ")[2] if context else ""
+    if hint := FLAGS_OF.get(command, {}).get(name) or FLAGS.get(name):
         error.message, error.possibilities = f"{error.message}: {hint}", None
 
 

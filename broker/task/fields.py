@@ -120,6 +120,21 @@ NEEDS = Field(
     about="Tasks of this file that must finish first: names, or a mapping from name to the size of data passed on.",
     examples=("prepare", ["prepare"], {"prepare": "120GB"}),
 )
+JOB = Table(
+    name="job",
+    about="SkyPilot's limits of a managed job.",
+    fields={
+        "wait_for_scheduling_timeout": Field(
+            shape=Duration(bare_unit="s"),
+            about="Maximum time until the job runs.",
+            later=Later(
+                message="a job waits for machines without a time limit",
+                hint="cancel it with `broker jobs cancel`; `max_duration` limits the time after its first machines",
+                blocks_launch=False,
+            ),
+        ),
+    },
+)
 _SIZES = MapOf(value=Size(), key=allowed.DATA_URL)
 
 TASK = Table(
@@ -205,6 +220,7 @@ TASK = Table(
                 hint="remove `pool`, and launch one managed job per worker", applies=lambda value: True,
             ),
         ),
+        "job": Field(shape=JOB, about="SkyPilot's limits of a managed job."),
         "config": Field(shape=CONFIG, about="SkyPilot's settings for this task."),
         "volumes": Field(
             shape=MapOf(
@@ -248,10 +264,13 @@ TASK = Table(
         "env": "use `envs`",
         "environment": "use `envs`",
         "command": "use `run`",
+        "cmd": "use `run`",
         "commands": "use `run`, one text with a command on each line",
         "entrypoint": "use `run`",
         "image": "use `image_id: docker:IMAGE` in `resources`",
         "working_dir": "use `workdir`",
+        "script": "use `run`",
+        "tasks": "write each task as a document of its own, with `---` between them",
         "max_retries": "use `job_recovery: {max_restarts_on_errors: N}` in `resources`",
         "priority": "move it to `resources`",
         "storage": "move storage mounts to `file_mounts`",

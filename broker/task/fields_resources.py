@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from broker.task import allowed
+from broker.task.fields_places import CLOUDS, CloudName, Infra, PlaceName
 from broker.task.fields_recovery import JOB_RECOVERY, STRATEGY_WORDS
 from broker.task.measures import Count, Duration, MemorySize, Size
-from broker.task.reading import suggest
 from broker.task.shapes import (
     Anything,
     Choice,
@@ -24,63 +23,16 @@ from broker.task.shapes import (
     Shape,
     Text,
     Whole,
-    any_case,
 )
 from broker.task.tables import Field, Later, Table
 from broker.task.yaml_reader import Marked
 
-# SkyPilot 0.14.1 `sky/skylet/constants.py` ALL_CLOUDS, its short names, and additional clouds of broker's price book.
-CLOUDS = (
-    "aws", "azure", "gcp", "lambda", "runpod", "nebius", "oci", "hyperbolic", "seeweb", "verda", "jarvislabs",
-    "cudo", "do", "fluidstack", "ibm", "mithril", "paperspace", "primeintellect", "scp", "shadeform", "vast",
-    "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
-)  # fmt: skip
-WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # the text after the `/` is a single name
 _SPACED = r"(?:[rR][aA][dD][eE][oO][nN]|[gG][aA][uU][dD][iI])(?: [A-Za-z0-9-]{1,20}){1,2}"  # `Radeon Pro V520`
 ACCELERATOR_NAME = rf"(?:{_SPACED}|[A-Za-z][A-Za-z0-9_.-]{{0,60}})"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
 ACCELERATOR = rf"\s*(?:{ACCELERATOR_NAME}|{_MEMORY})\s*(?::\s*{_COUNT}\s*)?"
 EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4:1", "B200:8", "80GB+:1")
-
-
-class Infra(Scalar):
-    """Parse `aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` into parts; `*` and empty parts become None."""
-
-    expected = "like `aws`, `aws/us-east-1` or `aws/us-east-1/us-east-1a`"
-
-    def parse(self, marked: Marked) -> tuple[str | None, ...] | None:
-        text = marked.value.strip() if isinstance(marked.value, str) else ""
-        cloud, *rest = text.removesuffix("/").split("/")
-        is_known = cloud == "*" or cloud.lower() in CLOUDS
-        if not is_known or not all(rest):
-            return None
-        if cloud.lower() in WITH_CONTEXTS:  # a context's name may contain slashes
-            rest = ["/".join(rest)] if rest else []
-        if not all(allowed.PLACE.admits(each) for each in rest):
-            return None
-        if len(rest) > 2:
-            return None
-        parts = [None if each == "*" else each for each in (cloud.lower(), *rest)]
-        return (*parts, None, None)[:3]
-
-    def hint(self, marked: Marked) -> str | None:
-        text = str(marked.value)
-        if text.count("/") <= 2 and " " in text.strip() and self.parse(replace(marked, value=text.replace(" ", ""))):
-            return f"remove the spaces: `{text.replace(' ', '')}`"
-        if ":" in text and "/" not in text and self.parse(replace(marked, value=text.replace(":", "/"))):
-            return f"write `{text.replace(':', '/')}`"
-        cloud = text.split("/")[0].strip()
-        return (
-            None if cloud.lower() in (*CLOUDS, "*") else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
-        )
-
-    def describe(self) -> Schema:
-        others = any_case([cloud for cloud in CLOUDS if cloud not in WITH_CONTEXTS])
-        part = r"/(?!-)[^/\s\x00-\x1f\x7f]{1,253}"
-        context = r"/(?!-)(?=[^\s]{1,253}/?\s*$)[^/\s\x00-\x1f\x7f]+(?:/[^/\s\x00-\x1f\x7f]+)*"
-        pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{context})?/?"
-        return {"anyOf": [{"enum": [*CLOUDS, "*"]}, {"type": "string", "pattern": rf"^\s*(?:{pattern})\s*$"}]}
 
 
 class Port(Scalar):
@@ -191,16 +143,8 @@ _TPU = {
 ACCELERATOR_ARGS = Table(name="accelerator_args", about="TPU options.", fields=_TPU)
 
 
-class CloudName(Choice):
-    """`aws`."""
-
-    def hint(self, marked: Marked) -> str | None:
-        is_place = isinstance(marked.value, str) and "/" in marked.value and Infra().parse(marked) is not None
-        return f"write `infra: {marked.value}` instead" if is_place else super().hint(marked)
-
-
 _CLOUD = CloudName(words=CLOUDS)
-_PLACE = Text(rule=allowed.PLACE)
+_PLACE = PlaceName()
 _IMAGE = Text(rule=allowed.IMAGE)
 
 PRIORITIES = {"low": -100, "normal": 0, "high": 100}
@@ -221,11 +165,9 @@ ONE: dict[str, Field] = {
     ),
     "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="Alias of `accelerators`."),
     "accelerator_args": Field(
-        shape=ACCELERATOR_ARGS, about="TPU options.",
-        later=Later(
-            message="TPU options are not supported", hint="remove `accelerator_args` to use the cloud's defaults",
-            applies=lambda section: any(key != "tpu_vm" or not value for key, value in section.values.items()),
-        ),
+        shape=ACCELERATOR_ARGS,
+        about="TPU options. **Not launched,** unless they are SkyPilot's defaults: `tpu_vm: true`, and the "
+        "`runtime_version` of the TPU's generation.",
     ),
     "cpus": Field(shape=Count(), examples=("4", "4+", "16+"), about="vCPUs per node: `4` exactly, `4+` at least."),
     "memory": Field(
@@ -323,6 +265,7 @@ _RETIRED = {
     "termination_hook": "move it to `config: hooks:` of the task",
     "preemption": "move its hook to `config: hooks:` of the task",
     "auto_restart": "use `job_recovery: {max_restarts_on_errors: N}`",
+    "disk": "use `disk_size`",
     "spot": "use `use_spot: true`",
     "gpu": "use `accelerators: NAME:COUNT`",
     "container_image": "use `image_id: docker:IMAGE`",
@@ -336,7 +279,16 @@ _ELSEWHERE = {
     **dict.fromkeys(("idle_minutes", "down", "wait_for"), "move it to `autostop`"),
 }
 
-ALTERNATIVE = Table(
+
+class Requirements(Table):
+    """Resources; a cloud in place of the mapping was meant as its `infra`."""
+
+    def _hint(self, marked: Marked) -> str | None:
+        is_place = isinstance(marked.value, str) and Infra().parse(marked)
+        return f"write `infra: {marked.value}`" if is_place else super()._hint(marked)
+
+
+ALTERNATIVE = Requirements(
     name="alternative",
     about="An alternative set of resources.",
     fields=ONE,
@@ -356,7 +308,7 @@ def _list_all() -> dict[str, Field]:
     }
 
 
-RESOURCES = Table(
+RESOURCES = Requirements(
     name="resources",
     about="Resources per node.",
     fields=_list_all(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.task.fields_resources import Infra
+from broker.task.fields_places import Infra
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 from broker.types import GATEWAYS_MAX, BalancerType, ServiceProtocol
@@ -130,6 +130,7 @@ _POOLS = Later(
 )
 SERVICE = Table(
     name="service",
+    bare="readiness_probe",
     about="Serve the task behind a load balancer.",
     fields={
         "readiness_probe": Field(

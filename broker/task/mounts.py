@@ -22,6 +22,7 @@ _FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
 _HUB = "download models and data sets in `setup`, for example with `hf download`"
 _DECLARE = "declare it under `envs`, with a value or with `--env`"
+_FILL_IN = "give its variable a value with `--env`"
 _FROM_HERE = "paths are relative to the current folder"
 
 
@@ -71,6 +72,8 @@ def read_file_mounts(
             elif variables := find_variables(value):
                 for name in _list_undeclared(variables, section):
                     _warn(reader, source, f"`file_mounts`: `{name}` is not in `envs`", _DECLARE)
+            elif not value:
+                _warn(reader, source, f"`file_mounts`: the source of `{target}` is empty", _FILL_IN)
             elif not _exists(value, is_folder=False):
                 _warn(reader, source, f"`file_mounts` names a path that does not exist: `{value}`", _FROM_HERE)
     return mounts, tuple(storage)
@@ -85,10 +88,10 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
     if fault := check_bucket(name or "", store):
         rule, hint = fault
         reader.fault(section.marks["name"], f"`name` must be {rule.expected}, not {describe(name)}", hint)
-    if not name and not sources:
+    if "" in sources or (not name and not sources):  # as a path, "" would be the current folder
         is_empty = section.get("name") is not None or section.get("source") is not None
         message = "the `name` or `source` of a storage is empty" if is_empty else "storage requires `name` or `source`"
-        hint = "give its variable a value with `--env`" if is_empty else "write `source: s3://...`"
+        hint = _FILL_IN if is_empty else "write `source: s3://...`"
         _warn(reader, section.marked, f"`file_mounts`: {message}", hint)
     elif store == "volume":
         _warn(reader, section.marked, "`file_mounts`: volumes are not supported", "use `disk_size`, or a bucket")

@@ -25,6 +25,10 @@ _NO_ACCELERATOR = "none"
 _CPU = "cpu"  # `CPU:4` loads in SkyPilot
 _HOSTS = ("local", "slurm", "ssh")  # machines that exist already, with their own system
 
+# SkyPilot 0.14.1 `sky/resources.py`: the versions that it chooses, by the beginning of the TPU's name.
+_RUNTIME = "tpu-vm-base"
+_RUNTIMES = {"TPU-v5": "v2-alpha-tpuv5", "TPU-v6e": "v2-alpha-tpuv6e"}
+
 _Pairs = list[tuple[str, float]]
 
 
@@ -43,6 +47,7 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
             blocks_launch=False,
         )  # fmt: skip
     _check_counts(reader, section, accelerators)
+    _check_tpu_options(reader, section, accelerators)
     images = _read_images(reader, section)
     count = (
         len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))
@@ -104,6 +109,7 @@ def _read_alternatives(
         each = _apply(reader, item, base)
         own, _ = _read_accelerators(item)
         _check_counts(reader, item, own)
+        _check_tpu_options(reader, item, own or accelerators)
         own_images = _read_images(reader, item) if item.get("image_id") is not None else images
         found.extend(_spread(each, own or accelerators, own_images))
         if len(found) > ALTERNATIVES_MAX:
@@ -255,6 +261,22 @@ def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
                 *place, f"more than one accelerator must be a whole number, not `{name}:{count:g}`",
                 f"use `{name}:{math.floor(count)}` or `{name}:{math.ceil(count)}`, or a fraction: `{name}:0.5`",
             )  # fmt: skip
+
+
+def _check_tpu_options(reader: Reader, section: Section, pairs: _Pairs) -> None:
+    """Refuse to launch with options that differ from those that SkyPilot, which starts TPUs, chooses itself."""
+    options: Section | None = section.get("accelerator_args")
+    defaults = {_find_runtime(name) for name, _ in pairs} or {_RUNTIME}
+    for key, value in options.values.items() if options else ():
+        if not (value is True if key == "tpu_vm" else key == "runtime_version" and {value} == defaults):
+            hint = "remove `accelerator_args` to use the cloud's defaults"
+            message = "`accelerator_args`: TPU options are not supported"
+            reader.warn(section.find_key("accelerator_args"), "accelerator_args", message, hint, blocks_launch=True)
+            return
+
+
+def _find_runtime(accelerator: str) -> str:
+    return next((version for name, version in _RUNTIMES.items() if accelerator.startswith(name)), _RUNTIME)
 
 
 def _read_images(reader: Reader, section: Section) -> dict[str, str]:

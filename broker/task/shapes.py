@@ -17,6 +17,7 @@ from broker.task.yaml_reader import Marked, read_plain
 
 # No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in total.
 Schema = dict[str, Any]
+_NOT_HERE = "write the value: variables are substituted only in `workdir`, `file_mounts`, `volumes` and `service`"
 
 
 class Shape:
@@ -58,9 +59,19 @@ class Scalar(Shape):
         if value is None:
             is_quoted = self._is_needlessly_quoted(marked)
             shown = f"the text {describe(marked)}" if is_quoted else describe(marked)
-            hint = "remove the quotes" if is_quoted else self.hint(marked)
+            hint = "remove the quotes" if is_quoted else self._suggest_plain(marked) or self.hint(marked)
             reader.fault(marked, f"`{name}` must be {self.expected}, not {shown}", hint)
         return value
+
+    def _suggest_plain(self, marked: Marked) -> str | None:
+        """Return a hint for a variable, or for the `1_000` of YAML 1.1."""
+        if not isinstance(marked.value, str):
+            return None
+        if re.search(r"\$(?:\{[A-Za-z_]|[A-Za-z_])", marked.value):
+            return _NOT_HERE
+        plain = read_plain(marked.value.replace("_", ""))
+        is_number = isinstance(plain, (int, float)) and re.fullmatch(r"[0-9][0-9_.]*", marked.value)
+        return f"write `{plain}`" if is_number and self.parse(replace(marked, value=plain)) is not None else None
 
     def _is_needlessly_quoted(self, marked: Marked) -> bool:
         if not isinstance(marked.value, str):

@@ -39,7 +39,8 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
     if problem == "found unexpected end of stream":
         return place, "a quote is not closed", "close it, or write long text after `|`"
     if problem == "found character that cannot start any token":
-        return place, f"a value cannot start with `{source[column - 1 : column]}`", "put it in quotes"
+        first = source[column - 1 : column]
+        return place, f"a value cannot start with {'a backtick' if first == '`' else f'`{first}`'}", "put it in quotes"
     return place, problem, None
 
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broker.app.planning import check_plans, warn_of_missing_image, warn_of_small_memory
-from broker.types import Estimate, Offer, Origin, Placement, Plan, Quantity, Resources, Task
+from broker.app.planning import check_plans, warn_of_missing_image, warn_of_more_nodes, warn_of_small_memory
+from broker.types import (
+    Cluster,
+    ClusterStatus,
+    Estimate,
+    Node,
+    NodeState,
+    Offer,
+    Origin,
+    Placement,
+    Plan,
+    Quantity,
+    Resources,
+    Task,
+)
 
 HERE = Origin(file="task.yaml", line=2, column=3)
 
@@ -41,6 +55,17 @@ def test_cheapest_machine_with_too_little_memory_has_a_note() -> None:
 )
 def test_memory_that_the_task_chose_has_none(asked: Resources, offer: dict[str, Any]) -> None:
     assert warn_of_small_memory(make_plan(asked, **offer)) is None
+
+
+def test_run_on_more_nodes_than_its_task_requests_has_a_note() -> None:
+    placement = make_plan(Resources()).choice.placement
+    node = Node(id="n", cloud="aws", owner="o", cluster="dev", attempt=1, rank=0, state=NodeState.RUNNING)
+    nodes = tuple(replace(node, id=f"n{rank}", rank=rank) for rank in range(3))
+    cluster = Cluster(name="dev", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
+    assert warn_of_more_nodes(Task(num_nodes=2), cluster) == (
+        "the run uses all 3 nodes of cluster `dev`; the task requests 2"
+    )
+    assert warn_of_more_nodes(Task(num_nodes=3), cluster) is None
 
 
 V100 = {"region": "us-east-1", "instance_type": "p3.2xlarge", "accelerator": "V100", "accelerator_count": 1}

@@ -116,7 +116,8 @@ def test_commands_and_names_that_fit_are_suggested(home: Path) -> None:
         return None if items is None else [name for name, _ in items]
 
     assert names(at="jo") == ["jobs"] and names() == list(COMMANDS)
-    assert names("down", "dev") == ["prod"], "what is named already is not named again"
+    for command in ("down", "status"):
+        assert names(command, "dev") == ["prod"], "what is named already is not named again"
     assert names("exec", "dev") is None, "then comes a file"
     assert names("launch") is None and names("jobs") is None
     assert names("jobs", "cancel") == ["train", "3", "2"] and names("jobs", "retry") == ["prepare", "1"]

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from broker import __version__
 from broker.cli import other_words
 from broker.cli.commands import COMMANDS
-from broker.cli.main import main
+from broker.cli.main import WITH_OTHER_WORDS, app, main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -58,6 +60,13 @@ def test_ctrl_c_during_imports_leaves_without_a_traceback(module: str, tmp_path:
         (["storage", "ls"], "No such command 'storage': write buckets to `file_mounts`"),
         (["launch", "--cloud", "gcp", "x.yaml"], "No such option: --cloud: use `--infra CLOUD`"),
         (["jobs", "launch", "--region", "x"], "No such option: --region: use `--infra CLOUD/REGION`"),
+        (["gpus", "--region", "us-east-1"], "No such option: --region: use `--cloud CLOUD --all-regions`"),
+        (["gpus", "list"], "No such command 'gpus list': use `broker gpus`"),
+        (["jobs", "pool", "apply", "x.yaml"], "No such command 'jobs pool': worker pools are not supported"),
+        (["exec", "-c", "dev", "x.yaml"], "No such option: -c: write the cluster first: `broker exec CLUSTER"),
+        (["exec", "dev", "x.yaml", "--region", "x"], "No such option: --region: the cluster's machines are used"),
+        (["jobs", "launch", "-c", "x", "x.yaml"], "No such option: -c: use `--name`"),
+        (["logs", "dev", "--tail", "10"], "No such option: --tail: use `--no-follow`, and `tail` of your shell"),
         (["lanch"], "No such command 'lanch'. Did you mean 'launch', 'plan'?"),
         (["launch", "--gpu", "x"], "No such option: --gpu (Possible options: --cpus, --gpus)"),
     ],
@@ -72,3 +81,16 @@ def test_word_of_another_program_has_a_hint(
 
 def test_words_of_other_programs_are_not_broker_s_own() -> None:
     assert not {*other_words.COMMANDS} & {*COMMANDS}
+
+
+@pytest.mark.parametrize("words", other_words.FLAGS_OF)
+def test_hint_about_a_flag_is_for_a_command_without_it(words: str) -> None:
+    command: Any = typer.main.get_command(app)
+    for word in words.split():
+        command = command.get_command(None, word)
+    own = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    assert not own & {*other_words.FLAGS_OF[words]}
+
+
+def test_other_word_after_a_command_is_looked_up() -> None:
+    assert {each.split()[0] for each in other_words.COMMANDS if " " in each} == {*WITH_OTHER_WORDS}

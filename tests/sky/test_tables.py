@@ -8,7 +8,7 @@ import subprocess
 
 from broker.clouds import CLOUDS, WITHOUT_SELF_TERMINATION
 from broker.clouds.sky.errors import KINDS
-from broker.task.fields_resources import CLOUDS as KNOWN_CLOUDS
+from broker.task.fields_places import CLOUDS as KNOWN_CLOUDS
 from tests.sky.conftest import PYTHON
 
 ASK = """

@@ -8,6 +8,7 @@ import pytest
 
 from broker.task.loader import load_tasks_text
 
+EMPTY = "`file_mounts`: the `name` or `source` of a storage is empty"
 MISSING = "`file_mounts` names a path that does not exist: `missing`"
 
 
@@ -97,7 +98,11 @@ def test_path_with_a_variable_has_one_note_about_the_variable() -> None:
         "$UNSET/x": [], "$SET/x": ["`file_mounts` names a path that does not exist: `here/x`"],
         "${TYPO}/x": ["`file_mounts`: `TYPO` is not in `envs`"], "{source: $UNSET, name: b-c, store: s3}": [],
         "{name: $TYPO, store: s3}": ["`file_mounts`: `TYPO` is not in `envs`"],
-        "{name: $EMPTY, store: s3}": ["`file_mounts`: the `name` or `source` of a storage is empty"],
+        "{name: $EMPTY, store: s3}": [EMPTY],
+        "{name: b-c, store: s3, source: $EMPTY}": [EMPTY],  # not the current folder
+        "{name: b-c, store: s3, source: [here, $EMPTY]}": [EMPTY],
+        "$EMPTY": ["`file_mounts`: the source of `/data` is empty"],
+        "''": ["`file_mounts`: the source of `/data` is empty"],
     }  # fmt: skip
     for mount, expected in mounts.items():
         (task,) = load_tasks_text(f"{text}file_mounts:\n  /data: {mount}\n", "task.yaml")

@@ -14,6 +14,8 @@ from broker.task.notices import refuse_blocking, render_notice
 from broker.task.override import override_resources
 from broker.types import Task
 
+_TPU = "resources: {{infra: gcp, accelerators: [{}], accelerator_args: {{tpu_vm: true, runtime_version: {}}}}}"
+
 
 def load(text: str) -> Task:
     (task,) = load_tasks_text(text, "task.yaml")
@@ -47,6 +49,10 @@ def load(text: str) -> Task:
         ("resources: {local_disk: nvme}", "local_disk", True),
         ("resources: {autostop: {hook: save}}", "hook", True),
         ("resources: {accelerator_args: {runtime_version: v2}}", "accelerator_args", True),
+        ("resources: {any_of: [{accelerator_args: {tpu_name: a}}]}", "accelerator_args", True),
+        (_TPU.format("tpu-v5p-8", "tpu-vm-base"), "accelerator_args", True),
+        (_TPU.format("'tpu-v2-8', 'tpu-v6e-8'", "v2-alpha-tpuv6e"), "accelerator_args", True),
+        ("job: {wait_for_scheduling_timeout: 2h}", "wait_for_scheduling_timeout", False),
     ],
 )
 def test_task_with_unsupported_fields_loads_with_notices(text: str, field: str, blocks: bool) -> None:
@@ -173,7 +179,17 @@ def test_common_fields_give_no_notice_on_any_cloud(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["api_server_access: false", "resources: {accelerator_args: {tpu_vm: true}}", "config: {}", "volumes: {}"]
+    "text",
+    [
+        "api_server_access: false",
+        "config: {}",
+        "volumes: {}",
+        "job: {}",
+        "resources: {accelerator_args: {tpu_vm: true}}",
+        _TPU.format("tpu-v2-8", "tpu-vm-base"),
+        _TPU.format("tpu-v5litepod-8", "v2-alpha-tpuv5"),
+        _TPU.format("tpu-v6e-8", "v2-alpha-tpuv6e"),
+    ],
 )
 def test_field_without_effect_gives_no_notice(text: str) -> None:
     assert load(f"run: x\n{text}").notices == ()
