@@ -29,7 +29,9 @@ ROWS = 15
 
 
 def dashboard(
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8470,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on (0: any free one).")
+    ] = 8470,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Show jobs, clusters and cost in a browser.

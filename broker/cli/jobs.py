@@ -21,7 +21,7 @@ from broker.cli import (
 )
 from broker.cli.completion import complete_jobs_and_groups
 from broker.cli.context import make_session
-from broker.cli.jobs_show import JobName, JobOrGroup, follow_job
+from broker.cli.jobs_show import JobName, follow_job
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
@@ -123,7 +123,11 @@ def _tell_submitted(jobs: Sequence[Job]) -> None:
 def cancel(
     jobs: Annotated[
         list[str] | None,
-        typer.Argument(help="Job IDs, or names of jobs, pipelines or groups.", autocompletion=complete_jobs_and_groups),
+        typer.Argument(
+            metavar="JOB...",
+            help="Job IDs, or names of jobs, pipelines or job groups.",
+            autocompletion=complete_jobs_and_groups,
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live jobs.")] = False,
     yes: options.Yes = False,
@@ -157,7 +161,15 @@ def cancel(
 
 @app.command()
 def retry(
-    job: JobOrGroup,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB",
+            help="Job ID or name, or name of a job group.",
+            show_default=False,
+            autocompletion=complete_jobs_and_groups,
+        ),
+    ],
     secret: options.Secret = None,
     request_id: options.RequestId = None,
     detach: options.Detach = False,

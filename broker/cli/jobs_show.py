@@ -26,11 +26,16 @@ if TYPE_CHECKING:
     from broker.app.verbs.jobs import Story
     from broker.state.events import EventRow
 
-JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
+JobName = Annotated[
+    str, typer.Argument(metavar="JOB", help="Job ID or name.", show_default=False, autocompletion=complete_jobs)
+]
 JobOrGroup = Annotated[
     str,
     typer.Argument(
-        help="ID or name of a job, or name of a group.", show_default=False, autocompletion=complete_jobs_and_groups
+        metavar="JOB",
+        help="Job ID or name, or name of a pipeline or job group.",
+        show_default=False,
+        autocompletion=complete_jobs_and_groups,
     ),
 ]
 
@@ -82,7 +87,7 @@ def logs(
 
 
 def events(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """List the events of a job, or of all jobs of a pipeline or group."""
+    """List the events of a job, pipeline or group."""
     session = make_session()
     if members := session.call(find_members, job=job):
         from broker.cli.jobs_group import gather_events
@@ -103,7 +108,10 @@ def events(job: JobOrGroup, as_json: options.AsJson = False, output: options.Out
 
 
 def why(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Explain the status of a job, or of all jobs of a pipeline or group: history, recoveries and cost."""
+    """Explain the status of a job, pipeline or group.
+
+    Shows the history, recoveries and cost of each job.
+    """
     session = make_session()
     members = session.call(find_members, job=job)
     told = [session.call(explain_job, job=name) for name in [str(each.id) for each in members] or [job]]
@@ -141,10 +149,8 @@ def _tell_story(told: Story, now_s: float) -> None:
     if printed := [event.message for event in told.events if event.kind is EventKind.LAST_LINES]:
         print_line(strip_control(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
-    print_line(
-        f"Steps: {summary.steps}{total}, {summary.steps_lost} lost. "
-        f"Recoveries: {summary.recoveries}, taking {format_duration(summary.recovery_s)}."
-    )
+    took = f", taking {format_duration(summary.recovery_s)}" if summary.recoveries else ""
+    print_line(f"Steps: {summary.steps}{total}, {summary.steps_lost} lost. Recoveries: {summary.recoveries}{took}.")
     ondemand = format_usd(summary.ondemand_usd)
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand would have cost {ondemand} USD.")
     for sentence in list_expectations(found, forecast=told.forecast, starts=told.starts):

@@ -40,7 +40,8 @@ def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
 
 def down(
     clusters: Annotated[
-        list[str] | None, typer.Argument(help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters)
+        list[str] | None,
+        typer.Argument(metavar="CLUSTER...", help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all clusters.")] = False,
     now: Annotated[bool, typer.Option("--now", help="Do not wait for pending uploads to mounted buckets.")] = False,
@@ -95,10 +96,14 @@ def ssh(
     node: Annotated[
         str,
         typer.Argument(
-            help="Cluster name, or CLUSTER-RANK for a node other than the head.", autocompletion=complete_clusters
+            metavar="NODE",
+            help="Cluster name, or CLUSTER-RANK for a node other than the head.",
+            autocompletion=complete_clusters,
         ),
     ],
-    command: Annotated[list[str] | None, typer.Argument(help="Command to run, after `--` (default: a shell).")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND...", help="Command to run, after `--` (default: a shell).")
+    ] = None,
 ) -> None:
     """Open a shell on a node, or run a command there."""
     session = make_session()

@@ -52,7 +52,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast:
         marks.append("~ marks an estimate")
     if any(each.switch_after_hours is not None for each in shown):
         marks.append("spot>od starts on spot and may switch to on-demand")
-    print_line(", ".join([f"Prices as of {as_of}", *marks]))
+    print_line("; ".join([f"Prices as of {as_of}", *marks]))
     if now_s is not None:
         from broker.catalog.staleness import warn_if_stale
 

@@ -54,10 +54,12 @@ def root(context: typer.Context) -> None:
 
 @app.command()
 def start(
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; all but loopback addresses use TLS.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8471,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; all but loopback addresses use TLS.")
+    ] = ("127.0.0.1"),
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on (0: any free one).")
+    ] = 8471,
     state: StateOption = None,
     controller: Annotated[
         bool, typer.Option("--controller/--no-controller", help="Run the job controllers on this machine.")
@@ -186,7 +188,7 @@ def controller(state: StateOption = None) -> None:
 
 @token_app.command()
 def create(
-    user: Annotated[str, typer.Argument(help="User name, e.g. an address.", show_default=False)],
+    user: Annotated[str, typer.Argument(metavar="USER", help="User name, e.g. an email address.", show_default=False)],
     role: Annotated[Role, typer.Option("--role", help="Permissions of the token.")] = Role.USER,
     days: Annotated[
         float, typer.Option("--days", metavar="DAYS", min=0, help="Days until it expires (0 = never).")
@@ -232,7 +234,7 @@ def list_tokens(as_json: options.AsJson = False) -> None:
 
 
 @token_app.command()
-def revoke(token: Annotated[int, typer.Argument(help="Token ID.", show_default=False)]) -> None:
+def revoke(token: Annotated[int, typer.Argument(metavar="TOKEN", help="Token ID.", show_default=False)]) -> None:
     """Revoke a token; requests with it are refused at once."""
     if not make_context().store.tokens.revoke(token):
         raise UsageError(f"token {token} is unknown or revoked", hints=["list tokens with `broker server token list`"])

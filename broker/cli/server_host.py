@@ -41,7 +41,9 @@ def up(
         str | None,
         typer.Option("--folder", metavar="PATH", help="Folder of the server on its machine."),
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port that the server listens on.")] = PORT,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port that the server listens on.")
+    ] = PORT,
     backup: Annotated[
         str | None,
         typer.Option("--backup", metavar="URL", help="Location for a backup every minute: s3://, gs:// or file://."),
