@@ -43,7 +43,8 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
     hints.append("drop `--gpus` or `--infra`, or shorten `--seq`")
     return NoOfferError(
         f"{show_amount(training.shape.parameters)} parameters do not fit on at most {format_count(gpus_max, 'GPU')}: "
-        f"the closest option, {cards} x {name}, requires {need / 2**30:.1f} GiB per GPU, but only {usable / 2**30:.1f} are usable",
+        f"the closest option, {cards} x {name}, requires {need / 2**30:.1f} GiB per GPU, but only "
+        f"{usable / 2**30:.1f} are usable",
         hints=hints,
     )
 

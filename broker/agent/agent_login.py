@@ -111,7 +111,7 @@ def find_google_token(variables: Mapping[str, str]) -> str:
     except FileNotFoundError as error:
         if named:
             raise Refused(f"no login for gs://: `{named}` does not exist") from error
-        return ask_machine()
+        return fetch_machine_token()
     except (OSError, ValueError) as error:
         raise Refused(f"no login for gs://: `{path}` cannot be read") from error
     try:
@@ -134,7 +134,7 @@ def find_google_token(variables: Mapping[str, str]) -> str:
         raise Refused(f"no login for gs://: `{path}` is damaged ({type(error).__name__})") from error
 
 
-def ask_machine() -> str:
+def fetch_machine_token() -> str:
     """Return an access token from the metadata server of a Google machine."""
     path = "/computeMetadata/v1/instance/service-accounts/default/token"
     try:

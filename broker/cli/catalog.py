@@ -135,7 +135,7 @@ def update(
     if unknown := next((each for each in wanted if each not in known), None):
         hint = suggest(unknown, known) or f"known clouds: {', '.join(known)}"
         raise UsageError(f"unknown cloud `{unknown}`", hints=[hint])
-    with show_wait("fetching prices", is_told=False) as bar:
+    with show_wait("fetching prices", is_printed=False) as bar:
         reports = refresh_book(
             find_cache(),
             context.book,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from broker.app.clusters import LogChunk, Status, raise_unasked
+from broker.app.clusters import LogChunk, Status, raise_query_failures
 from broker.app.session import Session
 from broker.app.verbs.clusters import cancel_runs, find_run, follow_run, list_runs, show_status
 from broker.cli import options
@@ -111,7 +111,7 @@ def status(
         _print_status(found)
     else:
         _show_status(found, session.clock.now_s())
-    raise_unasked(found.failures)
+    raise_query_failures(found.failures)
 
 
 def _print_status(found: Status) -> None:

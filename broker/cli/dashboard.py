@@ -50,7 +50,7 @@ def dashboard(
         ) from None
     context = make_context()
 
-    def tell(link: str) -> None:
+    def show_link(link: str) -> None:
         print_line(f"Dashboard: {link}")
         print_note("press Ctrl-C to stop it; jobs continue")
         if open_browser:
@@ -59,7 +59,7 @@ def dashboard(
             webbrowser.open(link)
 
     try:
-        asyncio.run(serve(context, host=HOST, port=port, on_ready=tell, until=asyncio.Event().wait))
+        asyncio.run(serve(context, host=HOST, port=port, on_ready=show_link, until=asyncio.Event().wait))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except OSError as error:

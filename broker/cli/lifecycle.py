@@ -26,14 +26,14 @@ from broker.types import Autostop
 
 def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster and keep its disks."""
-    with show_wait(f"stopping `{cluster}`", is_told=False):
+    with show_wait(f"stopping `{cluster}`", is_printed=False):
         make_session().call(stop_cluster, cluster=cluster)
     print_line(f"stopped cluster `{cluster}`; restart it with `broker start {cluster}`")
 
 
 def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Restart a stopped cluster."""
-    with show_wait(f"starting `{cluster}`", is_told=False):
+    with show_wait(f"starting `{cluster}`", is_printed=False):
         make_session().call(start_cluster, cluster=cluster)
     print_line(f"cluster `{cluster}` is up")
 
@@ -64,7 +64,7 @@ def down(
         print_line(f"terminated cluster `{name}`")
 
     try:
-        with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
+        with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_printed=False):
             refused = session.call(terminate_clusters, names=wanted, on_down=on_down, is_immediate=now)
     except KeyboardInterrupt:
         names = " ".join(left)

@@ -76,7 +76,7 @@ def up(
         made, jobs = record_service(
             make_context(), before, task, service=name, host=host, port=port, callbacks=callbacks, is_dryrun=dryrun
         )
-        _tell_jobs(jobs)
+        _print_submitted_jobs(jobs)
     else:
         made = session.call(
             verbs.bring_up_service, task=task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
@@ -138,7 +138,7 @@ def update(
     version, jobs = record_version(
         context, before, task, service=service, mode=mode, callbacks=callbacks, canary_share=share
     )
-    _tell_jobs(jobs)
+    _print_submitted_jobs(jobs)
     tell(version)
     context.ensure_daemon()
 
@@ -163,7 +163,7 @@ def rollback(service: ServiceName) -> None:
     context.ensure_daemon()
 
 
-def _tell_jobs(jobs: Sequence[Job]) -> None:
+def _print_submitted_jobs(jobs: Sequence[Job]) -> None:
     for job in jobs:
         print_line(f"Submitted managed job {job.id} ({job.name}); replicas start after it has succeeded")
 
@@ -301,8 +301,8 @@ def why(service: ServiceName, as_json: options.AsJson = False, output: options.O
     story = session.call(verbs.explain_service, service=service)
     line, events = story.line, story.events
     if as_json or output is options.Format.JSON:
-        told = [{**to_plain(each), "message": describe_service_event(each)} for each in events]
-        print_json({**to_plain(line), "events": told})
+        described = [{**to_plain(each), "message": describe_service_event(each)} for each in events]
+        print_json({**to_plain(line), "events": described})
         return
     print_line(f"Service {service} is {line.status}" + (f": {line.service.failure}" if line.service.failure else ""))
     _warn_of_expiry(line, session.clock.now_s(), indent="  ")

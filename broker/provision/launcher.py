@@ -78,7 +78,7 @@ class Launcher:
             state=LaunchState.UNKNOWN if resumed else LaunchState.REQUESTED,
             begun_s=self._clock.now_s(),
         )
-        launch.task = asyncio.ensure_future(self._see_through(launch, spec))
+        launch.task = asyncio.ensure_future(self._drive(launch, spec))
         launch.task.add_done_callback(retrieve_failure)
         return launch
 
@@ -97,7 +97,7 @@ class Launcher:
         """
         launch.task.cancel()
         await asyncio.wait([launch.task])
-        refusal = await self._creator.hear_out(launch, launch.call) if launch.call is not None else None
+        refusal = await self._creator.await_answer(launch, launch.call) if launch.call is not None else None
         may_exist = launch.was_unanswered or bool(launch.nodes)
         if may_exist or (launch.call is not None and refusal is None):
             is_left = launch.nodes or self._store.intents.is_open(launch.request.token)
@@ -165,7 +165,7 @@ class Launcher:
             self._store.intents.put(request)
         return request
 
-    async def _see_through(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
+    async def _drive(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
         """Return the running gang. After a CloudError, nothing of the launch remains."""
         launch.nodes = tuple(await self._create(launch, spec))
         created_s = self._clock.now_s()
