@@ -125,7 +125,12 @@ class Membership:
                 str(head["address"]) if int(head["rank"]) != self._rank else agent_head.find_own(self._folder, head)
             )
             link = agent_link.connect(
-                address, int(port), self._context, self._rank, lambda message: self._hear(number, message), epoch=epoch
+                address,
+                int(port),
+                self._context,
+                self._rank,
+                lambda message: self._handle_message(number, message),
+                epoch=epoch,
             )
         except OSError:
             return False
@@ -143,7 +148,7 @@ class Membership:
             old.close()
         return True
 
-    def _hear(self, number: int, message: Message) -> None:
+    def _handle_message(self, number: int, message: Message) -> None:
         if message["type"] != "lost":
             if number >= self._number:
                 self._is_over = self._is_over or message["type"] in ("kill", "end")

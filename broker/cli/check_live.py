@@ -125,7 +125,7 @@ def _open_tape(context: Context, cloud: Cloud, record: Path | None) -> Tape | No
         raise UsageError(f"`--record` is not supported for {cloud.name}", hints=["supported: aws and gcp"])
     owner = context.config.owner
     tape = Tape(record, Scrubber({owner: OWNER, owner[:4]: OWNER[:4], **_find_private(cloud)}))
-    cloud.observe(tape.hear)
+    cloud.observe(tape.add_exchange)
     return tape
 
 

@@ -90,7 +90,7 @@ class Launcher:
         )
         return next(same, None)
 
-    async def give_back(self, launch: Launch) -> Sequence[Node]:
+    async def terminate_unneeded(self, launch: Launch) -> Sequence[Node]:
         """Terminate the nodes of an unneeded launch, confirm their end, and return them.
 
         Raises TransientError if the cloud does not confirm it; the intent then remains open for the collector.
@@ -251,7 +251,7 @@ class SurplusReleaser:
     def begin(self, launches: Sequence[Launch], on_event: Callable[[Event], None]) -> None:
         """Terminate surplus launches in the background; the collector continues after a crash."""
         for launch in launches:
-            task = asyncio.ensure_future(self._give_back(launch, on_event))
+            task = asyncio.ensure_future(self._release_launch(launch, on_event))
             self._tasks[launch.request.token] = task
             task.add_done_callback(lambda _, token=launch.request.token: self._tasks.pop(token, None))  # type: ignore[misc]
 
@@ -260,11 +260,11 @@ class SurplusReleaser:
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    async def _give_back(self, launch: Launch, on_event: Callable[[Event], None]) -> None:
+    async def _release_launch(self, launch: Launch, on_event: Callable[[Event], None]) -> None:
         place, begun_s = make_place(launch.placement), self._clock.now_s()
         try:
             on_event(make_event(EventKind.PLACE_UNNEEDED, place=place))
-            gone = await self._launcher.give_back(launch)
+            gone = await self._launcher.terminate_unneeded(launch)
             usd = sum(node.usd_hour * ((node.ended_s or begun_s) - node.created_s) / 3600 for node in gone)
             took_s = self._clock.now_s() - begun_s
             on_event(make_event(EventKind.PLACE_RETURNED, place=place, took_s=took_s, usd=usd))

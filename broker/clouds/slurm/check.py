@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from broker.clock import Clock
 from broker.clouds.findings import CheckResult
-from broker.clouds.slurm.commands import RunCommand, ask, parse_pairs, run_command
+from broker.clouds.slurm.commands import RunCommand, call_slurm, parse_pairs, run_command
 from broker.config import Config
 from broker.errors import BrokerError, CloudError
 from broker.sites import find_file
@@ -46,8 +46,8 @@ def write_policy(config: Config) -> str:
 
 async def _read_partitions(run: RunCommand, cluster: SlurmCluster) -> Sequence[Partition] | CloudError:
     try:
-        nodes = await ask(run, cluster, ["sinfo", "-h", "-o", "|".join(FIELDS)])
-        rules = await ask(run, cluster, ["scontrol", "-o", "show", "partition"])
+        nodes = await call_slurm(run, cluster, ["sinfo", "-h", "-o", "|".join(FIELDS)])
+        rules = await call_slurm(run, cluster, ["scontrol", "-o", "show", "partition"])
     except CloudError as error:
         return error
     return parse_partitions(nodes, rules)
