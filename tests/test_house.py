@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"frozen", "agent"},
     {"errors"},
     {"types", "clock", "config", "locks"},
-    {"axes", "formatting"},
+    {"axes", "environment", "formatting"},
     {"wording"},
     {"task", "catalog", "spot"},
     {"optimizer"},

@@ -17,7 +17,8 @@ from urllib.parse import quote, urlencode
 
 from broker.access.base import Grant, Need
 from broker.clock import Clock
-from broker.config import Config, read_azure_environment
+from broker.config import Config
+from broker.environment import read_azure_environment
 from broker.errors import AuthError, InvalidRequestError, TransientError
 from broker.types import Secret, Task
 
@@ -95,11 +96,11 @@ class AzureGranter:
         token = grant.secrets["AZURE_STORAGE_SAS_TOKEN"].value
         if not need.is_written:
             query = {"restype": "container", "comp": "list", "maxresults": "1", "prefix": need.path}
-            _ask("GET", f"{base}/{need.bucket}?{urlencode(query)}&{token}", need)
+            _send_request("GET", f"{base}/{need.bucket}?{urlencode(query)}&{token}", need)
             return
         url = f"{base}/{need.bucket}/{quote(need.find_probe())}?{token}"
-        _ask("PUT", url, need, {"x-ms-blob-type": "BlockBlob"})
-        _ask("DELETE", url, need)
+        _send_request("PUT", url, need, {"x-ms-blob-type": "BlockBlob"})
+        _send_request("DELETE", url, need)
 
 
 def make_signature(account: str, key: str, container: str, *, permissions: str, start_s: float, end_s: float) -> str:
@@ -127,7 +128,7 @@ class StaysAtService(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _ask(method: str, url: str, need: Need, headers: Mapping[str, str] | None = None) -> None:
+def _send_request(method: str, url: str, need: Need, headers: Mapping[str, str] | None = None) -> None:
     body = b"" if method == "PUT" else None
     all_headers = {"x-ms-version": VERSION, **(headers or {})}
     try:

@@ -47,7 +47,7 @@ class GoogleIam:
     def ensure_account(self, account_id: str, *, description: str) -> str:
         """Return the email of the service account; create it if necessary."""
         body = {"accountId": account_id, "serviceAccount": {"displayName": "broker", "description": description[:256]}}
-        status, answer = self._ask("POST", f"{self._iam}/serviceAccounts", body, fine=(409,))
+        status, answer = self._request("POST", f"{self._iam}/serviceAccounts", body, fine=(409,))
         email = f"{account_id}@{self._project}.iam.gserviceaccount.com"
         return email if status == 409 else str(answer["email"])
 
@@ -56,13 +56,13 @@ class GoogleIam:
         wanted = make_bindings(bucket, f"serviceAccount:{email}", needs)
         url = f"{self.storage_url}/storage/v1/b/{bucket}/iam"
         for _ in range(POLICY_TRIES):
-            _, policy = self._ask("GET", f"{url}?optionsRequestedPolicyVersion={POLICY_VERSION}")
+            _, policy = self._request("GET", f"{url}?optionsRequestedPolicyVersion={POLICY_VERSION}")
             bindings = list(policy.get("bindings", ()))
             missing = [each for each in wanted if not any(is_bound(each, other) for other in bindings)]
             if not missing:
                 return
             body = {**policy, "version": POLICY_VERSION, "bindings": [*bindings, *missing]}
-            if self._ask("PUT", url, body, fine=(412,))[0] != 412:  # 412: the etag is outdated
+            if self._request("PUT", url, body, fine=(412,))[0] != 412:  # 412: the etag is outdated
                 return
         # Conditions are also refused with 412 if the objects of a bucket may have their own permissions.
         raise InvalidRequestError(
@@ -78,7 +78,7 @@ class GoogleIam:
         """
         private, certificate = make_key(now_s=now_s, life_s=life_s)
         body = {"publicKeyData": base64.b64encode(certificate).decode("ascii")}
-        _, answer = self._ask("POST", f"{self._iam}/serviceAccounts/{email}/keys:upload", body)
+        _, answer = self._request("POST", f"{self._iam}/serviceAccounts/{email}/keys:upload", body)
         return {
             "type": "service_account",
             "project_id": self._project,
@@ -92,21 +92,21 @@ class GoogleIam:
 
     def delete_account(self, email: str) -> None:
         """Delete the account with its keys and permissions; no effect if it does not exist."""
-        self._ask("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
+        self._request("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
 
     def delete_ended_keys(self, email: str, *, now_s: float) -> None:
         """Delete expired keys: an account may have at most ten, including expired ones."""
         url = f"{self._iam}/serviceAccounts/{email}/keys"
-        for key in self._ask("GET", f"{url}?keyTypes=USER_MANAGED")[1].get("keys", ()):
+        for key in self._request("GET", f"{url}?keyTypes=USER_MANAGED")[1].get("keys", ()):
             end = datetime.fromisoformat(str(key["validBeforeTime"]).replace("Z", "+00:00"))
             if end.timestamp() < now_s:
-                self._ask("DELETE", f"{url}/{str(key['name']).rpartition('/')[2]}", fine=(404,))
+                self._request("DELETE", f"{url}/{str(key['name']).rpartition('/')[2]}", fine=(404,))
 
     @property
     def _iam(self) -> str:
         return f"{self._endpoint or IAM}/v1/projects/{self._project}"
 
-    def _ask(
+    def _request(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, *, fine: Sequence[int] = ()
     ) -> tuple[int, dict[str, Any]]:
         import requests

@@ -26,7 +26,7 @@ Deliver = Callable[[Mapping[str, Any]], Awaitable[object]]
 
 class Grants:
     """Make, deliver and renew grants. `find_task` returns the task of a managed job's cluster, with its mounts, or None
-    for other clusters. `tell` records an event."""
+    for other clusters. `record_event` records an event."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class Grants:
         *,
         clock: Clock,
         find_task: Callable[[Cluster], Task | None] = lambda cluster: None,
-        tell: Callable[[Cluster, Event], None] = lambda cluster, event: None,
+        record_event: Callable[[Cluster, Event], None] = lambda cluster, event: None,
         granters: Mapping[str, Granter] | None = None,
     ) -> None:
-        self._config, self._clock, self._find_task, self._tell = config, clock, find_task, tell
+        self._config, self._clock, self._find_task, self._record_event = config, clock, find_task, record_event
         self._granters: dict[str, Granter] = dict(granters or {})
         self._known: dict[tuple[tuple[Need, ...], str], Grant] = {}
         self._renew_s: dict[str, float] = {}  # cluster -> time when its nodes' files are due for replacement
-        self._told: dict[str, str] = {}
+        self._recorded: dict[str, str] = {}
         self._lock = threading.Lock()  # one thread at a time makes grants, so that jobs with the same needs share them
 
     def check(self, plans: Sequence[Plan], *, allowances_s: Sequence[float] | None = None) -> Sequence[str]:
@@ -84,9 +84,9 @@ class Grants:
             if grant is not None:
                 await deliver(_make_request(grant))
         except CloudError as error:
-            self._tell_once(cluster, error.message)
+            self._record_once(cluster, error.message)
             return
-        self._told.pop(cluster.name, None)
+        self._recorded.pop(cluster.name, None)
         self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
 
     def sweep(self) -> int:
@@ -162,10 +162,10 @@ class Grants:
             self._granters[scheme] = find_granter(scheme)(self._config, clock=self._clock)
         return self._granters[scheme]
 
-    def _tell_once(self, cluster: Cluster, error: str) -> None:
-        if self._told.get(cluster.name) != error:
-            self._told[cluster.name] = error
-            self._tell(cluster, make_event(EventKind.ACCESS_NOT_RENEWED, error=error))
+    def _record_once(self, cluster: Cluster, error: str) -> None:
+        if self._recorded.get(cluster.name) != error:
+            self._recorded[cluster.name] = error
+            self._record_event(cluster, make_event(EventKind.ACCESS_NOT_RENEWED, error=error))
 
 
 def join_grants(grants: Sequence[Grant]) -> Grant:

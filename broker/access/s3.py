@@ -15,7 +15,8 @@ from broker.access.s3_policy import make_policy
 from broker.clock import Clock
 from broker.clouds.aws.errors import find_kind
 from broker.clouds.aws.settings import Settings, load_settings
-from broker.config import Config, read_aws_environment
+from broker.config import Config
+from broker.environment import read_aws_environment
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
 from broker.storage.s3 import find_region
 from broker.types import Secret, Task
@@ -81,7 +82,7 @@ class S3Granter:
                 hints=("give the program its own keys: `secrets: {AWS_ACCESS_KEY_ID: , AWS_SECRET_ACCESS_KEY: }`",),
             )
         issued_s = self._clock.now_s()
-        login, expires_s, by = self._ask(needs)
+        login, expires_s, by = self._create_login(needs)
         region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") if endpoint else None
         region = region or ("us-east-1" if endpoint else self._find_region(needs))
         envs = {"AWS_CONFIG_FILE": f"{FOLDER}/aws_config", "AWS_SHARED_CREDENTIALS_FILE": f"{FOLDER}/aws_config"}
@@ -130,7 +131,7 @@ class S3Granter:
             prefix = {"Prefix": need.list_patterns()[0].rstrip("*")} if need.path else {}
             client.list_objects_v2(Bucket=need.bucket, MaxKeys=1, **prefix)
 
-    def _ask(self, needs: Sequence[Need]) -> tuple[dict[str, Any], float, str]:
+    def _create_login(self, needs: Sequence[Need]) -> tuple[dict[str, Any], float, str]:
         """Return the login in the format of `credential_process`, its expiry time, and the granting principal."""
         session = self._open_session()
         from botocore.exceptions import BotoCoreError, ClientError
@@ -154,7 +155,7 @@ class S3Granter:
                     if not _is_forbidden(error):
                         raise
             if caller in ("user", "role"):  # a user's MFA session cannot federate either
-                return self._ask_user(session.client("iam", region_name=region), policy, arn.split(":")[4], needs)
+                return self._renew_user(session.client("iam", region_name=region), policy, arn.split(":")[4], needs)
         except (ClientError, BotoCoreError) as error:
             what = "AWS does not grant nodes access to the task's buckets"
             forbidden = (ROLE,) if self._settings.bucket_role or caller == "role" else (USER_POLICY,)
@@ -174,7 +175,7 @@ class S3Granter:
                     raise
         return sts.assume_role(**request, DurationSeconds=CHAINED_S)
 
-    def _ask_user(
+    def _renew_user(
         self, iam: Any, policy: str, account: str, needs: Sequence[Need]
     ) -> tuple[dict[str, Any], float, str]:
         """Use a user created by broker: its key is kept, and its policy is rewritten with a later expiry."""

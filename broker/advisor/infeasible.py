@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from broker.advisor.amounts import show_amount
 from broker.advisor.layout import Layout, Training, find_layout, find_smallest_memory
 from broker.errors import NoOfferError
+from broker.formatting import format_count
 from broker.optimizer.memory_model import usable_bytes
 from broker.optimizer.roofline import Hardware
 
@@ -41,8 +42,9 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
         hints.append(f"{enough} x {name} are enough: pass `--max-gpus {enough}`")
     hints.append("drop `--gpus` or `--infra`, or shorten `--seq`")
     return NoOfferError(
-        f"{show_amount(training.shape.parameters)} parameters do not fit on at most {gpus_max} GPUs: the closest "
-        f"option, {cards} x {name}, requires {need / 2**30:.1f} GiB per GPU, but only {usable / 2**30:.1f} are usable",
+        f"{show_amount(training.shape.parameters)} parameters do not fit on at most {format_count(gpus_max, 'GPU')}: "
+        f"the closest option, {cards} x {name}, requires {need / 2**30:.1f} GiB per GPU, but only "
+        f"{usable / 2**30:.1f} are usable",
         hints=hints,
     )
 

@@ -268,7 +268,9 @@ def find_azure_token(variables: Mapping[str, str]) -> str:
         query["client_id"] = variables["AZURE_CLIENT_ID"]
     url = f"{agent_login.METADATA}/metadata/identity/oauth2/token?{urllib.parse.urlencode(query)}"
     try:
-        token = json.loads(agent_login.ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
+        token = json.loads(agent_login.fetch_metadata(urllib.request.Request(url, headers={"Metadata": "true"})))[
+            "access_token"
+        ]
     except (OSError, ValueError, KeyError) as error:
         names = f"{AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]}"
         raise Refused(f"no login for az://: neither {names} is set, and the machine has no identity") from error

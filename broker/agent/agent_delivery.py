@@ -129,7 +129,7 @@ class LogKeeper:
         self._kept: dict[int, int] = {}  # run -> bytes of its log in the bucket
         self._tried: dict[int, tuple[float, float]] = {}  # run -> the end (monotonic) and the length of the last upload
 
-    def look(self, run_id: int) -> None:
+    def upload_log_if_due(self, run_id: int) -> None:
         """Upload the log of a run if that is due. Raises Refused."""
         start_s = time.monotonic()
         tried_s, took_s = self._tried.setdefault(run_id, (start_s, 0.0))
@@ -161,7 +161,7 @@ def deliver_forever() -> None:
                 waits[run_id] = (time.monotonic() + wait_s, min(RETRY_S_MAX, 2 * wait_s))
         for run_id in agent_files.list_run_ids():
             try:
-                keeper.look(run_id)
+                keeper.upload_log_if_due(run_id)
             except Exception:  # retried next time
                 continue
         time.sleep(LOOK_S)

@@ -68,13 +68,13 @@ def serve(address: str, port: int, program_port: int, context: ssl.SSLContext) -
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    told = ""
+    reported = ""
     while True:
         try:
             return agent_link.listen_at(address, port)
         except OSError as error:
-            if str(error) != told:
-                told = str(error)
+            if str(error) != reported:
+                reported = str(error)
                 print(f"cannot listen for the balancer on port {port}: {error}", file=sys.stderr, flush=True)
             time.sleep(BIND_EVERY_S)
 

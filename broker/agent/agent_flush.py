@@ -115,11 +115,11 @@ class Sent(NamedTuple):
 
 def read_sent() -> Sent:
     """Return the sum over all mounts that report statistics."""
-    stats = [ask_sent(str(mount.get("socket") or "")) for mount in read_mounts()]
+    stats = [read_upload_statistics(str(mount.get("socket") or "")) for mount in read_mounts()]
     return Sent(sum(sent.size_bytes for sent in stats), sum(sent.error_count for sent in stats))
 
 
-def ask_sent(path: str) -> Sent:
+def read_upload_statistics(path: str) -> Sent:
     """Return the statistics of one rclone; zeros if it is gone or too old for remote control through a socket."""
     if not path:
         return Sent(0, 0)

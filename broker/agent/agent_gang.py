@@ -143,7 +143,7 @@ class Coordinator:
                 self._links[self._rank].send("kill", status="FAILED", returncode=None, reason="another node took over")
         self.close()
 
-    def give_turn(self, held: Message) -> None:
+    def broadcast_turn(self, held: Message) -> None:
         """Send the reservation to all ranks, including those that join later; each may then begin its setup."""
         with self._lock:
             self._turn = dict(held)

@@ -109,7 +109,7 @@ class Xids:
                     break
                 self._add(record, self._counts)
         elif not self._is_denied:
-            self._counts = self._ask()
+            self._counts = self._count_errors()
         return dict(sorted(self._counts.items())[:XIDS_MAX])
 
     @property
@@ -123,7 +123,7 @@ class Xids:
             os.close(self._fd)
             self._fd = None
 
-    def _ask(self) -> dict[str, int]:
+    def _count_errors(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         try:
             done = subprocess.run(

@@ -55,10 +55,10 @@ def find_s3_login(variables: Mapping[str, str]) -> dict[str, str]:
     base = f"{METADATA}/latest/meta-data/iam/security-credentials/"
     try:
         ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-        token = ask(urllib.request.Request(f"{METADATA}/latest/api/token", method="PUT", headers=ttl))
+        token = fetch_metadata(urllib.request.Request(f"{METADATA}/latest/api/token", method="PUT", headers=ttl))
         headers = {"X-aws-ec2-metadata-token": token}
-        role = ask(urllib.request.Request(base, headers=headers)).split()[0]
-        keys = json.loads(ask(urllib.request.Request(base + role, headers=headers)))
+        role = fetch_metadata(urllib.request.Request(base, headers=headers)).split()[0]
+        keys = json.loads(fetch_metadata(urllib.request.Request(base + role, headers=headers)))
         return {"key": keys["AccessKeyId"], "secret": keys["SecretAccessKey"], "token": keys["Token"]}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise Refused("no login for S3: no AWS_ACCESS_KEY_ID, no profile, and the machine has no role") from error
@@ -111,7 +111,7 @@ def find_google_token(variables: Mapping[str, str]) -> str:
     except FileNotFoundError as error:
         if named:
             raise Refused(f"no login for gs://: `{named}` does not exist") from error
-        return ask_machine()
+        return fetch_machine_token()
     except (OSError, ValueError) as error:
         raise Refused(f"no login for gs://: `{path}` cannot be read") from error
     try:
@@ -134,11 +134,11 @@ def find_google_token(variables: Mapping[str, str]) -> str:
         raise Refused(f"no login for gs://: `{path}` is damaged ({type(error).__name__})") from error
 
 
-def ask_machine() -> str:
+def fetch_machine_token() -> str:
     """Return an access token from the metadata server of a Google machine."""
     path = "/computeMetadata/v1/instance/service-accounts/default/token"
     try:
-        answer = ask(urllib.request.Request(METADATA + path, headers={"Metadata-Flavor": "Google"}))
+        answer = fetch_metadata(urllib.request.Request(METADATA + path, headers={"Metadata-Flavor": "Google"}))
         return str(json.loads(answer)["access_token"])
     except (OSError, ValueError, KeyError) as error:
         raise Refused("no login for gs://: no credentials file, and the machine has no service account") from error
@@ -200,7 +200,7 @@ def read_items(data: bytes) -> list[tuple[int, bytes]]:
     return items
 
 
-def ask(request: urllib.request.Request) -> str:
+def fetch_metadata(request: urllib.request.Request) -> str:
     """Return the metadata server's answer, bypassing any proxy of the environment."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), RefusesRedirects)
     with opener.open(request, timeout=METADATA_S) as answer:

@@ -100,7 +100,7 @@ class Membership:
         """Note that the program starts: from now on it may continue without a head."""
         self._is_going = True
 
-    def give_up(self) -> None:
+    def report_lost(self) -> None:
         """Report the head as lost for good."""
         if not self._is_over:
             self._is_over = True
@@ -125,7 +125,12 @@ class Membership:
                 str(head["address"]) if int(head["rank"]) != self._rank else agent_head.find_own(self._folder, head)
             )
             link = agent_link.connect(
-                address, int(port), self._context, self._rank, lambda message: self._hear(number, message), epoch=epoch
+                address,
+                int(port),
+                self._context,
+                self._rank,
+                lambda message: self._handle_message(number, message),
+                epoch=epoch,
             )
         except OSError:
             return False
@@ -143,7 +148,7 @@ class Membership:
             old.close()
         return True
 
-    def _hear(self, number: int, message: Message) -> None:
+    def _handle_message(self, number: int, message: Message) -> None:
         if message["type"] != "lost":
             if number >= self._number:
                 self._is_over = self._is_over or message["type"] in ("kill", "end")
@@ -158,7 +163,7 @@ class Membership:
                 return self._on_message(message)
             self._away_since_s = time.monotonic()
         if not self._can_wait():
-            self.give_up()
+            self.report_lost()
 
     def _can_wait(self) -> bool:
         """Return whether the program continues without a head. A program that has failed did not."""
@@ -173,12 +178,12 @@ class Membership:
             epoch = int(head.get("epoch", 0))
             if epoch > self._epoch and int(head.get("rank", 0)) == self._rank and head.get("port") is None:
                 if not self._take_over(head):
-                    return self.give_up()
+                    return self.report_lost()
             elif epoch > self._epoch or self.is_away:
                 self._try_join()
             since_s = self._away_since_s
             if since_s is not None and time.monotonic() - since_s > AWAY_S_MAX:
-                return self.give_up()
+                return self.report_lost()
             time.sleep(TICK_S)
         return None
 

@@ -50,16 +50,16 @@ def watch_notices(cloud: str) -> None:
 
 def read_aws() -> float | None:
     """Poll EC2; return the seconds until the end once announced, or None when the token must be renewed."""
-    token = ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
+    token = request_metadata("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
     if token is None:
         raise Silence
     headers = {"X-aws-ec2-metadata-token": token}
     end_s = time.monotonic() + TOKEN_S / 2
     while time.monotonic() < end_s:
-        text = ask("GET", "/latest/meta-data/spot/instance-action", headers)
+        text = request_metadata("GET", "/latest/meta-data/spot/instance-action", headers)
         if text is not None:
             return parse_time_s(json.loads(text)["time"]) - time.time()
-        advice = ask("GET", "/latest/meta-data/events/recommendations/rebalance", headers)
+        advice = request_metadata("GET", "/latest/meta-data/events/recommendations/rebalance", headers)
         if advice is not None and not (files.STATE / "rebalance").exists():
             files.write_json(files.STATE / "rebalance", {"time_s": parse_time_s(json.loads(advice)["noticeTime"])})
         time.sleep(POLL_S)
@@ -72,7 +72,7 @@ def read_gcp() -> float | None:
     flavor = {"Metadata-Flavor": "Google"}
     # A change before the request would not be reported as one, so read the current value first.
     for target in ("/computeMetadata/v1/instance/preempted", path):
-        text = ask("GET", target, flavor, answer_s=HOLD_S + ANSWER_S)
+        text = request_metadata("GET", target, flavor, answer_s=HOLD_S + ANSWER_S)
         if text is None:
             raise Silence
         if text.strip() == "TRUE":
@@ -80,7 +80,7 @@ def read_gcp() -> float | None:
     return None
 
 
-def ask(verb: str, path: str, headers: dict[str, str], *, answer_s: float = ANSWER_S) -> str | None:
+def request_metadata(verb: str, path: str, headers: dict[str, str], *, answer_s: float = ANSWER_S) -> str | None:
     """Return the body, or None on 404. Raises OSError, HTTPException or Silence."""
     connection = http.client.HTTPConnection(SERVER, timeout=answer_s)
     try:

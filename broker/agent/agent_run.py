@@ -191,7 +191,7 @@ class Runner:
         self._send("exit", returncode=returncode, **more)
         self._returncode = returncode
         if returncode and self._gang.is_away:  # it may have failed because of the lost node
-            self._gang.give_up()
+            self._gang.report_lost()
 
     def _open_entrance(self) -> None:
         if self._spec.get("entrance"):
@@ -219,7 +219,7 @@ class Runner:
                 self._held = agent_turn.take(self._id, self._spec, partial(self._write_state, "SETTING_UP"), given)
             if self._held:
                 if self._coordinator:
-                    self._coordinator.give_turn(self._held)
+                    self._coordinator.broadcast_turn(self._held)
                 break
             for other in agent_files.list_run_ids():
                 if other != self._id:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.aio import jobs
-from broker.aio.running import Notes, ask, is_remote, list_remote_lines, open_context, use_in_thread
+from broker.aio.running import Notes, call_server, is_remote, list_remote_lines, open_context, use_in_thread
 from broker.app import clusters
 from broker.app.advising import AdviceRequest, Precision, Recommendation, Trainer
 from broker.app.advising import advise as recommend
@@ -91,11 +91,11 @@ async def launch(
         autostop = Autostop(idle_minutes=idle_minutes_to_autostop or 0, is_down=down)
     found = read_task(task)
     if is_remote(home):
-        started = await ask(
+        started = await call_server(
             home, on_note, launching.launch, task=found, cluster=cluster, autostop=autostop, hedge=hedge,
             retry_until_up=retry_until_up, is_dryrun=False, show=_accept, confirm=_accept, on_stage=_ignore,
         )  # fmt: skip
-        known = (await ask(home, on_note, verbs.show_status)).clusters
+        known = (await call_server(home, on_note, verbs.show_status)).clusters
         return Launched(cluster=next(each for each in known if each.name == started.cluster), run_id=started.run_id)
     with open_context(home, on_note) as context:
         target = ClusterTarget.of(context, found, name=cluster, autostop=autostop)
@@ -123,7 +123,7 @@ async def exec(cluster: str, task: TaskLike, *, home: Path | None = None, on_not
     Raises UsageError for an unknown cluster or one that is not up, CloudError if its nodes do not respond.
     """
     if is_remote(home):
-        return await ask(home, on_note, launching.exec_task, cluster=cluster, task=read_task(task))
+        return await call_server(home, on_note, launching.exec_task, cluster=cluster, task=read_task(task))
     with open_context(home, on_note) as context:
         return await exec_task(context, clusters.find_up(context, cluster), read_task(task))
 
@@ -134,7 +134,7 @@ async def status(*, refresh: bool = False, home: Path | None = None, on_note: No
     A cloud that cannot be queried is in `failures`; its clusters show their last known state.
     """
     if is_remote(home):
-        return await ask(home, on_note, verbs.show_status, is_refreshing=refresh)
+        return await call_server(home, on_note, verbs.show_status, is_refreshing=refresh)
     with open_context(home, on_note) as context:
         return await clusters.read_status(context, is_refreshing=refresh)
 
@@ -142,7 +142,7 @@ async def status(*, refresh: bool = False, home: Path | None = None, on_note: No
 async def queue(cluster: str, *, home: Path | None = None) -> tuple[Run, ...]:
     """Return the runs of a cluster that is up, oldest first. Raises UsageError, CloudError."""
     if is_remote(home):
-        return tuple(sorted(await ask(home, None, verbs.list_runs, cluster=cluster), key=lambda run: run.id))
+        return tuple(sorted(await call_server(home, None, verbs.list_runs, cluster=cluster), key=lambda run: run.id))
     with open_context(home) as context:
         runs = await context.gang.list_runs(clusters.find_up(context, cluster))
         return tuple(sorted(runs, key=lambda run: run.id))
@@ -155,7 +155,7 @@ async def cancel(cluster: str, run_ids: Sequence[int] | None = None, *, home: Pa
     """
     if is_remote(home):
         wanted = None if run_ids is None else tuple(run_ids)
-        return await ask(home, None, verbs.cancel_runs, cluster=cluster, run_ids=wanted)
+        return await call_server(home, None, verbs.cancel_runs, cluster=cluster, run_ids=wanted)
     with open_context(home) as context:
         return tuple(await clusters.cancel_runs(context, clusters.find_up(context, cluster), run_ids))
 
@@ -168,7 +168,7 @@ async def logs(
     Raises RunFailedError after the last line of a failed run, so a loop that ends without an error means success.
     """
     if is_remote(home):
-        known = await ask(home, None, verbs.find_run, cluster=cluster, run_id=run_id)
+        known = await call_server(home, None, verbs.find_run, cluster=cluster, run_id=run_id)
         async for line in list_remote_lines(home, verbs.follow_run, cluster=cluster, run_id=known, is_following=follow):
             yield line
         return
@@ -189,8 +189,8 @@ async def down(
     not uploaded, after the other clusters are terminated.
     """
     if is_remote(home):
-        preview = await ask(home, on_note, verbs.preview_down, patterns=names)
-        kept = await ask(
+        preview = await call_server(home, on_note, verbs.preview_down, patterns=names)
+        kept = await call_server(
             home, on_note, verbs.terminate_clusters, names=preview.names, on_down=_ignore, is_immediate=now
         )
         clusters.raise_failures([*preview.failures, *kept], ended_count=len(preview.names) - len(kept))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from broker.aio.running import Notes, ask, is_remote, list_remote_lines, open_context, use_in_thread
+from broker.aio.running import Notes, call_server, is_remote, list_remote_lines, open_context, use_in_thread
 from broker.aio.schedules import due_times, pause_schedule, remove_schedule, resume_schedule, schedule, schedules
 from broker.app import jobs
 from broker.app.container import Context
@@ -86,7 +86,7 @@ async def _submit(
         return tuple(found)
 
     if is_remote(home):
-        return await ask(
+        return await call_server(
             home, on_note, launch_jobs, tasks=tuple(tasks), name=name, request_id=request_id, hedge=hedge,
             is_dryrun=False, show=_accept, confirm=_accept, on_submitted=_ignore,
         )  # fmt: skip
@@ -115,7 +115,9 @@ async def wait(
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"`timeout_s` must be positive, not {timeout_s:g}")
     if is_remote(home):
-        view = await ask(home, None, verbs.wait_for_job, job=str(job), status=status, timeout_s=timeout_s or 0.0)
+        view = await call_server(
+            home, None, verbs.wait_for_job, job=str(job), status=status, timeout_s=timeout_s or 0.0
+        )
         if view.job.status is not status:
             raise jobs.explain_ended(view.job)
         return view.job
@@ -135,7 +137,7 @@ async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tu
         return tuple(found)
 
     if is_remote(home):
-        return tuple(view.job for view in await ask(home, on_note, verbs.list_jobs))
+        return tuple(view.job for view in await call_server(home, on_note, verbs.list_jobs))
     return await use_in_thread(home, on_note, list_jobs)
 
 
@@ -153,11 +155,11 @@ async def cancel(*wanted: int | str, home: Path | None = None, on_note: Notes | 
         return live
 
     if is_remote(home):
-        done = await ask(home, on_note, verbs.cancel_jobs, names=tuple(map(str, wanted)))
+        done = await call_server(home, on_note, verbs.cancel_jobs, names=tuple(map(str, wanted)))
         if done.missing:
             raise done.missing[0]
         ids = {each.job_id for each in done.jobs if each.is_live}
-        return tuple(view.job for view in await ask(home, on_note, verbs.list_jobs) if view.job.id in ids)
+        return tuple(view.job for view in await call_server(home, on_note, verbs.list_jobs) if view.job.id in ids)
     return await use_in_thread(home, on_note, end)
 
 
@@ -176,7 +178,7 @@ async def retry(
 
     if is_remote(home):
         given = {key: Secret(value=value) for key, value in (secrets or {}).items()}
-        return await ask(home, on_note, verbs.retry_job, job=str(job), secrets=given, request_id=request_id)
+        return await call_server(home, on_note, verbs.retry_job, job=str(job), secrets=given, request_id=request_id)
     return await use_in_thread(home, on_note, submit)
 
 
@@ -199,7 +201,7 @@ async def retry_group(
 
     if is_remote(home):
         given = {key: Secret(value=value) for key, value in (secrets or {}).items()}
-        return await ask(home, on_note, verbs.retry_group, job=group, secrets=given, request_id=request_id)
+        return await call_server(home, on_note, verbs.retry_group, job=group, secrets=given, request_id=request_id)
     return await use_in_thread(home, on_note, submit)
 
 
@@ -209,10 +211,10 @@ async def logs(job: int | str, *, follow: bool = True, home: Path | None = None)
     Raises RunFailedError after the last line of a job that did not succeed.
     """
     if is_remote(home):
-        known = (await ask(home, None, verbs.show_job, job=str(job))).job.id
+        known = (await call_server(home, None, verbs.show_job, job=str(job))).job.id
         async for line in list_remote_lines(home, verbs.follow_log, job=str(known), is_following=follow):
             yield line
-        ended = (await ask(home, None, verbs.show_job, job=str(known))).job
+        ended = (await call_server(home, None, verbs.show_job, job=str(known))).job
         if follow and ended.status is not JobStatus.SUCCEEDED:
             raise RunFailedError(f"job {known} ended with status {ended.status.value}", returncode=1)
         return
@@ -232,7 +234,7 @@ async def logs(job: int | str, *, follow: bool = True, home: Path | None = None)
 async def why(job: int | str, *, home: Path | None = None) -> Explanation:
     """Explain the status of a job: its events, attempts, steps, recoveries and cost."""
     if is_remote(home):
-        view = await ask(home, None, verbs.explain_job, job=str(job))
+        view = await call_server(home, None, verbs.explain_job, job=str(job))
         return Explanation(job=view.job, events=view.events, summary=view.summary, paid_usd=view.paid_usd)
     with open_context(home) as context:
         return jobs.explain(context, jobs.find_job(context, job))

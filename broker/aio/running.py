@@ -45,7 +45,9 @@ def is_remote(home: Path | None) -> bool:
     return find_login(home) is not None
 
 
-async def ask(home: Path | None, on_note: Notes | None, verb: Callable[Concatenate[Context, P], T], **named: Any) -> T:
+async def call_server(
+    home: Path | None, on_note: Notes | None, verb: Callable[Concatenate[Context, P], T], **named: Any
+) -> T:
     """Run a verb on the server of the login, in a separate thread. A cancelled call continues on the server."""
     path = find_login(home)
     assert path is not None
@@ -62,7 +64,7 @@ async def list_remote_lines(home: Path | None, verb: Callable[..., None], **name
 
     async def work() -> None:
         try:
-            await ask(
+            await call_server(
                 home, None, verb, **named, on_chunk=lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk)
             )
         finally:

@@ -291,8 +291,8 @@ def keep_record(home: Path, url: str, *, now_s: float, error: BrokerError | None
         known = json.loads(path.read_bytes())
     except (OSError, ValueError):
         known = {}
-    told = {**known, "url": url, "error": None if error is None else error.message}
-    _write_private(path, json.dumps(told if error is not None else {**told, "time_s": now_s}))
+    record = {**known, "url": url, "error": None if error is None else error.message}
+    _write_private(path, json.dumps(record if error is not None else {**record, "time_s": now_s}))
 
 
 def _encrypt(key: bytes, content: bytes) -> bytes:

@@ -105,7 +105,7 @@ async def refresh_clusters(
     return await asyncio.gather(*(refresh(each) for each in clusters)), failures
 
 
-def raise_unasked(failures: Mapping[str, CloudError]) -> None:
+def raise_query_failures(failures: Mapping[str, CloudError]) -> None:
     """Raise CloudError if a cloud failed. Call this after the output; the exit code marks it as outdated."""
     if failures:
         raise CloudError(

@@ -119,25 +119,9 @@ class Context(Permissions):
         )
 
     def _write_boot(self, request: NodeRequest) -> str:
-        """Make the script that a cloud node runs at its first boot; return an empty one for local nodes."""
-        from broker.clouds.base import ProvidesSshHosts
-        from broker.runtime.bootstrap import make_boot
-        from broker.runtime.keys import HOST, LOGIN, Keys
+        from broker.app.first_boot import write_boot
 
-        cloud = self.clouds[request.placement.offer.cloud]
-        if not isinstance(cloud, ProvidesSshHosts):
-            return ""
-        keys = Keys(self.config.keys)
-        # Read intents before clusters: an intent that closes in the meantime has recorded its cluster in the same
-        # commit.
-        live = [(intent.request.cluster, intent.request.token) for intent in self.store.intents.list_open()]
-        for cluster in self.store.clusters.list():
-            live += [(cluster.name, token) for token in self.store.intents.list_tokens(cluster.name)]
-        if self.provisioner.is_adopted():  # else unrecorded nodes may still need these keys
-            keys.forget(but=live)
-        pair = keys.ensure(request.cluster, request.token)
-        login, host = pair.read(LOGIN).public, pair.read(HOST)
-        return make_boot(cloud=cloud.name, login=login, host=host, user=cloud.user)
+        return write_boot(self, request)
 
     @cached_property
     def transport(self) -> Transport:
@@ -178,11 +162,11 @@ class Context(Permissions):
             job = None if cluster.job_id is None else self.store.jobs.get(cluster.job_id)
             return None if job is None else job.task
 
-        def tell(cluster: Cluster, event: Event) -> None:
+        def record_event(cluster: Cluster, event: Event) -> None:
             if cluster.job_id is not None:
                 self.store.events.add(event, job_id=cluster.job_id)
 
-        return Grants(self.config, clock=self.clock, find_task=find_task, tell=tell)
+        return Grants(self.config, clock=self.clock, find_task=find_task, record_event=record_event)
 
     def make_controller(self, job_id: int) -> JobController:
         """Return a controller for one managed job, wired to this context's store and clouds."""
@@ -262,7 +246,7 @@ class Context(Permissions):
 
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""
-        from broker.jobs.daemon import ensure_daemon
+        from broker.jobs.daemon_process import ensure_daemon
 
         if moving.read_moved(self.config.home) is not None:
             return  # a server controls the jobs now

@@ -48,21 +48,21 @@ class ChancePoint:
     spot_chance: float | None
 
 
-def list_chances(context: Context, told: Explanation) -> tuple[ChancePoint, ...]:
+def list_chances(context: Context, explanation: Explanation) -> tuple[ChancePoint, ...]:
     """List the chance of meeting the deadline at each recorded moment, oldest first; empty without a deadline or
     work."""
     from broker.optimizer.forecast import find_deadline_chances
 
-    job = told.job
+    job = explanation.job
     goal = job.task.goal
     if goal is None or not goal.work_hours or goal.deadline_hours is None:
         return ()
-    plan = plan_goal(context, job, paid_usd=told.paid_usd)
+    plan = plan_goal(context, job, paid_usd=explanation.paid_usd)
     if plan is None:
         return ()
     points = []
     now_s = context.clock.now_s()
-    moments = sorted(_list_moments(told, context.store.jobs.list_steps(job.id), now_s), key=lambda each: each[0])
+    moments = sorted(_list_moments(explanation, context.store.jobs.list_steps(job.id), now_s), key=lambda each: each[0])
     kept = moments if len(moments) <= POINTS_MAX else [moments[0], *moments[1 - POINTS_MAX :]]
     for time_s, moment, then in kept:
         rest = cut_to_rest(then, now_s=time_s, spent_usd=0.0).goal
@@ -82,21 +82,21 @@ def list_chances(context: Context, told: Explanation) -> tuple[ChancePoint, ...]
 
 
 def _list_moments(
-    told: Explanation, steps: Mapping[int, StepRange], now_s: float
+    explanation: Explanation, steps: Mapping[int, StepRange], now_s: float
 ) -> Iterator[tuple[float, Moment, Job]]:
     """Yield each moment with the job as it was then: its earlier attempts, and the progress that was saved."""
-    job = told.job
+    job = explanation.job
     total = job.progress.total if job.progress else None
     yield job.submitted_s, Moment.SUBMITTED, replace(job, attempts=(), progress=None)
     if job.attempts and not total:
         return  # the program does not report its progress
     for attempt in job.attempts:
-        yield attempt.started_s, Moment.STARTED, _look_back(job, steps, attempt.started_s)
+        yield attempt.started_s, Moment.STARTED, _reconstruct_job(job, steps, attempt.started_s)
         end_s = attempt.lost_s or attempt.ended_s
         if end_s is not None:
-            yield end_s, Moment.LOST, _look_back(job, steps, end_s)
+            yield end_s, Moment.LOST, _reconstruct_job(job, steps, end_s)
     assert job.task.goal is not None and job.task.goal.work_hours
-    for event in told.events:
+    for event in explanation.events:
         left = event.data.get("work_left_hours")
         if event.kind is EventKind.DECISION and total and isinstance(left, int | float):
             done = round((1 - left / job.task.goal.work_hours) * total)
@@ -105,7 +105,7 @@ def _list_moments(
         yield now_s, Moment.NOW, job
 
 
-def _look_back(job: Job, steps: Mapping[int, StepRange], time_s: float) -> Job:
+def _reconstruct_job(job: Job, steps: Mapping[int, StepRange], time_s: float) -> Job:
     """Return the job as of an attempt's start or end, when the checkpoints of all ended attempts are known."""
 
     def is_over(attempt: Attempt) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from broker.config import read_mlflow_variables
+from broker.environment import read_mlflow_variables
 from broker.errors import BrokerError, UsageError
 from broker.notify.sending import NoRedirect
 from broker.types import Job, JobStatus, Progress
@@ -93,8 +93,8 @@ class Mlflow:
         if runs := self._call("runs/search", wanted).get("runs"):
             return str(runs[0]["info"]["run_id"])
         tags = [{"key": JOB_TAG, "value": job.stem}]
-        asked = {"experiment_id": experiment_id, "run_name": job.name, "start_time": round(now_s * 1000), "tags": tags}
-        return str(self._call("runs/create", asked)["run"]["info"]["run_id"])
+        body = {"experiment_id": experiment_id, "run_name": job.name, "start_time": round(now_s * 1000), "tags": tags}
+        return str(self._call("runs/create", body)["run"]["info"]["run_id"])
 
     def _find_experiment(self, name: str) -> str:
         found = self._call("experiments/search", {"filter": f"name = '{name}'", "max_results": 1}).get("experiments")

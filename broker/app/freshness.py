@@ -186,7 +186,7 @@ def update_due_clouds(context: Context, *, on_result: Callable[[CloudRefresh], N
         for cloud in due:
             now_s = clock.now_s()
             record_starts(cache, [cloud], now_s=now_s)
-            asked = {name: each for name, each in sources.items() if (name, cloud) not in ON_REQUEST}
-            (report,) = refresh_book(cache, context.book, [cloud], sources=asked, get=get, now_s=now_s)
+            automatic = {name: each for name, each in sources.items() if (name, cloud) not in ON_REQUEST}
+            (report,) = refresh_book(cache, context.book, [cloud], sources=automatic, get=get, now_s=now_s)
             record_attempts(cache, {cloud: report.error}, now_s=now_s)
             on_result(report)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
-from broker.app.launching import settle_checkpoints
+from broker.app.launching import apply_checkpoint_default
 from broker.app.limits import LaunchSize
 from broker.app.planning import plan_launch
 from broker.errors import JobEndedError, UsageError, WaitTimeoutError
@@ -37,9 +37,9 @@ class JobTarget:
 
     context: Context
 
-    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    def apply_defaults(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Fill in checkpoint folders and unattended times. Raises UsageError for a task without `run`."""
-        from broker.jobs.allowance import read_unattended_s, settle_unattended
+        from broker.jobs.allowance import apply_unattended_default, read_unattended_s
 
         if idle := next((task for task in tasks if task.run is None), None):
             name = idle.name or "(no name)"
@@ -47,8 +47,8 @@ class JobTarget:
                 f"task {name} has no `run:`; a managed job requires one, because it ends when its program ends",
                 hints=["add `run:` to the task", "or start a cluster without a program: `broker launch TASK.yaml`"],
             )
-        tasks = settle_checkpoints(self.context, tasks)
-        return settle_unattended(tasks, read_unattended_s(self.context.config))
+        tasks = apply_checkpoint_default(self.context, tasks)
+        return apply_unattended_default(tasks, read_unattended_s(self.context.config))
 
     def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
         """Keep, for a job group, the placements in the region that is cheapest for all of its tasks."""

@@ -29,7 +29,7 @@ NOTE_EVERY_S = 15.0  # minimum time between notes about the same failure of a st
 class Target(Protocol):
     """The target of a launch: a cluster, or managed jobs. A new kind implements these five methods."""
 
-    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    def apply_defaults(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Write the user's defaults into the tasks. Raises UsageError for tasks that this target cannot launch."""
         ...
 
@@ -92,7 +92,7 @@ def prepare(
     is_dryrun: bool = False,
     demand: LaunchSize | None = None,
 ) -> Ready:
-    """Resolve, settle, plan, check, confirm, upload and mount, in this order, without starting machines.
+    """Resolve, apply defaults, plan, check, confirm, upload and mount, in this order, without starting machines.
 
     `demand` is the number of gangs that will start; by default one per plan. A dry run ends after showing the plans.
     Raises TaskError, UsageError, NoOfferError, StateError, AuthError, InvalidRequestError, LimitError, and the errors
@@ -104,7 +104,7 @@ def prepare(
     check_notices(tasks, is_launch=not is_dryrun, note=context.note)
     note_state_folder(context, tasks)
     context.check_notify(tasks)
-    tasks = target.settle(tasks)
+    tasks = target.apply_defaults(tasks)
     plans = target.place([plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks])
     check_plans(plans, home=context.market.home, is_launch=not is_dryrun, note=context.note)
     callbacks.show(plans)
@@ -165,10 +165,10 @@ class ClusterTarget:
         name = name_cluster(task, context.config.owner) if name is None else name
         return cls(context=context, name=name, autostop=autostop or task.autostop)
 
-    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    def apply_defaults(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Fill in the checkpoint folders, and print a note about limits that do not apply to clusters."""
         note_job_limits(self.context, tasks)
-        return settle_checkpoints(self.context, tasks)
+        return apply_checkpoint_default(self.context, tasks)
 
     def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
         """Return the plans unchanged: a cluster runs one task."""
@@ -222,12 +222,12 @@ def note_job_limits(context: Context, tasks: Sequence[Task]) -> None:
         context.note(f"`budget` is enforced for managed jobs only, so this cluster may cost more: {remedy}")
 
 
-def settle_checkpoints(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
+def apply_checkpoint_default(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
     """Write the user's default checkpoint destination into tasks that do not set one."""
     from broker.config import find_checkpoint_url
-    from broker.jobs.checkpoints import settle_tasks
+    from broker.jobs.checkpoints import apply_default_checkpoints
 
-    return settle_tasks(tasks, find_checkpoint_url(context.config))
+    return apply_default_checkpoints(tasks, find_checkpoint_url(context.config))
 
 
 async def start_cluster(
@@ -300,7 +300,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
     note_job_limits(context, [task])
-    (task,) = fetch_repositories(context, settle_checkpoints(context, [task]))
+    (task,) = fetch_repositories(context, apply_checkpoint_default(context, [task]))
     return await start_run(context, match_alternative(cluster, task), task)
 
 

@@ -48,12 +48,12 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
     with store.transaction():
         now_s = store.clock.now_s()
         month = read_month(None, now_s=now_s)
-        asked = Amounts(usd=_expect_rest(demand.kind, usd, usd_hour, 0.0, month, now_s), gpus=gpus)
+        requested = Amounts(usd=_expect_rest(demand.kind, usd, usd_hour, 0.0, month, now_s), gpus=gpus)
         others = [each for each in store.commitments.list() if not _is_replaced(each, demand)]
         limits = find_limits(store.limits.list(), user=user, project=project)
         work = read_work(store) if limits else None
         for limit in limits:
-            _check(limit, measure_use(store, limit, others, month, work), asked)
+            _check(limit, measure_use(store, limit, others, month, work), requested)
         for each in store.commitments.list():
             if _is_replaced(each, demand):
                 store.commitments.end(each.id)
@@ -191,21 +191,21 @@ def _is_live(store: Store, commitment: Commitment, live_jobs: frozenset[str], no
     return is_up or bool(store.intents.list_open(name))
 
 
-def _check(limit: Limit, used: Amounts, asked: Amounts) -> None:
+def _check(limit: Limit, used: Amounts, requested: Amounts) -> None:
     whose = f"{limit.scope.value} {limit.name}"
     hints = [
         "cancel work that is no longer needed: see `broker status` and `broker jobs queue`",
         "or ask an administrator of the server, who can change the limit with `broker server limits set`",
     ]
-    if limit.usd_month is not None and used.usd + asked.usd > limit.usd_month:
+    if limit.usd_month is not None and used.usd + requested.usd > limit.usd_month:
         raise LimitError(
             f"over the monthly budget of {whose}: {format_usd(limit.usd_month)} USD, of which "
-            f"{format_usd(used.usd)} USD are spent or expected; this would add {format_usd(asked.usd)} USD",
+            f"{format_usd(used.usd)} USD are spent or expected; this would add {format_usd(requested.usd)} USD",
             hints=hints,
         )
-    if limit.gpus is not None and used.gpus + asked.gpus > limit.gpus:
+    if limit.gpus is not None and used.gpus + requested.gpus > limit.gpus:
         raise LimitError(
             f"over the limit of {whose}: {format_count(int(limit.gpus), 'GPU')}, of which {used.gpus:g} are in use; "
-            f"this would add {asked.gpus:g}",
+            f"this would add {requested.gpus:g}",
             hints=hints,
         )

@@ -155,7 +155,7 @@ class MapDriver:
             tally.forget_failures(self._output, tally.take(self._output, self._plan))
         return is_new
 
-    def look(self) -> MapView:
+    def read_view(self) -> MapView:
         """Read the state of the map and its workers. A server raises DeniedError if they are another user's."""
         store = self._context.store
         now = tally.take(self._output, self.plan)
@@ -198,7 +198,7 @@ class MapDriver:
     async def follow(self) -> AsyncIterator[MapView]:
         """Yield the state, about once a second, until no shard remains. Raises BrokerError if all workers failed."""
         while True:
-            view = self.look()
+            view = self.read_view()
             yield view
             if view.tally.left <= 0:
                 return

@@ -122,13 +122,13 @@ class Market:
             try:
                 return try_plan(task)
             except NoOfferError as wider:
-                if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
-                    asked = wider.message.partition("\n")[0]  # for a misspelled name, offer counts are useless
-                    raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
+                if isinstance(error, UnknownNameError) and not self._explain_unpriced(task):
+                    summary = wider.message.partition("\n")[0]  # for a misspelled name, offer counts are useless
+                    raise UnknownNameError(summary, details=[error.message], hints=error.hints) from error
                 explained = explain_infeasible(wider, task, try_plan)
-                raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
+                raise NoOfferError(wider.message, hints=[*self._explain_unpriced(task), *explained.hints]) from error
 
-    def _say_unpriced(self, task: Task) -> Sequence[str]:
+    def _explain_unpriced(self, task: Task) -> Sequence[str]:
         """Return a hint for each requested cloud without published prices, such as a private Kubernetes cluster."""
         return [
             f"the price catalog has no offers of {cloud}: {hint}"

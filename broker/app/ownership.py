@@ -71,7 +71,7 @@ def _read_server_owner(url: str, home: Path) -> str | None:
 @contextmanager
 def hold_daemon(database: Path) -> Iterator[None]:
     """Hold the daemon's lock, so that no daemon starts. Raises StateError while one is running."""
-    from broker.jobs.daemon import hold_lock
+    from broker.jobs.daemon_process import hold_lock
 
     with hold_lock(Config(home=database.parent, owner="")) as is_held:
         if not is_held:

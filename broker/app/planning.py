@@ -99,12 +99,12 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
 def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str], None]) -> None:
     """Note unsupported fields. Raises TaskError if a launch would not run the task as described."""
     for task in tasks:
-        _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch, note=note)
+        _report_notices([each for each in task.notices if each.cloud is None], is_launch=is_launch, note=note)
 
 
 def check_place(task: Task, clouds: Collection[str], *, is_launch: bool, note: Callable[[str], None]) -> None:
     """Note or refuse, like `check_notices`, fields that some of `clouds`, where the task may run, do not support."""
-    _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch, note=note)
+    _report_notices([each for each in task.notices if each.cloud in clouds], is_launch=is_launch, note=note)
 
 
 def check_plans(plans: Sequence[Plan], *, home: Path | None, is_launch: bool, note: Callable[[str], None]) -> None:
@@ -135,11 +135,11 @@ def warn_of_small_memory(plan: Plan) -> str | None:
     SkyPilot takes 4 GiB per vCPU then, and 8 vCPUs; broker takes the cheapest machine that fits.
     """
     placement = plan.choice.placement
-    offer, asked = placement.offer, placement.get_resources(plan.task)
-    is_requested = asked.memory_gib or asked.memory_gib_per_vcpu or asked.instance_type or offer.accelerator
+    offer, resources = placement.offer, placement.get_resources(plan.task)
+    is_requested = resources.memory_gib or resources.memory_gib_per_vcpu or resources.instance_type or offer.accelerator
     if is_requested or offer.cloud == "local" or offer.memory_gib >= SMALL_GIB:
         return None
-    where = f"{asked.origin}: " if asked.origin else ""
+    where = f"{resources.origin}: " if resources.origin else ""
     memory = f"{offer.memory_gib:g} GiB"
     return f"{where}without `memory`, the cheapest machine has {memory}; request more, for example `memory: 8+`"
 
@@ -152,13 +152,13 @@ def warn_of_missing_image(plan: Plan, home: Path) -> str | None:
     from broker.clouds import MISSING_IMAGES
 
     placement = plan.choice.placement
-    offer, asked = placement.offer, placement.get_resources(plan.task)
-    is_named = asked.image_id and not asked.container
+    offer, resources = placement.offer, placement.get_resources(plan.task)
+    is_named = resources.image_id and not resources.container
     if is_named or offer.cloud not in MISSING_IMAGES:
         return None
     explain: ExplainMissingImage = load_entry(MISSING_IMAGES[offer.cloud])
     why = explain(offer, home)
-    where = f"{asked.origin}: " if asked.origin else ""
+    where = f"{resources.origin}: " if resources.origin else ""
     return f"{where}a launch requires `image_id`: {why}" if why else None
 
 
@@ -174,7 +174,7 @@ def check_programs(context: Context, plans: Sequence[Plan]) -> None:
             find_program(program)
 
 
-def _tell(notices: Sequence[Notice], *, is_launch: bool, note: Callable[[str], None]) -> None:
+def _report_notices(notices: Sequence[Notice], *, is_launch: bool, note: Callable[[str], None]) -> None:
     if not notices:
         return
     from broker.task.notices import refuse_blocking, render_notice

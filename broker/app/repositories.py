@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from broker.config import make_git_environment
+from broker.environment import make_git_environment
 from broker.errors import InvalidRequestError, UsageError
 from broker.runtime.skyignore import CLONE_MARK
 from broker.types import Repository, Task

@@ -47,7 +47,7 @@ UPDATED = ServiceEventKind.UPDATED
 class ServiceTarget(JobTarget):
     """The launch target for a service: its replicas are managed jobs, so their checks apply."""
 
-    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    def apply_defaults(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Check each task's `service`, then fill in the checkpoint folders. Raises UsageError.
 
         Job limits are dropped with a note: they would end each replica, which would count as a failure.
@@ -62,7 +62,7 @@ class ServiceTarget(JobTarget):
             self.context.note("`deadline` has no effect on a service: it runs until `broker serve down`")
         if any(task.goal is not None and task.goal.hour_value_usd is not None for task in tasks):
             self.context.note("`hour_value` has no effect on a service: its replicas have no work to finish")
-        return super().settle([drop_job_limits(task) for task in tasks])
+        return super().apply_defaults([drop_job_limits(task) for task in tasks])
 
     def check(self, plans: Sequence[Plan]) -> bool:
         """Accept: replicas write no checkpoints."""

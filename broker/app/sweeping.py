@@ -69,7 +69,7 @@ class SweepDriver:
         """Plan the first run without starting anything."""
         self._prepare(is_dryrun=True)
 
-    def look(self) -> SweepView:
+    def read_view(self) -> SweepView:
         """Read the state without changing anything."""
         jobs, board = self._find_jobs(), self._read_board()
         is_over = len(jobs) == len(self.configurations) and all(job.status.is_terminal for job in jobs.values())

@@ -30,7 +30,7 @@ async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
         if are_silent(uploads, cluster):
             uploads = await context.gang.read_uploads(cluster, timeout_s=AGAIN_S)
     except StateError as error:
-        raise _explain_unasked(cluster, error) from error
+        raise _explain_unqueried(cluster, error) from error
     if uploads.has_mounts:
         await _Wait(context, cluster).run(uploads)
     elif are_silent(uploads, cluster):
@@ -95,7 +95,7 @@ def describe(uploads: Uploads) -> str:
     return f"{format_count(uploads.file_count, 'file')} ({uploads.size_bytes / 1e9:.3f} GB) for {urls}"
 
 
-def _explain_unasked(cluster: Cluster, error: StateError) -> BrokerError:
+def _explain_unqueried(cluster: Cluster, error: StateError) -> BrokerError:
     now = f"or terminate it without waiting for files in mounted buckets: `broker down --now {cluster.name}`"
     others = [hint for hint in error.hints if "broker down" not in hint]
     return BrokerError(

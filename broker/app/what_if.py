@@ -63,8 +63,8 @@ def _change(task: Task, name: str, value: str) -> Task:
     if name == "num_nodes":
         return replace(task, num_nodes=_read(f"num_nodes: {value}").num_nodes)
     if name == "use_spot":
-        asked = None if is_none else _read(f"resources:\n  use_spot: {value}").resources[0].use_spot
-        return replace(task, resources=tuple(replace(each, use_spot=asked) for each in task.resources))
+        use_spot = None if is_none else _read(f"resources:\n  use_spot: {value}").resources[0].use_spot
+        return replace(task, resources=tuple(replace(each, use_spot=use_spot) for each in task.resources))
     if is_none:
         return drop_fields(task, *DROPPED.get(name, (name,)))
     return override_resources(task, **{name: value})  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[Ro
         if offer is not None:
             (machines if offer.instance_type else parts).append(offer)
     offers = list(compose(machines, parts)) if parts or cloud == "gcp" else machines
-    return list(_settle_memory(offers)), faults
+    return list(_convert_memory(offers)), faults
 
 
 def _read_row(row: Mapping[str, str], cloud: str) -> Offer | None:
@@ -118,7 +118,7 @@ def _read_memory_gib(info: str) -> float:
     return round(size if size < MIB_MIN else size / 1024, 3)
 
 
-def _settle_memory(offers: Iterable[Offer]) -> Iterator[Offer]:
+def _convert_memory(offers: Iterable[Offer]) -> Iterator[Offer]:
     """Convert to memory per accelerator: some clouds' files give the memory of all accelerators of a machine.
 
     Offers with a single accelerator show which figure it is.

@@ -45,7 +45,7 @@ class BookWriter:
             arch = self._architectures.get((facts.cloud, offer.instance_type)) or guess_architecture(
                 facts.cloud, offer.instance_type
             )
-            memory_gib = self._settle_memory(offer)
+            memory_gib = self._choose_memory(offer)
             self.add_offer(replace(offer, accelerator_memory_gib=memory_gib), arch=arch, facts=facts)
         self._database.execute(
             "INSERT OR REPLACE INTO clouds VALUES (?, ?, ?, ?)",
@@ -69,7 +69,7 @@ class BookWriter:
         )  # fmt: skip
         self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?,?,?)", values)
 
-    def _settle_memory(self, offer: Offer) -> float:
+    def _choose_memory(self, offer: Offer) -> float:
         """Return the memory of one accelerator: the nominal one if the source's figure is close, a total or missing."""
         nominal, memory_gib = self._nominal_gib.get(offer.accelerator or "", 0.0), offer.accelerator_memory_gib
         if not memory_gib:

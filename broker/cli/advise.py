@@ -154,7 +154,7 @@ def advise(
     if as_json:
         print_json(describe_advice(found.wish, found.advice, found.task, top))
         return
-    _tell(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
+    _print_advice(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
 
 
 def _refuse_training_options(given: Mapping[str, object]) -> None:
@@ -167,7 +167,9 @@ def _refuse_training_options(given: Mapping[str, object]) -> None:
         )
 
 
-def _tell(wish: Wish, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None) -> None:
+def _print_advice(
+    wish: Wish, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None
+) -> None:
     show_advice(wish, advice, top, now_s)
     if explain:
         from broker.cli.advise_explain import show_layout
@@ -208,7 +210,7 @@ def show_advice(wish: Wish, advice: Advice, top: int, now_s: float) -> None:
         print_line("* recomputes activations in the backward pass")
     dates = [date_placement(each.estimate.placement) for each in shown]
     show_price_dates(dates, now_s, more="; times and costs are estimates that include spot risk")
-    _tell_limits(wish, advice.options[0], shown)
+    _note_limits(wish, advice.options[0], shown)
 
 
 def _describe_hour_value(wish: Wish, advice: Advice) -> str:
@@ -219,7 +221,7 @@ def _describe_hour_value(wish: Wish, advice: Advice) -> str:
     return f"Finishing an hour earlier is worth {usd} USD ({share}); change it with `--hour-value`"
 
 
-def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
+def _note_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
     """Note the limits of the table: the trainer's layouts, the batch, and spot capacity in one zone."""
     from broker.advisor.advise import SPOT_GANG_GPUS, find_better_batch, find_field_speedup
     from broker.advisor.amounts import show_amount

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from broker.catalog.sources.base import Get
 
 app = typer.Typer(
-    help="Inspect, refresh, import or reset the price catalog.",
+    help="Inspect, update, import or reset the price catalog.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -135,7 +135,7 @@ def update(
     if unknown := next((each for each in wanted if each not in known), None):
         hint = suggest(unknown, known) or f"known clouds: {', '.join(known)}"
         raise UsageError(f"unknown cloud `{unknown}`", hints=[hint])
-    with show_wait("fetching prices", is_told=False) as bar:
+    with show_wait("fetching prices", is_printed=False) as bar:
         reports = refresh_book(
             find_cache(),
             context.book,
@@ -178,7 +178,9 @@ def _count_pages(get: Get, bar: Bar) -> Get:
 
 @app.command(name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(help="Folder of CLOUD/vms.csv files.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of CLOUD/vms.csv files.", show_default=False)
+    ],
     only: Annotated[bool, typer.Option("--only", help="Remove all other clouds from the catalog.")] = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -20,7 +20,7 @@ from broker.errors import AuthError, UsageError
 
 
 def check(
-    cloud: Annotated[str | None, typer.Argument(help="Check one cloud in detail.")] = None,
+    cloud: Annotated[str | None, typer.Argument(metavar="CLOUD", help="Check one cloud in detail.")] = None,
     policy: Annotated[
         str | None,
         typer.Option(

@@ -12,7 +12,7 @@ import typer
 from broker.app.container import Context
 from broker.app.planning import check_programs
 from broker.cli import options
-from broker.cli.launch import tell_what_is_left
+from broker.cli.launch import note_remaining
 from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.clouds.base import CanObserve, Cloud
 from broker.clouds.tape import Scrubber, Tape
@@ -47,7 +47,7 @@ def check_live(
         )
     plan = _plan(context, name, gpus=gpus, is_spot=not on_demand)
     check_programs(context, [plan])
-    plan = _give_bucket(context, plan, bucket)
+    plan = _set_bucket(context, plan, bucket)
     _agree(plan, spend_usd_max, yes=yes)
     cluster = f"{MARK}-{cloud.name}-{context.config.owner[:4]}"
     tape = _open_tape(context, cloud, record)
@@ -60,7 +60,7 @@ def check_live(
         with closing(tape) if tape else nullcontext():
             steps = asyncio.run(trial.run())
     except KeyboardInterrupt:
-        tell_what_is_left(context, cluster)
+        note_remaining(context, cluster)
         raise typer.Exit(130) from None
     if as_json:
         keys = ("name", "outcome", "note", "took_s", "spent_usd", "hints")
@@ -73,7 +73,7 @@ def check_live(
         raise typer.Exit(CloudError.exit_code)
 
 
-def _give_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
+def _set_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
     """Set the bucket as the checkpoint location, so that the node gets access as a job's nodes do.
 
     Raises AuthError or InvalidRequestError, before anything is paid for, if access cannot be granted.
@@ -125,7 +125,7 @@ def _open_tape(context: Context, cloud: Cloud, record: Path | None) -> Tape | No
         raise UsageError(f"`--record` is not supported for {cloud.name}", hints=["supported: aws and gcp"])
     owner = context.config.owner
     tape = Tape(record, Scrubber({owner: OWNER, owner[:4]: OWNER[:4], **_find_private(cloud)}))
-    cloud.observe(tape.hear)
+    cloud.observe(tape.add_exchange)
     return tape
 
 

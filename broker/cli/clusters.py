@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from broker.app.clusters import LogChunk, Status, narrow_status, raise_unasked
+from broker.app.clusters import LogChunk, Status, narrow_status, raise_query_failures
 from broker.app.session import Session
 from broker.app.verbs.clusters import cancel_runs, find_run, follow_run, list_runs, show_status
 from broker.cli import options
@@ -16,7 +16,9 @@ from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_count, format_duration, format_usd, to_plain
 from broker.types import ClusterStatus, Run
 
-ClusterName = Annotated[str, typer.Argument(help="Cluster name.", show_default=False, autocompletion=complete_clusters)]
+ClusterName = Annotated[
+    str, typer.Argument(metavar="CLUSTER", help="Cluster name.", show_default=False, autocompletion=complete_clusters)
+]
 
 
 def follow_unless(session: Session, name: str, run_id: int, *, detach: bool) -> None:
@@ -40,7 +42,9 @@ def print_chunk(chunk: LogChunk) -> None:
 
 def logs(
     cluster: ClusterName,
-    run_id: Annotated[int | None, typer.Argument(help="Run ID (default: the newest).", show_default=False)] = None,
+    run_id: Annotated[
+        int | None, typer.Argument(metavar="RUN", help="Run ID (default: the newest).", show_default=False)
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing until the run ends.")] = True,
 ) -> None:
     """Print the output of a run."""
@@ -76,7 +80,7 @@ def _show_time(run: Run, now_s: float) -> str:
 
 def cancel(
     cluster: ClusterName,
-    run_ids: Annotated[list[int] | None, typer.Argument(help="Run IDs.")] = None,
+    run_ids: Annotated[list[int] | None, typer.Argument(metavar="RUN...", help="Run IDs.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live runs.")] = False,
     yes: options.Yes = False,
 ) -> None:
@@ -112,7 +116,7 @@ def status(
         _print_status(found)
     else:
         _show_status(found, session.clock.now_s())
-    raise_unasked(found.failures)
+    raise_query_failures(found.failures)
 
 
 def _print_status(found: Status) -> None:

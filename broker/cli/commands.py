@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "broker.cli.locations",
         "Show preemptions, refusals and prices of the locations where jobs ran on spot.",
     ),
-    "catalog": ("broker.cli.catalog", "Inspect, refresh, import or reset the price catalog."),
+    "catalog": ("broker.cli.catalog", "Inspect, update, import or reset the price catalog."),
     "traces": ("broker.cli.traces", "Record spot availability and describe recordings."),
     "top": ("broker.cli.dashboard", "Show spending, jobs and clusters, refreshed every two seconds."),
     "dashboard": ("broker.cli.dashboard", "Show jobs, clusters and cost in a browser."),

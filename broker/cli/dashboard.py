@@ -29,7 +29,9 @@ ROWS = 15
 
 
 def dashboard(
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8470,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on (0: any free one).")
+    ] = 8470,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Show jobs, clusters and cost in a browser.
@@ -48,7 +50,7 @@ def dashboard(
         ) from None
     context = make_context()
 
-    def tell(link: str) -> None:
+    def show_link(link: str) -> None:
         print_line(f"Dashboard: {link}")
         print_note("press Ctrl-C to stop it; jobs continue")
         if open_browser:
@@ -57,7 +59,7 @@ def dashboard(
             webbrowser.open(link)
 
     try:
-        asyncio.run(serve(context, host=HOST, port=port, on_ready=tell, until=asyncio.Event().wait))
+        asyncio.run(serve(context, host=HOST, port=port, on_ready=show_link, until=asyncio.Event().wait))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except OSError as error:

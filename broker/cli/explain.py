@@ -20,7 +20,7 @@ def show_explanation(plan: Plan, unlimited: Plan) -> None:
     if losers:
         print_line("\nCheaper per hour, but ranked lower:")
         for loser in losers[:LOSERS_MAX]:
-            print_wrapped(_say_loser(loser), indent=4)
+            print_wrapped(_describe_loser(loser), indent=4)
         if len(losers) > LOSERS_MAX:
             print_line(f"... and {len(losers) - LOSERS_MAX} more instance types")
     _show_assumptions(plan)
@@ -38,7 +38,7 @@ def _show_terms(plan: Plan) -> None:
             print_wrapped(f"  {name:<24}{text}", indent=26)
 
 
-def _say_loser(loser: Rejected) -> str:
+def _describe_loser(loser: Rejected) -> str:
     placement = loser.estimate.placement
     model = "spot" if placement.is_spot else "on-demand"
     more = f" (and {loser.others} more like it)" if loser.others else ""

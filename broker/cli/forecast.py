@@ -21,12 +21,12 @@ def list_forecast_lines(plan: Plan) -> list[str]:
     if found is None:
         return []
     lines = [
-        f"Forecast: {_say_range(found.usd, format_usd)} USD, {_say_range(found.hours, format_hours)} "
+        f"Forecast: {_describe_range(found.usd, format_usd)} USD, {_describe_range(found.hours, format_hours)} "
         "from submission to end (p50, p10-p90)",
-        f"Chances: {_say_chances(found)}",
-        f"On average: {_say_counts(found)}; {format_count(found.places, 'candidate location')}",
+        f"Chances: {_describe_chances(found)}",
+        f"On average: {_describe_counts(found)}; {format_count(found.places, 'candidate location')}",
     ]
-    if not _say_chances(found):
+    if not _describe_chances(found):
         del lines[1]
     if found.is_dearer_than_on_demand(plan.hour_value_usd or 0.0):
         lines.append(
@@ -49,11 +49,11 @@ def show_influences(plan: Plan) -> None:
             print_wrapped(f"  {each.change}: {'-' if change < 0 else '+'}{format_usd(abs(change))} USD", indent=4)
 
 
-def _say_range(found: Range, show: Callable[[float], str]) -> str:
+def _describe_range(found: Range, show: Callable[[float], str]) -> str:
     return f"{show(found.p50)} ({show(found.p10)} to {show(found.p90)})"
 
 
-def _say_chances(found: CostForecast) -> str:
+def _describe_chances(found: CostForecast) -> str:
     parts = []
     if found.deadline_chance is not None:
         by = ", by switching to on-demand if needed" if found.has_fallback else ""
@@ -63,7 +63,7 @@ def _say_chances(found: CostForecast) -> str:
     return "; ".join(parts)
 
 
-def _say_counts(found: CostForecast) -> str:
+def _describe_counts(found: CostForecast) -> str:
     parts = [f"{found.preemptions:.1f} preemptions", f"{format_hours(found.waiting_hours)} waiting for spot"]
     if found.ondemand_hours >= HOURS_MIN:
         parts.append(f"{format_hours(found.ondemand_hours)} on-demand")

@@ -32,9 +32,9 @@ def forecast() -> None:
 
 @app.command()
 def score(as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Show how often the cost and time of your jobs were within their forecast.
+    """Show how often jobs ended within their forecasts of cost and time.
 
-    Once there are 10 jobs, plans widen their intervals if too few were within them.
+    Once 10 jobs have ended, plans widen their intervals if too few jobs were within theirs.
     """
     found = make_session().call(score_forecasts)
     if as_json or output is options.Format.JSON:

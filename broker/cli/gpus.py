@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def gpus(
-    name: Annotated[str | None, typer.Argument(help="NAME or NAME:COUNT (default: all).", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME[:COUNT]", help="Accelerator (default: all).", show_default=False)
+    ] = None,
     all_regions: Annotated[
         bool, typer.Option("--all-regions", help="Show every region, not only the cheapest.")
     ] = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +21,7 @@ from broker.cli import (
 )
 from broker.cli.completion import complete_jobs_and_groups
 from broker.cli.context import make_session
-from broker.cli.jobs_show import JobName, JobOrGroup, follow_job
+from broker.cli.jobs_show import JobName, follow_job
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
@@ -69,22 +69,7 @@ def launch(
     session = make_session()
     as_json = as_json or output is options.Format.JSON
 
-    def show(plans: Sequence[Plan]) -> None:
-        from broker.cli.forecast import list_forecast_lines
-
-        if as_json:
-            if dryrun:
-                print_json([describe_plan(plan, 10) for plan in plans])
-            return
-        for plan in plans:
-            show_plan(plan, forecast=list_forecast_lines(plan) if has_spot_work(plan) else ())
-
-    def tell(jobs: Sequence[Job]) -> None:
-        if as_json:
-            print_json([jobs_show.describe(each, 0.0) for each in jobs])
-        else:
-            _tell_submitted(jobs)
-
+    show, show_submitted = _make_callbacks(dryrun=dryrun, as_json=as_json)
     tasks = tuple(options.read_tasks(entrypoint, overrides))
     if len(tasks) == 1 and tasks[0].schedule is not None:
         jobs_schedules.store_schedule(
@@ -95,7 +80,7 @@ def launch(
     jobs = session.call(
         launch_jobs, tasks=tasks, name=name, request_id=request_id,
         hedge=hedge, is_dryrun=dryrun, show=show, confirm=lambda plans: confirm_price(plans, yes=yes),
-        on_submitted=tell, track_upload=show_upload,
+        on_submitted=show_submitted, track_upload=show_upload,
     )  # fmt: skip
     if not detach and not as_json:
         if jobs and jobs[0].task.group is not None:
@@ -107,7 +92,31 @@ def launch(
             follow_job(session, job.id)
 
 
-def _tell_submitted(jobs: Sequence[Job]) -> None:
+def _make_callbacks(
+    *, dryrun: bool, as_json: bool
+) -> tuple[Callable[[Sequence[Plan]], None], Callable[[Sequence[Job]], None]]:
+    """Return what prints the plans of a launch, and what prints its jobs."""
+
+    def show(plans: Sequence[Plan]) -> None:
+        from broker.cli.forecast import list_forecast_lines
+
+        if as_json:
+            if dryrun:
+                print_json([describe_plan(plan, 10) for plan in plans])
+            return
+        for plan in plans:
+            show_plan(plan, forecast=list_forecast_lines(plan) if has_spot_work(plan) else ())
+
+    def show_submitted(jobs: Sequence[Job]) -> None:
+        if as_json:
+            print_json([jobs_show.describe(each, 0.0) for each in jobs])
+        else:
+            _print_submitted(jobs)
+
+    return show, show_submitted
+
+
+def _print_submitted(jobs: Sequence[Job]) -> None:
     for job in jobs:
         after = f", to run after {' and '.join(map(str, job.needs))}" if job.needs else ""
         after = f", with group {job.pipeline}" if job.task.group is not None else after
@@ -123,7 +132,11 @@ def _tell_submitted(jobs: Sequence[Job]) -> None:
 def cancel(
     jobs: Annotated[
         list[str] | None,
-        typer.Argument(help="Job IDs, or names of jobs, pipelines or groups.", autocompletion=complete_jobs_and_groups),
+        typer.Argument(
+            metavar="JOB...",
+            help="Job IDs, or names of jobs, pipelines or job groups.",
+            autocompletion=complete_jobs_and_groups,
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live jobs.")] = False,
     yes: options.Yes = False,
@@ -157,7 +170,15 @@ def cancel(
 
 @app.command()
 def retry(
-    job: JobOrGroup,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB",
+            help="Job ID or name, or name of a job group.",
+            show_default=False,
+            autocompletion=complete_jobs_and_groups,
+        ),
+    ],
     secret: options.Secret = None,
     request_id: options.RequestId = None,
     detach: options.Detach = False,
@@ -174,7 +195,7 @@ def retry(
         if as_json or output is options.Format.JSON:
             print_json([jobs_show.describe(each, 0.0) for each in members])
         else:
-            _tell_retried(members, is_followed=not detach)
+            _print_retried(members, is_followed=not detach)
         return
     again = session.call(retry_job, job=job, secrets=secrets, request_id=request_id)
     if as_json or output is options.Format.JSON:
@@ -185,10 +206,10 @@ def retry(
         follow_job(session, again.id)
 
 
-def _tell_retried(members: Sequence[Job], *, is_followed: bool) -> None:
+def _print_retried(members: Sequence[Job], *, is_followed: bool) -> None:
     from broker.cli.jobs_group import follow_members
 
-    _tell_submitted(members)
+    _print_submitted(members)
     print_note("each task resumes from its checkpoints")
     if is_followed:
         follow_members(members)

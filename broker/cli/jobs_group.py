@@ -40,10 +40,10 @@ def follow_members(members: Sequence[Job], *, is_following: bool = True, as_json
         pool.shutdown(wait=False, cancel_futures=True)
         raise typer.Exit(130) from None
     if is_following:
-        _tell_ends(members)
+        _print_ends(members)
 
 
-def _tell_ends(members: Sequence[Job]) -> None:
+def _print_ends(members: Sequence[Job]) -> None:
     session = make_session()
     ended = [session.call(show_job, job=str(member.id)).job for member in members]
     for job in ended:

@@ -102,7 +102,7 @@ def pause(name: ScheduleName, as_json: options.AsJson = False) -> None:
     """
     from broker.app.verbs.schedules import pause_schedule
 
-    _tell(make_session().call(pause_schedule, schedule=name), "Paused", as_json=as_json)
+    _print_schedule(make_session().call(pause_schedule, schedule=name), "Paused", as_json=as_json)
 
 
 @app.command()
@@ -110,7 +110,7 @@ def resume(name: ScheduleName, as_json: options.AsJson = False) -> None:
     """Resume a schedule, starting with its next due time."""
     from broker.app.verbs.schedules import resume_schedule
 
-    _tell(make_session().call(resume_schedule, schedule=name), "Resumed", as_json=as_json)
+    _print_schedule(make_session().call(resume_schedule, schedule=name), "Resumed", as_json=as_json)
 
 
 @app.command()
@@ -118,10 +118,10 @@ def remove(name: ScheduleName, as_json: options.AsJson = False) -> None:
     """Delete a schedule; the jobs that it has started continue."""
     from broker.app.verbs.schedules import remove_schedule
 
-    _tell(make_session().call(remove_schedule, schedule=name), "Removed", as_json=as_json)
+    _print_schedule(make_session().call(remove_schedule, schedule=name), "Removed", as_json=as_json)
 
 
-def _tell(schedule: JobSchedule, verb: str, *, as_json: bool) -> None:
+def _print_schedule(schedule: JobSchedule, verb: str, *, as_json: bool) -> None:
     if as_json:
         print_json(to_plain(schedule))
         return

@@ -26,11 +26,16 @@ if TYPE_CHECKING:
     from broker.app.verbs.jobs import Story
     from broker.state.events import EventRow
 
-JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
+JobName = Annotated[
+    str, typer.Argument(metavar="JOB", help="Job ID or name.", show_default=False, autocompletion=complete_jobs)
+]
 JobOrGroup = Annotated[
     str,
     typer.Argument(
-        help="ID or name of a job, or name of a group.", show_default=False, autocompletion=complete_jobs_and_groups
+        metavar="JOB",
+        help="Job ID or name, or name of a pipeline or job group.",
+        show_default=False,
+        autocompletion=complete_jobs_and_groups,
     ),
 ]
 
@@ -82,7 +87,7 @@ def logs(
 
 
 def events(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """List the events of a job, or of all jobs of a pipeline or group."""
+    """List the events of a job, pipeline or group."""
     session = make_session()
     if members := session.call(find_members, job=job):
         from broker.cli.jobs_group import gather_events
@@ -103,51 +108,52 @@ def events(job: JobOrGroup, as_json: options.AsJson = False, output: options.Out
 
 
 def why(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Explain the status of a job, or of all jobs of a pipeline or group: history, recoveries and cost."""
+    """Explain the status of a job, pipeline or group.
+
+    Shows the history, recoveries and cost of each job.
+    """
     session = make_session()
     members = session.call(find_members, job=job)
-    told = [session.call(explain_job, job=name) for name in [str(each.id) for each in members] or [job]]
+    stories = [session.call(explain_job, job=name) for name in [str(each.id) for each in members] or [job]]
     if as_json or output is options.Format.JSON:
-        data = [_describe_story(each) for each in told]
+        data = [_describe_story(each) for each in stories]
         print_json(data if members else data[0])
         return
-    for number, each in enumerate(told):
+    for number, each in enumerate(stories):
         if number:
             print_line()
-        _tell_story(each, session.clock.now_s())
+        _print_story(each, session.clock.now_s())
 
 
-def _describe_story(told: Story) -> dict[str, object]:
+def _describe_story(story: Story) -> dict[str, object]:
     return {
-        **describe(told.job, told.paid_usd),
-        "events": [_describe_event(each) for each in told.events],
-        "summary": to_plain(told.summary),
-        "forecast": told.forecast and to_plain(told.forecast),
-        "wait": told.wait and to_plain(told.wait),
-        "deadline_chances": to_plain(told.chances),
-        "nodes": to_plain(told.nodes),
-        "starts": told.starts and to_plain(told.starts),
+        **describe(story.job, story.paid_usd),
+        "events": [_describe_event(each) for each in story.events],
+        "summary": to_plain(story.summary),
+        "forecast": story.forecast and to_plain(story.forecast),
+        "wait": story.wait and to_plain(story.wait),
+        "deadline_chances": to_plain(story.chances),
+        "nodes": to_plain(story.nodes),
+        "starts": story.starts and to_plain(story.starts),
     }
 
 
-def _tell_story(told: Story, now_s: float) -> None:
-    found, summary = told.job, told.summary
-    for sentence in list_reasons(found, paid_usd=told.paid_usd, wait=told.wait, needs=told.needs, now_s=now_s):
+def _print_story(story: Story, now_s: float) -> None:
+    found, summary = story.job, story.summary
+    for sentence in list_reasons(found, paid_usd=story.paid_usd, wait=story.wait, needs=story.needs, now_s=now_s):
         print_line(sentence)
     print_line(f"{_show_time(found.submitted_s)}  submitted")
-    for event in told.events:
+    for event in story.events:
         if event.kind is not EventKind.LAST_LINES:
             print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
-    if printed := [event.message for event in told.events if event.kind is EventKind.LAST_LINES]:
+    if printed := [event.message for event in story.events if event.kind is EventKind.LAST_LINES]:
         print_line(strip_control(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
-    print_line(
-        f"Steps: {summary.steps}{total}, {summary.steps_lost} lost. "
-        f"Recoveries: {summary.recoveries}, taking {format_duration(summary.recovery_s)}."
-    )
+    took = f", taking {format_duration(summary.recovery_s)}" if summary.recoveries else ""
+    print_line(f"Steps: {summary.steps}{total}, {summary.steps_lost} lost. Recoveries: {summary.recoveries}{took}.")
     ondemand = format_usd(summary.ondemand_usd)
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand would have cost {ondemand} USD.")
-    for sentence in list_expectations(found, forecast=told.forecast, starts=told.starts):
+    for sentence in list_expectations(found, forecast=story.forecast, starts=story.starts):
         print_wrapped(sentence, indent=2)
 
 

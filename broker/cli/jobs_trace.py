@@ -12,7 +12,7 @@ from broker.app.verbs.watching import read_job_history
 from broker.cli.context import make_session
 from broker.cli.jobs_show import JobName
 from broker.cli.render import print_json, print_line
-from broker.config import read_otlp_headers
+from broker.environment import read_otlp_headers
 from broker.errors import UsageError
 
 

@@ -32,7 +32,10 @@ def watch(
     job: Annotated[
         str | None,
         typer.Argument(
-            help="Job ID or name (default: all live jobs).", show_default=False, autocompletion=complete_jobs
+            metavar="JOB",
+            help="Job ID or name (default: all live jobs).",
+            show_default=False,
+            autocompletion=complete_jobs,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each change as a JSON object, one per line.")] = False,

@@ -26,21 +26,22 @@ from broker.types import Autostop
 
 def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster and keep its disks."""
-    with show_wait(f"stopping `{cluster}`", is_told=False):
+    with show_wait(f"stopping `{cluster}`", is_printed=False):
         make_session().call(stop_cluster, cluster=cluster)
     print_line(f"stopped cluster `{cluster}`; restart it with `broker start {cluster}`")
 
 
 def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Restart a stopped cluster."""
-    with show_wait(f"starting `{cluster}`", is_told=False):
+    with show_wait(f"starting `{cluster}`", is_printed=False):
         make_session().call(start_cluster, cluster=cluster)
     print_line(f"cluster `{cluster}` is up")
 
 
 def down(
     clusters: Annotated[
-        list[str] | None, typer.Argument(help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters)
+        list[str] | None,
+        typer.Argument(metavar="CLUSTER...", help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all clusters.")] = False,
     now: Annotated[bool, typer.Option("--now", help="Do not wait for pending uploads to mounted buckets.")] = False,
@@ -63,7 +64,7 @@ def down(
         print_line(f"terminated cluster `{name}`")
 
     try:
-        with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
+        with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_printed=False):
             refused = session.call(terminate_clusters, names=wanted, on_down=on_down, is_immediate=now)
     except KeyboardInterrupt:
         names = " ".join(left)
@@ -96,10 +97,14 @@ def ssh(
     node: Annotated[
         str,
         typer.Argument(
-            help="Cluster name, or CLUSTER-RANK for a node other than the head.", autocompletion=complete_clusters
+            metavar="NODE",
+            help="Cluster name, or CLUSTER-RANK for a node other than the head.",
+            autocompletion=complete_clusters,
         ),
     ],
-    command: Annotated[list[str] | None, typer.Argument(help="Command to run, after `--` (default: a shell).")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND...", help="Command to run, after `--` (default: a shell).")
+    ] = None,
 ) -> None:
     """Open a shell on a node, or run a command there."""
     session = make_session()

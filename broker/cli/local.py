@@ -33,7 +33,10 @@ def preempt(
     cluster: Annotated[
         str,
         typer.Argument(
-            help="Cluster name, or ID or name of a managed job.", show_default=False, autocompletion=complete_clusters
+            metavar="CLUSTER",
+            help="Cluster name, or ID or name of a managed job.",
+            show_default=False,
+            autocompletion=complete_clusters,
         ),
     ],
     node: Annotated[int | None, typer.Option("--node", metavar="RANK", min=0, help="Preempt only this rank.")] = None,

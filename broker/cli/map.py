@@ -16,6 +16,8 @@ from broker.errors import BrokerError
 from broker.formatting import format_count, format_usd, to_plain
 
 if TYPE_CHECKING:
+    from broker.app.mapping import MapRequest
+    from broker.app.session import Session
     from broker.app.verbs.batches import MapState
     from broker.types import Plan
 
@@ -70,22 +72,36 @@ def map(
     Repeat the command to continue an interrupted map.
     """
     from broker.app.mapping import MapRequest
-    from broker.app.verbs.batches import run_map
-    from broker.cli.launch import confirm_price, show_upload
-    from broker.cli.plan_table import show_plan
 
     session = make_session()
-
-    def show(plans: Sequence[Plan]) -> None:
-        if not as_json:
-            show_plan(plans[0])
-        print_note(f"{format_count(request.worker_count, 'worker')}, each at the price of the first placement")
-
     request = MapRequest(
         task=options.read_task(entrypoint, overrides), input=source, output=output, workers=workers,
         shard_bytes=None if shard_mib is None else max(1, round(shard_mib * (1 << 20))), lease_s=lease,
     )  # fmt: skip
+    state = _run(session, request, yes=yes, detach=detach, dryrun=dryrun, as_json=as_json)
+    if state is None:
+        return
+    if detach:
+        _print_state(state, as_json=as_json)
+    else:
+        _print_result(state, as_json=as_json)
+
+
+def _run(
+    session: Session, request: MapRequest, *, yes: bool, detach: bool, dryrun: bool, as_json: bool
+) -> MapState | None:
+    """Run the map with a progress bar; return its state at the end, or at once if detached; None for a dry run."""
+    from broker.app.verbs.batches import run_map
+    from broker.cli.launch import confirm_price, show_upload
+    from broker.cli.plan_table import show_plan
+
     count = request.worker_count
+
+    def show(plans: Sequence[Plan]) -> None:
+        if not as_json:
+            show_plan(plans[0])
+        print_note(f"{format_count(count, 'worker')}, each at the price of the first placement")
+
     begun: MapState | None = None
     with ExitStack() as stack:
         bar: Bar | None = None
@@ -102,7 +118,7 @@ def map(
             bar.describe(f"{state.name}: {_describe_state(state)}")
 
         try:
-            state = session.call(
+            return session.call(
                 run_map, request=request, is_detached=detach, is_dryrun=dryrun, show=show,
                 confirm=lambda plans: confirm_price(plans, yes=yes, parallel=count, total=count),
                 on_begin=begin, on_change=draw, track_upload=show_upload,
@@ -115,15 +131,9 @@ def map(
                 f"interrupted; the workers continue; run the same command to follow them again; {_hint_cancel(begun)}"
             )
             raise typer.Exit(130) from None
-    if state is None:
-        return
-    if detach:
-        _tell_state(state, as_json=as_json)
-    else:
-        _print_result(state, as_json=as_json)
 
 
-def _tell_state(state: MapState, *, as_json: bool) -> None:
+def _print_state(state: MapState, *, as_json: bool) -> None:
     if as_json:
         print_json(describe(state))
         return

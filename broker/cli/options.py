@@ -77,7 +77,7 @@ Agreed = Annotated[bool, typer.Option("--yes", "-y", help="Accepted for SkyPilot
 Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan without starting anything.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AllUsers = Annotated[
-    bool, typer.Option("--all-users", "-u", help="Include those of all users of the server, with their owners.")
+    bool, typer.Option("--all-users", "-u", help="Include clusters and jobs of all users, and show their owners.")
 ]
 Output = Annotated[Format, typer.Option("--output", "-o", help="Output format; `json` is the same as --json.")]
 Hedge = Annotated[

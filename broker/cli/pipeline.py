@@ -62,7 +62,7 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
         else f"Choosing each task separately would cost {greedy}"
     )
     if not plan.is_optimal:
-        print_line(f"Not proven optimal: {_say_gap(plan)}")
+        print_line(f"Not proven optimal: {_describe_gap(plan)}")
     as_of = min(step.estimate.placement.as_of for step in plan.steps)
     if as_of:
         print_line(f"Prices as of {as_of}")
@@ -72,7 +72,7 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
         print_line("~ marks a transfer without a known egress price; a high one is assumed")
 
 
-def _say_gap(plan: PipelinePlan) -> str:
+def _describe_gap(plan: PipelinePlan) -> str:
     if plan.objective == "cost":
         timed = ", the value of time included" if plan.time_usd else ""
         bound, cost = format_usd(plan.lower_bound), format_usd(plan.usd + plan.time_usd)

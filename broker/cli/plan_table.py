@@ -47,14 +47,14 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast:
     for line in forecast:
         print_wrapped(line, indent=line.index(":") + 2)
     if not forecast and (plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None):
-        print_line(f"Chances: {_say_chances(plan.choice)}")
+        print_line(f"Chances: {_describe_chances(plan.choice)}")
     as_of = plan.choice.placement.as_of or plan.prices_as_of
     marks = []
     if any(each.placement.offer.is_estimated and not each.placement.is_spot for each in shown):
         marks.append("~ marks an estimate")
     if any(each.switch_after_hours is not None for each in shown):
         marks.append("spot>od starts on spot and may switch to on-demand")
-    print_line(", ".join([f"Prices as of {as_of}", *marks]))
+    print_line("; ".join([f"Prices as of {as_of}", *marks]))
     if now_s is not None:
         from broker.catalog.staleness import warn_if_stale
 
@@ -137,7 +137,7 @@ def describe_choice(estimate: Estimate, *, zones: str | None = None) -> str:
     return f"{placement.node_count} x {offer.instance_type} {estimate.strategy} in {place}"
 
 
-def _say_chances(estimate: Estimate) -> str:
+def _describe_chances(estimate: Estimate) -> str:
     from broker.optimizer.explain import show_chance
 
     parts = []

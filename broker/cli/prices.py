@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from broker.catalog.history import PricePoint
 
 BARS = "▁▂▃▄▅▆▇█"
-InstanceType = Annotated[str, typer.Argument(help="Instance type, e.g. p4d.24xlarge.", show_default=False)]
+InstanceType = Annotated[
+    str, typer.Argument(metavar="TYPE", help="Instance type, e.g. p4d.24xlarge.", show_default=False)
+]
 
 
 def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None:
@@ -45,7 +47,7 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
     dates = [(offer.cloud, False, offer.as_of) for offer in offers if offer.ondemand_usd_hour]
     dates += [(offer.cloud, True, offer.spot_as_of) for offer in offers if offer.spot_usd_hour]
     is_marked = any(offer.is_estimated for offer in offers)
-    show_price_dates(dates, context.clock.now_s(), more=", ~ marks an estimate" if is_marked else "")
+    show_price_dates(dates, context.clock.now_s(), more="; ~ marks an estimate" if is_marked else "")
 
 
 def _show_band(band: float | None) -> str:

@@ -22,11 +22,12 @@ from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
 from broker.errors import UsageError
 from broker.formatting import strip_control
-from broker.types import Plan
+from broker.types import Plan, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from broker.app.container import Context
     from broker.dashboard.model import JobPage
     from broker.rehearsal.context import Stage
     from broker.rehearsal.result import Rehearsal
@@ -97,26 +98,16 @@ def rehearse(
 
     Clouds, time and prices are simulated; the program is real. The exit code is 1 if it does not recover.
     """
-    from broker.rehearsal.staging import choose_resources, open_market, raise_failure, set_stage
+    from broker.rehearsal.staging import open_market, set_stage
 
     (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
-    context = make_context()
     is_service = first.service is not None
-    task = choose_resources(context.resolve(first), note=print_note)
     duration_s = read_duration_s(duration or DURATION)
     check_options(is_service=is_service, duration=duration, verify=verify)
-    if is_service:
-        from broker.rehearsal.service_staging import choose_service
-
-        task = choose_service(task, note=print_note)
-    check_notices([task], is_launch=True, note=print_note)
-    check_place(task, {"local"}, is_launch=False, note=print_note)
-    (task,) = fetch_repositories(context, [task])
-    plan = context.plan(task)
-    market = open_market(traces, seed)
-    stage = set_stage(plan, market, nodes_local, has_given_speed=speed is not None)
+    plan = _plan_rehearsal(make_context(), first)
+    stage = set_stage(plan, open_market(traces, seed), nodes_local, has_given_speed=speed is not None)
     if not as_json:
         show_plan(plan, top=5)
         show_stage(stage, speed)
@@ -125,20 +116,48 @@ def rehearse(
         from broker.cli.rehearse_service import rehearse_service
 
         rehearse_service(
-            stage,
-            duration_s=duration_s,
-            preemptions=forced,
-            notice_s=notice,
-            speed=speed or SPEED,
-            as_json=as_json,
+            stage, duration_s=duration_s, preemptions=forced, notice_s=notice, speed=speed or SPEED, as_json=as_json,
             html=html,
-        )
-        return
-    result, page, log = play(stage, plan, preemptions=forced, notice_s=notice, speed=speed or SPEED, is_quiet=as_json)
-    if verify:
-        unbroken, _, _ = play(
-            stage, plan, preemptions=0, notice_s=None, speed=speed or SPEED, is_quiet=as_json, is_calm=True
-        )
+        )  # fmt: skip
+    else:
+        _rehearse_job(
+            stage, plan, preemptions=forced, notice_s=notice, speed=speed or SPEED, is_verified=verify, as_json=as_json,
+            html=html,
+        )  # fmt: skip
+
+
+def _plan_rehearsal(context: Context, task: Task) -> Plan:
+    """Plan the task as a spot job or service; its repository is cloned first, if it has one."""
+    from broker.rehearsal.staging import choose_resources
+
+    task = choose_resources(context.resolve(task), note=print_note)
+    if task.service is not None:
+        from broker.rehearsal.service_staging import choose_service
+
+        task = choose_service(task, note=print_note)
+    check_notices([task], is_launch=True, note=print_note)
+    check_place(task, {"local"}, is_launch=False, note=print_note)
+    (task,) = fetch_repositories(context, [task])
+    return context.plan(task)
+
+
+def _rehearse_job(
+    stage: Stage,
+    plan: Plan,
+    *,
+    preemptions: int,
+    notice_s: float | None,
+    speed: float,
+    is_verified: bool,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Rehearse a job, and show the verdict. Raises BrokerError if it fails or does not recover."""
+    from broker.rehearsal.staging import raise_failure
+
+    result, page, log = play(stage, plan, preemptions=preemptions, notice_s=notice_s, speed=speed, is_quiet=as_json)
+    if is_verified:
+        unbroken, _, _ = play(stage, plan, preemptions=0, notice_s=None, speed=speed, is_quiet=as_json, is_calm=True)
         result = result.compare(unbroken)
     if as_json:
         print_json(result.describe())
@@ -151,7 +170,7 @@ def rehearse(
 
         write_rehearsal(html, result, page, log)
         print_note(f"wrote {html}")
-    raise_failure(result, forced)
+    raise_failure(result, preemptions)
 
 
 def read_duration_s(text: str) -> float:
@@ -219,7 +238,7 @@ def play(
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
     try:
         context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.report_market(message))
-        with show_wait("rehearsing", is_told=False) as bar:
+        with show_wait("rehearsing", is_printed=False) as bar:
             driver = JobDriver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
             asyncio.run(driver.run())
         job = driver.job

@@ -70,7 +70,7 @@ def play_service(
         context = ServiceRehearsalContext(
             home, stage, speed=speed, on_event=lambda message: driver.report_market(message)
         )
-        with show_wait("rehearsing", is_told=False) as bar:
+        with show_wait("rehearsing", is_printed=False) as bar:
             driver = ServiceDriver(
                 context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None, duration_s=duration_s
             )

@@ -57,7 +57,7 @@ def list_figures(result: Rehearsal) -> Sequence[tuple[str, str]]:
             "simulated bill",
             f"{format_usd(summary.paid_usd)} USD; on-demand {format_usd(summary.ondemand_usd)}, saved {share:.0%}",
         ),
-        ("measured here", _say_measures(result) or "-"),
+        ("measured here", _describe_measures(result) or "-"),
         ("real time", format_duration(result.real_s)),
     ]
 
@@ -75,7 +75,7 @@ def list_findings(result: Rehearsal) -> Iterator[Finding]:
         yield Finding(level="note", about="stall", text=text)
 
 
-def _say_measures(result: Rehearsal) -> str:
+def _describe_measures(result: Rehearsal) -> str:
     measures = result.measures
     words = []
     if measures.step_s is not None:
@@ -110,45 +110,45 @@ def list_service_figures(result: ServiceRehearsal) -> Sequence[tuple[str, str]]:
         ("status", "READY" if uptime.start_s is not None else "FAILED"),
         ("replicas", f"{uptime.wanted} wanted"),
         ("preemptions", f"{result.preemptions}; {format_count(result.refusals, 'refused request')} for machines"),
-        ("lost replicas", _say_losses(uptime)),
-        ("ready", _say_shares(uptime)),
+        ("lost replicas", _describe_losses(uptime)),
+        ("ready", _describe_shares(uptime)),
         ("requests", f"{requests.sent:,} sent, {requests.answered:,} answered, {requests.failed:,} failed"),
         ("ran in", ", then ".join(list_places(result.places)) or "-"),
-        ("simulated time", _say_times(result)),
-        ("simulated bill", _say_bill(result)),
-        ("measured here", _say_service_measures(result) or "-"),
+        ("simulated time", _describe_times(result)),
+        ("simulated bill", _describe_bill(result)),
+        ("measured here", _describe_service_measures(result) or "-"),
         ("real time", format_duration(result.real_s)),
     ]
 
 
-def _say_losses(uptime: Uptime) -> str:
+def _describe_losses(uptime: Uptime) -> str:
     lost = sum(len(each.loss.replicas) for each in uptime.recoveries)
     times = [each.recovery_s for each in uptime.recoveries if each.recovery_s]
     longest = f"; ready again after at most {format_duration(max(times))}" if times else ""
     return f"{lost}{longest}"
 
 
-def _say_shares(uptime: Uptime) -> str:
+def _describe_shares(uptime: Uptime) -> str:
     """Return the share of time for each number of replicas: `2 or more 99.85%, 1 or more 100%`."""
     counts = sorted(uptime.shares, reverse=True)[:SHARES_MAX]
     words = [f"{count} or more {format_percent(uptime.shares[count])}" for count in counts]
     return f"{', '.join(words)} of {format_duration(uptime.served_s)}" if words else "-"
 
 
-def _say_times(result: ServiceRehearsal) -> str:
+def _describe_times(result: ServiceRehearsal) -> str:
     start_s = result.uptime.start_s
     start = "never ready" if start_s is None else f"{format_duration(start_s)} until all replicas were ready"
     return f"{format_duration(result.total_s)}; {start}"
 
 
-def _say_bill(result: ServiceRehearsal) -> str:
+def _describe_bill(result: ServiceRehearsal) -> str:
     text = f"{format_usd(result.paid_usd)} USD"
     if not result.ondemand_usd:
         return text
     return f"{text}; on-demand {format_usd(result.ondemand_usd)}, saved {1 - result.paid_usd / result.ondemand_usd:.0%}"
 
 
-def _say_service_measures(result: ServiceRehearsal) -> str:
+def _describe_service_measures(result: ServiceRehearsal) -> str:
     words = []
     if result.start_s is not None:
         words.append(f"{result.start_s:.1f} s from start to ready")

@@ -38,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(serve_keys.app, name="keys")
-ServiceName = Annotated[str, typer.Argument(help="Service name.", show_default=False)]
+ServiceName = Annotated[str, typer.Argument(metavar="SERVICE", help="Service name.", show_default=False)]
 ServiceOption = Annotated[
     str | None, typer.Option("--service-name", "-n", metavar="NAME", help="Service name (default: the task's name).")
 ]
@@ -51,13 +51,21 @@ def up(
     entrypoint: options.Entrypoint,
     service_name: ServiceOption = None,
     overrides: options.Overrides = options.NO_OVERRIDES,
-    host: Annotated[str, typer.Option("--host", help="Address that the balancer listens on.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option("--port", help="Port of the balancer (default: from 30001).")] = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address that the balancer listens on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option("--port", metavar="PORT", help="Port of the balancer (default: a free one from 30001 on)."),
+    ] = None,
     wait: WaitOption = False,
     yes: options.Yes = False,
     dryrun: options.Dryrun = False,
 ) -> None:
-    """Start a service: replicas behind a load balancer, on this machine or on the server."""
+    """Start a service: replicas behind a load balancer.
+
+    The load balancer runs on this machine, on the server, or on the gateways that the task requests.
+    """
     before, task = split_pipeline(options.read_tasks(entrypoint, overrides))
     session = make_session()
     name = service_name or task.name or "service"
@@ -68,7 +76,7 @@ def up(
         made, jobs = record_service(
             make_context(), before, task, service=name, host=host, port=port, callbacks=callbacks, is_dryrun=dryrun
         )
-        _tell_jobs(jobs)
+        _print_submitted_jobs(jobs)
     else:
         made = session.call(
             verbs.bring_up_service, task=task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
@@ -130,7 +138,7 @@ def update(
     version, jobs = record_version(
         context, before, task, service=service, mode=mode, callbacks=callbacks, canary_share=share
     )
-    _tell_jobs(jobs)
+    _print_submitted_jobs(jobs)
     tell(version)
     context.ensure_daemon()
 
@@ -155,7 +163,7 @@ def rollback(service: ServiceName) -> None:
     context.ensure_daemon()
 
 
-def _tell_jobs(jobs: Sequence[Job]) -> None:
+def _print_submitted_jobs(jobs: Sequence[Job]) -> None:
     for job in jobs:
         print_line(f"Submitted managed job {job.id} ({job.name}); replicas start after it has succeeded")
 
@@ -186,7 +194,9 @@ def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
 
 @app.command()
 def status(
-    names: Annotated[list[str] | None, typer.Argument(help="Service names (default: all).")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="SERVICE...", help="Service names (default: all).")
+    ] = None,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
@@ -259,7 +269,9 @@ def _list_replica_cells(line: ServiceLine) -> list[list[str]]:
 @app.command()
 def logs(
     service: ServiceName,
-    replica: Annotated[int | None, typer.Argument(help="Replica number (default: the balancer's log).")] = None,
+    replica: Annotated[
+        int | None, typer.Argument(metavar="REPLICA", help="Replica number (default: the balancer's log).")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing a replica's output.")] = True,
 ) -> None:
     """Print the output of a replica, or of the balancer."""
@@ -279,15 +291,18 @@ app.command()(serve_top.top)
 
 @app.command()
 def why(service: ServiceName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Explain the status of a service and its replicas, with its events."""
+    """Explain the status of a service and its replicas.
+
+    Lists the events of the service with their reasons.
+    """
     from broker.serve.wording import describe_service_event
 
     session = make_session()
     story = session.call(verbs.explain_service, service=service)
     line, events = story.line, story.events
     if as_json or output is options.Format.JSON:
-        told = [{**to_plain(each), "message": describe_service_event(each)} for each in events]
-        print_json({**to_plain(line), "events": told})
+        described = [{**to_plain(each), "message": describe_service_event(each)} for each in events]
+        print_json({**to_plain(line), "events": described})
         return
     print_line(f"Service {service} is {line.status}" + (f": {line.service.failure}" if line.service.failure else ""))
     _warn_of_expiry(line, session.clock.now_s(), indent="  ")
@@ -304,7 +319,7 @@ def why(service: ServiceName, as_json: options.AsJson = False, output: options.O
 
 @app.command()
 def down(
-    names: Annotated[list[str] | None, typer.Argument(help="Service names.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="SERVICE...", help="Service names.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all services.")] = False,
     yes: options.Yes = False,
 ) -> None:

@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-ServiceName = Annotated[str, typer.Argument(help="Service name.", show_default=False)]
+ServiceName = Annotated[str, typer.Argument(metavar="SERVICE", help="Service name.", show_default=False)]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
 
 
@@ -96,7 +96,8 @@ def list_keys(service: ServiceName, as_json: options.AsJson = False) -> None:
 
 @app.command()
 def revoke(
-    service: ServiceName, key: Annotated[str, typer.Argument(help="ID or name of the key.", show_default=False)]
+    service: ServiceName,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="ID or name of the key.", show_default=False)],
 ) -> None:
     """Revoke an API key; requests with it are refused at once."""
     check_embedded("serve keys")

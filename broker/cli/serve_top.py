@@ -25,7 +25,9 @@ WATCH_S = 1.0
 
 
 def top(
-    names: Annotated[list[str] | None, typer.Argument(help="Service names (default: all).")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="SERVICE...", help="Service names (default: all).")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print once, without redrawing.")] = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker import __version__
 from broker.cli import options, server_host, server_limits
 from broker.cli.context import make_context
 from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
-from broker.config import choose_state_url, find_backup_url
-from broker.errors import FencedError, UsageError
+from broker.config import choose_state_url
+from broker.errors import UsageError
 from broker.formatting import format_duration, format_usd, to_plain
 from broker.state.people import Role
 from broker.state.secret_rows import load_key
+
+if TYPE_CHECKING:
+    from broker.app.container import Context
+    from broker.server.proxy import TrustedProxy
 
 app = typer.Typer(
     help="Share one installation among several users.",
@@ -40,7 +43,6 @@ app.command()(server_host.down)
 app.command()(server_host.restore)
 app.command(name="import-local")(server_host.import_local)
 
-REPLACED = "replaced"  # below `server/`
 StateOption = Annotated[
     str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
 ]
@@ -54,10 +56,12 @@ def root(context: typer.Context) -> None:
 
 @app.command()
 def start(
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; all but loopback addresses use TLS.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8471,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; all but loopback addresses use TLS.")
+    ] = ("127.0.0.1"),
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on (0: any free one).")
+    ] = 8471,
     state: StateOption = None,
     controller: Annotated[
         bool, typer.Option("--controller/--no-controller", help="Run the job controllers on this machine.")
@@ -96,7 +100,8 @@ def start(
     """
     try:
         from broker.server.context import Policy
-        from broker.server.serving import Certificate, Listening, serve, write_listening
+        from broker.server.serving import Certificate, Listening
+        from broker.server.starting import run_server
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the server requires `{error.name}`", hints=["install it: `pip install 'intercloud-broker[serve]'`"]
@@ -108,63 +113,38 @@ def start(
     if state is not None:
         choose_state_url(state)
     context = make_context()
-    home = context.config.home
-    proxy = None
-    if proxy_header is not None:
-        from broker.server.proxy import TrustedProxy, read_projects
-
-        proxy = TrustedProxy.read(
-            header=proxy_header, addresses=proxies or (), secret_file=proxy_secret, role=proxy_role,
-            projects=read_projects(home),
-        )  # fmt: skip
+    proxy = _read_proxy(context, proxy_header, proxies or (), proxy_secret, proxy_role)
     start_log(context.config, level=logging.WARNING)
 
-    def tell(listening: Listening) -> None:
-        write_listening(home, listening, version=__version__)
+    def show(listening: Listening) -> None:
         print_line(f"Server: {listening.url}")
         if listening.fingerprint:
             print_line(f"Fingerprint: {listening.fingerprint}")
         print_note("press Ctrl-C to stop it; jobs continue")
 
-    async def wait() -> None:
-        stopped = asyncio.Event()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(each, stopped.set)
-        await stopped.wait()
-
-    own = Certificate(certificate=certificate, key=key) if certificate and key else None
-    policy = Policy(has_controller=controller, has_local_cloud=local_cloud, proxy=proxy)
-    try:
-        _ensure_first_token(home)
-        asyncio.run(serve(home, host=host, port=port, policy=policy, certificate=own, on_ready=tell, until=wait))
-    except FencedError:
-        (home / "server" / REPLACED).touch()  # keeps its supervisor from restarting it
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(
-            f"cannot listen on {host}:{port}: {reason}", hints=["choose another port: `broker server start --port 0`"]
-        ) from None
+    run_server(
+        context, host=host, port=port,
+        policy=Policy(has_controller=controller, has_local_cloud=local_cloud, proxy=proxy),
+        certificate=Certificate(certificate=certificate, key=key) if certificate and key else None,
+        on_token=lambda path: print_note(
+            f"wrote the token of `admin` to {path}; log in with `broker login URL --token-file {path}`"
+        ),
+        on_ready=show,
+    )  # fmt: skip
 
 
-def _ensure_first_token(home: Path) -> None:
-    """Write an administrator's token to a file, mode 0600, if the server has none yet; make the key of backups."""
-    import os
+def _read_proxy(
+    context: Context, header: str | None, addresses: Sequence[str], secret_file: Path | None, role: Role
+) -> TrustedProxy | None:
+    """Return the trusted proxy that the options and `config.toml` describe; None without a header."""
+    if header is None:
+        return None
+    from broker.server.proxy import TrustedProxy, read_projects
 
-    from broker.server.tokens import create_token
-
-    context = make_context()
-    if find_backup_url(home) is not None or context.store.is_shared:
-        load_key(home)  # before `broker server up` copies it, and before the first job with secrets
-    if context.store.tokens.list():
-        return
-    folder = home / "server"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / "admin.token"
-    made = create_token(context.store, user="admin", role=Role.ADMIN, days=None)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(made.value.value + "\n")
-    print_note(f"wrote the token of `admin` to {path}; log in with `broker login URL --token-file {path}`")
+    return TrustedProxy.read(
+        header=header, addresses=addresses, secret_file=secret_file, role=role,
+        projects=read_projects(context.config.home),
+    )  # fmt: skip
 
 
 @app.command()
@@ -186,7 +166,7 @@ def controller(state: StateOption = None) -> None:
 
 @token_app.command()
 def create(
-    user: Annotated[str, typer.Argument(help="User name, e.g. an address.", show_default=False)],
+    user: Annotated[str, typer.Argument(metavar="USER", help="User name, e.g. an email address.", show_default=False)],
     role: Annotated[Role, typer.Option("--role", help="Permissions of the token.")] = Role.USER,
     days: Annotated[
         float, typer.Option("--days", metavar="DAYS", min=0, help="Days until it expires (0 = never).")
@@ -232,7 +212,7 @@ def list_tokens(as_json: options.AsJson = False) -> None:
 
 
 @token_app.command()
-def revoke(token: Annotated[int, typer.Argument(help="Token ID.", show_default=False)]) -> None:
+def revoke(token: Annotated[int, typer.Argument(metavar="TOKEN", help="Token ID.", show_default=False)]) -> None:
     """Revoke a token; requests with it are refused at once."""
     if not make_context().store.tokens.revoke(token):
         raise UsageError(f"token {token} is unknown or revoked", hints=["list tokens with `broker server token list`"])

@@ -41,7 +41,9 @@ def up(
         str | None,
         typer.Option("--folder", metavar="PATH", help="Folder of the server on its machine."),
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port that the server listens on.")] = PORT,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port that the server listens on.")
+    ] = PORT,
     backup: Annotated[
         str | None,
         typer.Option("--backup", metavar="URL", help="Location for a backup every minute: s3://, gs:// or file://."),
@@ -114,21 +116,21 @@ def status(as_json: options.AsJson = False) -> None:
     server, found = make_hosting().read_status()
     backup = found.get("backup") or {}
     age_s = found["now_s"] - backup["time_s"] if "time_s" in backup else None
-    told = {
+    data = {
         "infra": server.infra, "status": server.status.value, "url": server.url, "fingerprint": server.fingerprint,
         "version": server.version, "is_running": bool(found.get("is_running")), "uptime_s": found.get("uptime_s"),
         "backup": backup.get("url"), "backup_age_s": age_s, "backup_error": backup.get("error"),
     }  # fmt: skip
     if as_json:
-        print_json(told)
+        print_json(data)
         return
     uptime_s = found.get("uptime_s")
     print_line(f"address   {server.url or '-'}")
     print_line(f"machine   {server.infra}")
-    print_line(f"status    {_describe_status(server, is_running=told['is_running'] is True)}")
+    print_line(f"status    {_describe_status(server, is_running=data['is_running'] is True)}")
     print_line(f"version   {server.version or '-'}")
     print_line(f"uptime    {'-' if uptime_s is None else format_duration(uptime_s)}")
-    print_line(f"backup    {_describe_backup(told)}")
+    print_line(f"backup    {_describe_backup(data)}")
 
 
 def _describe_status(server: HostedServer, *, is_running: bool) -> str:
@@ -139,12 +141,12 @@ def _describe_status(server: HostedServer, *, is_running: bool) -> str:
     return "running" if is_running else "not running; repair it with `broker server up`"
 
 
-def _describe_backup(told: dict[str, object]) -> str:
-    age_s = told["backup_age_s"]
+def _describe_backup(data: dict[str, object]) -> str:
+    age_s = data["backup_age_s"]
     if not isinstance(age_s, float):
         return "none; set one up with `broker server up --backup URL`"
-    failed = f"; the newest failed: {told['backup_error']}" if told["backup_error"] else ""
-    return f"{told['backup']}, checked {format_duration(age_s)} ago{failed}"
+    failed = f"; the newest failed: {data['backup_error']}" if data["backup_error"] else ""
+    return f"{data['backup']}, checked {format_duration(age_s)} ago{failed}"
 
 
 def down(

@@ -21,10 +21,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 UserOption = Annotated[
-    str | None, typer.Option("--user", metavar="NAME", help="User to limit (`*`: each one without own limits).")
+    str | None, typer.Option("--user", metavar="NAME", help="User (`*`: every user without limits of their own).")
 ]
 ProjectOption = Annotated[
-    str | None, typer.Option("--project", metavar="NAME", help="Project to limit (`*`: each one without own limits).")
+    str | None,
+    typer.Option("--project", metavar="NAME", help="Project (`*`: every project without limits of its own)."),
 ]
 
 
@@ -41,7 +42,7 @@ def set_limit(
 ) -> None:
     """Set the limits of a user or project, replacing earlier ones.
 
-    Launches that would exceed them are refused. What already runs is not stopped.
+    Launches that would exceed them are refused. Running work is not stopped.
     """
     scope, name = _read_subject(user, project)
     if usd_month is None and gpus is None:

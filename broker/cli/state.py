@@ -22,7 +22,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-CopyName = Annotated[str | None, typer.Argument(help="Backup: a name in `backups/`, or a path (default: the newest).")]
+CopyName = Annotated[
+    str | None, typer.Argument(metavar="COPY", help="Backup: a name in `backups/`, or a path (default: the newest).")
+]
 IsOwner = Annotated[bool, typer.Option("--owner", help="Rewrite only the lost or damaged `owner` file.")]
 
 
@@ -123,9 +125,12 @@ def reset(yes: options.Yes = False) -> None:
 @app.command()
 def drop(
     table: Annotated[
-        str, typer.Argument(help="Table, as named in the error: jobs, attempts, clusters, intents or nodes.")
+        str,
+        typer.Argument(
+            metavar="TABLE", help="Table, as named in the error: jobs, attempts, clusters, intents or nodes."
+        ),
     ],
-    key: Annotated[str, typer.Argument(help="Key, as named in the error.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key, as named in the error.")],
     yes: options.Yes = False,
 ) -> None:
     """Delete one damaged row.

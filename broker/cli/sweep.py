@@ -17,6 +17,7 @@ from broker.cli.terminal import Bar, show_progress
 from broker.formatting import format_count, format_usd
 
 if TYPE_CHECKING:
+    from broker.app.session import Session
     from broker.app.sweeping import SweepRequest
     from broker.app.verbs.batches import SweepState
     from broker.types import Plan
@@ -72,9 +73,6 @@ def sweep(
     command to continue an interrupted sweep, or to show the results of one that has ended.
     """
     from broker.app.sweeping import SweepRequest
-    from broker.app.verbs.batches import read_sweep, run_sweep
-    from broker.cli.launch import confirm_price, show_upload
-    from broker.cli.plan_table import show_plan
 
     if plot is not None:
         from broker.cli.sweep_plot import check_file
@@ -85,7 +83,30 @@ def sweep(
         task=options.read_task(entrypoint, overrides), parameters=tuple(param), runs=runs, parallel=parallel,
         early=early_stop.value, seed=seed,
     )  # fmt: skip
-    count = count_configurations(request)
+    state = _run(session, request, yes=yes, detach=detach, dryrun=dryrun, as_json=as_json)
+    if dryrun:
+        rows = [[str(index + 1), *each.values()] for index, each in enumerate(state.configurations)]
+        print_table(["RUN", *state.parameters], rows)
+        return
+    _show(state, as_json=as_json)
+    if plot is not None and not detach:
+        from broker.cli.sweep_plot import write_plot
+
+        write_plot(plot, state)
+        print_note(f"wrote {plot}")
+    if detach and not state.is_over:
+        _note_left(state)
+
+
+def _run(
+    session: Session, request: SweepRequest, *, yes: bool, detach: bool, dryrun: bool, as_json: bool
+) -> SweepState:
+    """Run the sweep with a progress bar; return its state at the end, or at once if detached."""
+    from broker.app.verbs.batches import read_sweep, run_sweep
+    from broker.cli.launch import confirm_price, show_upload
+    from broker.cli.plan_table import show_plan
+
+    count, parallel = count_configurations(request), request.parallel
 
     def show(plans: Sequence[Plan]) -> None:
         if not as_json:
@@ -106,7 +127,7 @@ def sweep(
             bar.describe(f"{state.name}: {_describe_state(state)}")
 
         try:
-            state = session.call(
+            return session.call(
                 run_sweep, request=request, is_detached=detach, is_dryrun=dryrun, show=show,
                 confirm=lambda plans: confirm_price(plans, yes=yes, parallel=min(parallel, count), total=count),
                 on_begin=begin, on_change=draw,
@@ -119,18 +140,6 @@ def sweep(
             print_note("interrupted")
             _note_left(session.call(read_sweep, request=request))
             raise typer.Exit(130) from None
-    if dryrun:
-        rows = [[str(index + 1), *each.values()] for index, each in enumerate(state.configurations)]
-        print_table(["RUN", *state.parameters], rows)
-        return
-    _show(state, as_json=as_json)
-    if plot is not None and not detach:
-        from broker.cli.sweep_plot import write_plot
-
-        write_plot(plot, state)
-        print_note(f"wrote {plot}")
-    if detach and not state.is_over:
-        _note_left(state)
 
 
 def count_configurations(request: SweepRequest) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-STEPS_TOLD = 4  # lines per bar in a pipe
+STEPS_PRINTED = 4  # lines per bar in a pipe
 RESET = "\x1b[0m"
 HEADING = "\x1b[1m"
 GOOD, WAITING, BAD, FAINT, ERROR = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[1;31m"
@@ -72,7 +72,7 @@ class Bar:
 def show_progress(text: str, *, total: float | None = None, is_bytes: bool = False) -> Iterator[Bar]:
     """Show a bar on a terminal, a spinner while the total is unknown, and a line per quarter in a pipe."""
     if not is_drawing(sys.stderr):
-        yield Bar(_tell_quarters(), text=text, total=total)
+        yield Bar(_print_quarters(), text=text, total=total)
         return
     progress = _make_progress(is_bytes=is_bytes)
     with progress:
@@ -84,23 +84,23 @@ def show_progress(text: str, *, total: float | None = None, is_bytes: bool = Fal
         yield Bar(report, text=text, total=total)
 
 
-def _tell_quarters() -> Callable[[float, float | None, str], None]:
-    told = 0
+def _print_quarters() -> Callable[[float, float | None, str], None]:
+    printed = 0
 
     def report(done: float, total: float | None, text: str) -> None:
-        nonlocal told
-        if total and (step := int(done / total * STEPS_TOLD)) > told:
-            told = step
-            sys.stderr.write(f"{text}: {step / STEPS_TOLD:.0%}\n")
+        nonlocal printed
+        if total and (step := int(done / total * STEPS_PRINTED)) > printed:
+            printed = step
+            sys.stderr.write(f"{text}: {step / STEPS_PRINTED:.0%}\n")
             sys.stderr.flush()
 
     return report
 
 
 @contextmanager
-def show_wait(text: str, *, is_told: bool = True) -> Iterator[Bar]:
-    """Show a spinner with the elapsed time; in a pipe, print the text once if `is_told`."""
-    if is_told and not is_drawing(sys.stderr):
+def show_wait(text: str, *, is_printed: bool = True) -> Iterator[Bar]:
+    """Show a spinner with the elapsed time; in a pipe, print the text once if `is_printed`."""
+    if is_printed and not is_drawing(sys.stderr):
         sys.stderr.write(f"{text} ...\n")
         sys.stderr.flush()
     with show_progress(text) as bar:

@@ -33,7 +33,9 @@ def root() -> None:
 
 @app.command()
 def info(
-    path: Annotated[Path | None, typer.Argument(help="File or folder (default: the synthetic traces).")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="File or folder (default: the synthetic traces).")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Summarize recordings: spot availability and interruptions."""

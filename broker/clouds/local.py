@@ -176,7 +176,7 @@ class LocalCloud:
         elif not (folder / "machine.json").exists() and not (folder / "ended.json").exists():
             state = NodeState.PENDING  # its creator died before the boot; the same token boots it
         else:
-            ended = settle_end(folder)
+            ended = determine_end(folder)
             state = NodeState(ended["state"])
             Path(record["socket"]).unlink(missing_ok=True)
             if state is NodeState.TERMINATED:
@@ -281,7 +281,7 @@ def _list_names(folder: Path) -> set[str]:
     return {str(folder), str(folder.resolve())}
 
 
-def settle_end(folder: Path) -> dict[str, Any]:
+def determine_end(folder: Path) -> dict[str, Any]:
     """Return how a dead node ended. If neither process left a record (both were killed), clean up after them.
 
     Raises TransientError if the record cannot be written, e.g. on a full disk: failing is better than a list that

@@ -140,7 +140,7 @@ class Tape:
                 f"cannot write {path}: {error.strerror}", hints=["name a new file in an existing folder"]
             ) from None
 
-    def hear(self, exchange: Exchange) -> None:
+    def add_exchange(self, exchange: Exchange) -> None:
         """Append an exchange without private data; callable from any thread."""
         with self._lock:
             fields = asdict(exchange)

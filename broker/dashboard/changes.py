@@ -59,10 +59,10 @@ class ChangeFeed:
     async def _wait(self) -> None:
         """Wait for the next look, which all streams share. Raises StateError in each of them."""
         if self._look is None or self._look.done():
-            self._look = asyncio.ensure_future(self._look_again())
+            self._look = asyncio.ensure_future(self._poll_again())
         await asyncio.shield(self._look)
 
-    async def _look_again(self) -> None:
+    async def _poll_again(self) -> None:
         await self._clock.sleep(LOOK_S)
         known, self._newest = self._newest, self._store.events.get_newest_id()
         if self._newest != known and self._followed:

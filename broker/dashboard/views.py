@@ -219,9 +219,9 @@ class Dashboard:
     def _read_outlook(self, job: Job) -> JobOutlook:
         context = self._make_context()
         try:
-            told = jobs.explain(context, job)
-            forecast = forecast_job(context, told.job, paid_usd=told.paid_usd)
-            return JobOutlook(chances=list_chances(context, told), forecast=forecast)
+            explanation = jobs.explain(context, job)
+            forecast = forecast_job(context, explanation.job, paid_usd=explanation.paid_usd)
+            return JobOutlook(chances=list_chances(context, explanation), forecast=forecast)
         finally:
             context.close()
 

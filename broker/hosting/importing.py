@@ -27,7 +27,7 @@ from broker.frozen import frozen
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.machines import HostMachine, call
 from broker.hosting.record import HostedServer
-from broker.jobs.daemon import hold_lock
+from broker.jobs.daemon_process import hold_lock
 from broker.state.schedules import name_secrets
 from broker.state.secret_rows import KNOWN_KEY, SecretBox, load_key, read_key
 from broker.task.codec import encode_task

@@ -60,7 +60,7 @@ def get_unattended_s(task: Task) -> float:
     return UNATTENDED_S if task.unattended_s is None else task.unattended_s
 
 
-def settle_unattended(tasks: Iterable[Task], default_s: float) -> tuple[Task, ...]:
+def apply_unattended_default(tasks: Iterable[Task], default_s: float) -> tuple[Task, ...]:
     """Return the tasks with an explicit allowance, so that a later change of the default does not affect a live job."""
     return tuple(task if task.unattended_s is not None else replace(task, unattended_s=default_s) for task in tasks)
 

@@ -37,7 +37,7 @@ def is_here(cluster: Cluster) -> bool:
     return all("://" not in node.handle for node in cluster.nodes)
 
 
-def settle_tasks(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]:
+def apply_default_checkpoints(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]:
     """Return the tasks with an explicit checkpoint location, so that a changed default does not affect live jobs."""
     return tuple(
         task if task.checkpoint.to or not default else replace(task, checkpoint=replace(task.checkpoint, to=default))

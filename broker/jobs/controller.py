@@ -170,7 +170,7 @@ class JobController:
         return 0.0
 
     async def _bring_up(self, job: Job) -> float:
-        await self._policy_runner.settle(job)
+        await self._policy_runner.review_successor(job)
         attempt = await self._acquisition.begin_attempt(job)
         return await self._start(job, attempt) if isinstance(attempt, Attempt) else attempt
 

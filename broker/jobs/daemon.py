@@ -10,31 +10,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from broker.clock import Clock
 from broker.config import Config, read_keep_days
-from broker.errors import BrokerError, FencedError, StateError
+from broker.errors import BrokerError, FencedError
 from broker.jobs.daemon_meter import DaemonMeter
 from broker.jobs.daemon_parts import Controller, Notifies, StartsSchedules
+from broker.jobs.daemon_process import LOOK_S, hold_lock
 from broker.jobs.lease_keeper import keep_lease
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
 from broker.jobs.node_samples import forget_samples
 from broker.jobs.setup_archives import forget_archives, list_places
 from broker.jobs.workload import Key, LeaderWorkload, SharedWorkload, Workload, list_keys
-from broker.locks import try_lock
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.claims import HOUSEKEEPING
-from broker.state.faults import explain_os_error
 from broker.state.leader import STALE_S
 from broker.state.store import Store
 
@@ -43,8 +39,6 @@ log = logging.getLogger(__name__)
 LOOK_FOR_JOBS_S = 0.3
 COLLECT_EVERY_S = 60.0
 NOTIFY_RETRY_S = 5.0
-START_LOOK_S = 0.05
-START_LOOKS_MAX = 2400  # two minutes: a busy machine or a network home starts Python slowly
 COMPACT_EVERY_S = 86400.0
 LOCK_TRIES = 100  # a command that tests the lock holds it briefly; a busy machine may suspend it there
 
@@ -112,7 +106,7 @@ async def _lead(context: _DaemonContext) -> bool:
             if is_held or context.store.leader.measure_beat_age_s() > STALE_S:  # its holder is suspended or hangs
                 log.info("leading with epoch %s", context.store.leader.lead())
                 return await _drive_workload(context, LeaderWorkload(context.store, context.clock))
-        await context.clock.sleep(START_LOOK_S)
+        await context.clock.sleep(LOOK_S)
     return False
 
 
@@ -145,50 +139,6 @@ async def _wait_for(main: asyncio.Future[None]) -> bool:
         log.warning("%s; stopping", error.message)
         return False
     return True
-
-
-def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
-    """Start `argv`, detached from this terminal, unless a daemon is alive; return once one is alive.
-
-    Raises StateError, with the end of the log, if the new process exits instead.
-    """
-    if _is_alive(config, store):
-        return
-    path = config.daemon_log
-    process = _start_process(argv, path)
-    for _ in range(START_LOOKS_MAX):
-        if _is_alive(config, store):
-            return
-        try:
-            returncode = process.wait(START_LOOK_S)
-        except subprocess.TimeoutExpired:
-            continue
-        if returncode == 0:
-            return  # another daemon was faster, or this one has already finished
-        last = path.read_text(errors="replace").strip().rpartition("\n")[2]
-        reason = f"killed by signal {-returncode}" if returncode < 0 else last or f"it exited with code {returncode}"
-        hints = ["`broker status` starts it again; recorded jobs then continue", f"see its log in {path}"]
-        raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
-    raise StateError("the jobs daemon did not acquire its lock within two minutes", hints=[f"see its log in {path}"])
-
-
-def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
-    try:
-        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        rotate_log(log_path)
-        with os.fdopen(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
-            return subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-    except OSError as error:
-        raise explain_os_error(error, default=log_path) from error
-
-
-def _is_alive(config: Config, store: Store) -> bool:
-    if store.is_shared:
-        return store.claims.has_controller()
-    with hold_lock(config) as is_ours:
-        return not is_ours and store.leader.measure_beat_age_s() <= STALE_S
 
 
 class _Daemon:
@@ -371,18 +321,6 @@ class _Daemon:
         self._store.retention.compact(keep_days=keep_days)
         forget_logs(self._store, self._config.logs, older_than_s=now_s - keep_days * 86400)
         forget_samples(self._store, self._config.logs, older_than_s=now_s - keep_days * 86400)
-
-
-@contextmanager
-def hold_lock(config: Config) -> Iterator[bool]:
-    """Try to lock; yield whether that succeeded. The kernel releases it when the process ends; children do not inherit
-    it."""
-    with ExitStack() as stack:
-        try:
-            is_held = stack.enter_context(try_lock(config.daemon_lock))
-        except OSError as error:
-            raise explain_os_error(error, default=config.daemon_lock) from error
-        yield is_held
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class GroupPlacement:
         self._planner = planner
         self._clock = clock
         self._blocked_since_s: float | None = None
-        self._told = ""
+        self._recorded = ""
 
     def place(self, job: Job, members: Sequence[Job], plan: Plan) -> Plan:
         """Return the plan's placements in one region: where other tasks have machines, else the best one for all tasks.
@@ -40,13 +40,13 @@ class GroupPlacement:
         if anchor is not None and (near := keep_near(plan, anchor)).estimates:
             is_open = may_start(members, find_generation(members))
             if is_open or self._is_possible(anchor, plan, [each for each in others if find_live(each) is None]):
-                self._tell(job, anchor, near=next(each.name for each in others if _is_at(each, anchor)))
+                self._record_choice(job, anchor, near=next(each.name for each in others if _is_at(each, anchor)))
                 return near
         plans = [plan, *(found for each in others if (found := self._plan(each)) is not None)]
         whole = plan_group(plans, is_refused=self._find_refused()) or plan_group(plans)
         if whole is None:
             raise make_no_region_error(get_role(job).name)
-        self._tell(job, whole.place, usd=whole.usd, apart_usd=whole.apart_usd)
+        self._record_choice(job, whole.place, usd=whole.usd, apart_usd=whole.apart_usd)
         return keep_near(plan, whole.place)
 
     def find_move(self, job: Job, members: Sequence[Job], attempt: Attempt) -> str:
@@ -103,10 +103,12 @@ class GroupPlacement:
         found = self._store.refusals.list_active(self._clock.now_s())
         return lambda placement: any(each.covers(placement) for each in found)
 
-    def _tell(self, job: Job, place: GroupPlace, *, near: str = "", usd: float = 0.0, apart_usd: float = 0.0) -> None:
+    def _record_choice(
+        self, job: Job, place: GroupPlace, *, near: str = "", usd: float = 0.0, apart_usd: float = 0.0
+    ) -> None:
         """Record a choice once."""
-        if (told := f"{place} {near}") != self._told:
-            self._told = told
+        if (choice := f"{place} {near}") != self._recorded:
+            self._recorded = choice
             event = make_event(
                 EventKind.GROUP_PLACED,
                 group=get_role(job).name, place=str(place), usd=usd, apart_usd=apart_usd, near=near,

@@ -22,7 +22,7 @@ class HeadMover:
     def __init__(self, store: Store, gang: Gang) -> None:
         self._store = store
         self._gang = gang
-        self._told: object = None
+        self._notified: object = None
 
     async def step(
         self, attempt: Attempt, cluster: Cluster, report: GangReport, signals: HealthSignals
@@ -39,10 +39,10 @@ class HeadMover:
         members = list_members(report, cluster)
         addresses = tuple(node.address for node in cluster.nodes)
         message = (attempt.number, attempt.head, addresses, members)
-        if message != self._told and attempt.head.rank in members:
-            is_told = await self._tell(attempt, cluster, members)
-            self._told = message if is_told else self._told
-        return attempt, attempt.head.epoch == 0 or self._told == message
+        if message != self._notified and attempt.head.rank in members:
+            is_notified = await self._notify_agents(attempt, cluster, members)
+            self._notified = message if is_notified else self._notified
+        return attempt, attempt.head.epoch == 0 or self._notified == message
 
     def _name_next(self, attempt: Attempt, signals: HealthSignals) -> Attempt:
         rank = find_next_head(signals)
@@ -54,7 +54,7 @@ class HeadMover:
             self._store.events.add(make_event(EventKind.HEAD_MOVED, rank=rank), job_id=attempt.job_id)
         return attempt
 
-    async def _tell(self, attempt: Attempt, cluster: Cluster, members: Sequence[int]) -> bool:
+    async def _notify_agents(self, attempt: Attempt, cluster: Cluster, members: Sequence[int]) -> bool:
         copied = self._store.jobs.get_log_offset(attempt.job_id)
         log_bytes = copied.source_bytes if copied.attempt == attempt.number else 0
         run_id = get_run_id(attempt, cluster)

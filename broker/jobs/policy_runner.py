@@ -89,7 +89,7 @@ class PolicyRunner:
         is_refused = any(refusal.covers(target.placement) for refusal in refusals)
         return arrange(plan, target, is_alone=is_refused)  # a refused location is only retried on its own
 
-    async def settle(self, job: Job) -> None:
+    async def review_successor(self, job: Job) -> None:
         """Keep the machines that were requested for the next attempt, unless a start on spot is no longer safe."""
         begun = self._successor.find_placement(job) if follows_deadline(job.task) else None
         if begun is None:

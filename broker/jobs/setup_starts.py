@@ -52,19 +52,19 @@ def expect_restored_start(job: Job, events: Sequence[EventRow]) -> RestoredStart
     if last is not None and last.outcome is not None and last.outcome.kind is OutcomeKind.PROGRAM_FAILED:
         return None
     by_number = {each.number: each for each in job.attempts}
-    told = [(by_number[number], each) for each in events if (number := _read_number(each)) in by_number]
-    if not told:
+    reported = [(by_number[number], each) for each in events if (number := _read_number(each)) in by_number]
+    if not reported:
         return None
-    restored = {each.number for each, event in told if event.kind is EventKind.SETUP_RESTORED}
-    systems = frozenset(find_system(each.placement) for each, _ in told)
-    newest = max(each.number for each, _ in told)
+    restored = {each.number for each, event in reported if event.kind is EventKind.SETUP_RESTORED}
+    systems = frozenset(find_system(each.placement) for each, _ in reported)
+    newest = max(each.number for each, _ in reported)
     starts = measure_starts(job.attempts)
     if any(number > newest and find_system(by_number[number].placement) in systems for number in starts):
         return None
     seen = [starts[number] for number in sorted(restored) if number in starts]
     if seen:
         return RestoredStart(start_s=max(seen[-STARTS_SEEN:]), systems=systems)
-    kept = [(each, event) for each, event in told if event.kind is EventKind.SETUP_KEPT and each.number in starts]
+    kept = [(each, event) for each, event in reported if event.kind is EventKind.SETUP_KEPT and each.number in starts]
     if not kept:
         return None
     attempt, event = kept[-1]

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO
 
 from broker.clock import within
-from broker.config import Config, make_callback_environment
+from broker.config import Config
+from broker.environment import make_callback_environment
 from broker.errors import CloudError, TransientError, UsageError
 from broker.notify.notification import Notification, Sink, SinkKind
 from broker.notify.settings import NotifySettings, SmtpServer, resolve

@@ -216,11 +216,11 @@ def run_on_spot(inputs: SpotInputs) -> RunForecast:
     )
 
 
-def add_data_usd(course: RunForecast | RecordedRun, data: DataCost, checkpoints: float) -> tuple[float, float]:
+def add_data_usd(run: RunForecast | RecordedRun, data: DataCost, checkpoints: float) -> tuple[float, float]:
     """Return USD for moving data, and for keeping checkpoints, over a whole run."""
-    moves = data.start_usd * (1 + course.preemptions) + data.finish_usd
-    moves += data.checkpoint_usd * checkpoints + data.restore_usd * course.preemptions
-    return moves, data.storage_usd_hour * course.hours
+    moves = data.start_usd * (1 + run.preemptions) + data.finish_usd
+    moves += data.checkpoint_usd * checkpoints + data.restore_usd * run.preemptions
+    return moves, data.storage_usd_hour * run.hours
 
 
 class GangPrices(NamedTuple):
@@ -234,47 +234,49 @@ class GangPrices(NamedTuple):
 NO_PRICES = GangPrices()
 
 
-def price_run(course: RunForecast | RecordedRun, prices: GangPrices, data: DataCost, checkpoints: float) -> float:
+def price_run(run: RunForecast | RecordedRun, prices: GangPrices, data: DataCost, checkpoints: float) -> float:
     """Return the USD of a run, data included."""
-    compute = course.spot_hours * prices.spot_usd_hour + course.ondemand_hours * prices.ondemand_usd_hour
+    compute = run.spot_hours * prices.spot_usd_hour + run.ondemand_hours * prices.ondemand_usd_hour
     if data is NO_DATA:
         return compute
-    return compute + sum(add_data_usd(course, data, checkpoints))
+    return compute + sum(add_data_usd(run, data, checkpoints))
 
 
-def find_budget_chance(course: RunForecast, prices: GangPrices, data: DataCost, budget_usd: float) -> float:
+def find_budget_chance(forecast: RunForecast, prices: GangPrices, data: DataCost, budget_usd: float) -> float:
     """Return P(total cost <= budget)."""
-    if course.inputs is None:
-        return float(price_run(course, prices, data, course.checkpoints) <= budget_usd)
-    return course.inputs.list_runs().chance(lambda run: price_run(run, prices, data, course.checkpoints) <= budget_usd)
+    if forecast.inputs is None:
+        return float(price_run(forecast, prices, data, forecast.checkpoints) <= budget_usd)
+    return forecast.inputs.list_runs().chance(
+        lambda run: price_run(run, prices, data, forecast.checkpoints) <= budget_usd
+    )
 
 
 def make_estimate(
-    placement: Placement, course: RunForecast, prices: GangPrices, data: DataCost, *, budget_usd: float | None
+    placement: Placement, forecast: RunForecast, prices: GangPrices, data: DataCost, *, budget_usd: float | None
 ) -> Estimate:
     """Price the forecast at this placement, with every term in the breakdown."""
-    egress, storage = add_data_usd(course, data, course.checkpoints)
-    compute = course.spot_hours * prices.spot_usd_hour + course.ondemand_hours * prices.ondemand_usd_hour
+    egress, storage = add_data_usd(forecast, data, forecast.checkpoints)
+    compute = forecast.spot_hours * prices.spot_usd_hour + forecast.ondemand_hours * prices.ondemand_usd_hour
     return Estimate(
         placement=placement,
-        preemptions_per_hour=course.hazard,
-        checkpoint_every_s=course.every_s,
-        expected_hours=course.hours,
-        expected_preemptions=course.preemptions,
+        preemptions_per_hour=forecast.hazard,
+        checkpoint_every_s=forecast.every_s,
+        expected_hours=forecast.hours,
+        expected_preemptions=forecast.preemptions,
         expected_usd=compute + egress + storage,
-        deadline_chance=course.deadline_chance,
-        budget_chance=None if budget_usd is None else find_budget_chance(course, prices, data, budget_usd),
-        switch_after_hours=course.switch_after_hours,
+        deadline_chance=forecast.deadline_chance,
+        budget_chance=None if budget_usd is None else find_budget_chance(forecast, prices, data, budget_usd),
+        switch_after_hours=forecast.switch_after_hours,
         breakdown=Breakdown(
-            work_hours=course.work_hours,
-            stall_hours=course.stall_hours,
-            lost_hours=course.lost_hours,
-            recovery_hours=course.starting_hours,
-            waiting_hours=course.waiting_hours,
-            recovery_s=course.recovery_hours * 3600,
-            recovery_billed_s=course.recovery_billed_hours * 3600,
-            spot_hours=course.spot_hours,
-            ondemand_hours=course.ondemand_hours,
+            work_hours=forecast.work_hours,
+            stall_hours=forecast.stall_hours,
+            lost_hours=forecast.lost_hours,
+            recovery_hours=forecast.starting_hours,
+            waiting_hours=forecast.waiting_hours,
+            recovery_s=forecast.recovery_hours * 3600,
+            recovery_billed_s=forecast.recovery_billed_hours * 3600,
+            spot_hours=forecast.spot_hours,
+            ondemand_hours=forecast.ondemand_hours,
             spot_usd_hour=prices.spot_usd_hour,
             ondemand_usd_hour=prices.ondemand_usd_hour,
             compute_usd=compute,

@@ -45,15 +45,15 @@ class EgressTable:
         """Return the price of leaving a region. An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing
         within it."""
 
-        def look(target: str) -> float | None:
+        def find_price(target: str) -> float | None:
             price = self.rows.get((cloud, region, target))
             return self.rows.get((cloud, "*", target)) if price is None else price
 
-        internet = look("internet")
-        other_region = look("same_cloud_other_region")
+        internet = find_price("internet")
+        other_region = find_price("same_cloud_other_region")
         outside = ASSUMED_USD_PER_GB if internet is None else internet
         return LeavingPrice(
-            same_region=look("same_region") or 0.0,
+            same_region=find_price("same_region") or 0.0,
             other_region=outside if other_region is None else other_region,
             internet=outside,
             is_known=internet is not None,

@@ -70,7 +70,7 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
         one.stall_hours + one.lost_hours + one.recovery_hours
     )
     causes = [
-        ((other.work_hours - one.work_hours) * price, _say_slower(one.work_hours, other.work_hours)),
+        ((other.work_hours - one.work_hours) * price, _describe_slowdown(one.work_hours, other.work_hours)),
         (waste * price, f"preemptions and checkpoints cost {waste:.1f} h more"),
         (
             other.ondemand_hours * other.ondemand_usd_hour - one.ondemand_hours * one.ondemand_usd_hour,
@@ -84,7 +84,7 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
     yield f"{format_usd(loser.expected_usd or 0)} USD to finish"
 
 
-def _say_slower(own: float, its: float) -> str:
+def _describe_slowdown(own: float, its: float) -> str:
     return f"{its / own:.1f} times slower" if own > 0 and its >= 1.05 * own else "slower"
 
 

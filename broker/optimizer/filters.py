@@ -25,60 +25,60 @@ class Filter:
     show: Callable[[Offer], str]
 
 
-def _test_cloud(asked: Resources) -> Test | None:
-    if asked.cloud is None:
+def _test_cloud(resources: Resources) -> Test | None:
+    if resources.cloud is None:
         return lambda offer: offer.cloud != "local"  # the local cloud is for rehearsals, and used only by name
-    cloud = asked.cloud.lower()
+    cloud = resources.cloud.lower()
     return lambda offer: offer.cloud == cloud
 
 
-def _test_accelerator(asked: Resources) -> Test | None:
-    if asked.accelerator is None:
+def _test_accelerator(resources: Resources) -> Test | None:
+    if resources.accelerator is None:
         return None
-    name = asked.accelerator.lower()
+    name = resources.accelerator.lower()
     return lambda offer: offer.accelerator is not None and offer.accelerator.lower() == name
 
 
-def _test_count(asked: Resources) -> Test | None:
-    if asked.accelerator is None:
+def _test_count(resources: Resources) -> Test | None:
+    if resources.accelerator is None:
         return None
-    count = asked.accelerator_count
+    count = resources.accelerator_count
     if count < 1:  # a fraction where a cloud sells fractions; else a whole one, which several runs share
         return lambda offer: offer.accelerator_count in (count, 1)
     return lambda offer: offer.accelerator_count == count
 
 
-def _test_instance_type(asked: Resources) -> Test | None:
-    if asked.instance_type is None:
+def _test_instance_type(resources: Resources) -> Test | None:
+    if resources.instance_type is None:
         return None
-    name = asked.instance_type.lower()
-    if asked.accelerator is None:
+    name = resources.instance_type.lower()
+    if resources.accelerator is None:
         return lambda offer: offer.instance_type.lower() == name
     # The host of attached cards may be named alone, as in SkyPilot: `n1-standard-4` matches `n1-standard-4+1xT4`.
     return lambda offer: name in (offer.instance_type.lower(), offer.instance_type.lower().partition("+")[0])
 
 
-def _test_region(asked: Resources) -> Test | None:
-    if asked.region is None:
+def _test_region(resources: Resources) -> Test | None:
+    if resources.region is None:
         return None
-    region = asked.region.lower()
+    region = resources.region.lower()
     return lambda offer: offer.region.lower() == region
 
 
-def _test_zone(asked: Resources) -> Test | None:
-    if asked.zone is None:
+def _test_zone(resources: Resources) -> Test | None:
+    if resources.zone is None:
         return None
-    zone = asked.zone.lower()
+    zone = resources.zone.lower()
     return lambda offer: (offer.zone or "").lower() == zone
 
 
-def _test_cpus(asked: Resources) -> Test | None:
-    quantity = asked.cpus
+def _test_cpus(resources: Resources) -> Test | None:
+    quantity = resources.cpus
     return None if quantity is None else lambda offer: quantity.admits(offer.vcpus)
 
 
-def _test_memory(asked: Resources) -> Test | None:
-    quantity, ratio = asked.memory_gib, asked.memory_gib_per_vcpu
+def _test_memory(resources: Resources) -> Test | None:
+    quantity, ratio = resources.memory_gib, resources.memory_gib_per_vcpu
     if ratio is not None:
         return lambda offer: offer.memory_gib >= ratio * offer.vcpus
     return None if quantity is None else lambda offer: quantity.admits(offer.memory_gib)

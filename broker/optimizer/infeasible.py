@@ -94,11 +94,11 @@ def _show(best: Estimate, node_count: int) -> str:
 def _list_relaxations(task: Task) -> Iterator[Relaxation]:
     """List the request's conditions, each dropped in every alternative; dropping a region also drops its zone."""
     for field, also in (("zone", ()), ("region", ("zone",)), ("cloud", ("region", "zone"))):
-        value = _ask(task, field)
+        value = _find_requested(task, field)
         if value is not None:
             yield Relaxation(words=f"drop `{field}: {value}`", change=_drop(field, *also))
     yield from _list_size_relaxations(task)
-    if (ratio := _ask(task, "memory_gib_per_vcpu")) is not None:
+    if (ratio := _find_requested(task, "memory_gib_per_vcpu")) is not None:
         yield Relaxation(words=f"drop `memory: {ratio:g}x`", change=_drop("memory_gib_per_vcpu"))
     if any(each.accelerator for each in task.resources):
         for count in (1.0, 2.0, 4.0, 8.0, 16.0):
@@ -106,10 +106,10 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
                 yield Relaxation(
                     words=f"request {count:g} of the accelerator per node", change=_set(accelerator_count=count)
                 )
-    use_spot = _ask(task, "use_spot")
+    use_spot = _find_requested(task, "use_spot")
     if use_spot is not None:
         yield Relaxation(words=f"set `use_spot: {str(not use_spot).lower()}`", change=_set(use_spot=not use_spot))
-    if _ask(task, "usd_hour_max") is not None:
+    if _find_requested(task, "usd_hour_max") is not None:
         yield Relaxation(words="raise the price limit (`max_hourly_cost`, `--max-price`)", change=_drop("usd_hour_max"))
     if task.goal is not None:
         yield from _list_goal_relaxations(task.goal, is_spot_only=use_spot is True)
@@ -118,7 +118,7 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
 def _list_size_relaxations(task: Task) -> Iterator[Relaxation]:
     """List the sizes: exact ones as a minimum, and each dropped."""
     for field, name in (("instance_type", "instance_type"), ("cpus", "cpus"), ("memory_gib", "memory")):
-        value = _ask(task, field)
+        value = _find_requested(task, field)
         is_named = any(each.accelerator for each in task.resources) or field != "instance_type"
         if isinstance(value, Quantity) and not value.is_minimum:
             yield Relaxation(words=f"accept more: `{name}: {value}+`", change=_loosen(field))
@@ -153,7 +153,7 @@ def _at_least(size: Quantity | None) -> Quantity | None:
     return None if size is None else replace(size, is_minimum=True)
 
 
-def _ask(task: Task, field: str) -> Any:
+def _find_requested(task: Task, field: str) -> Any:
     """Return the field's value in the first alternative that sets it."""
     return next((value for each in task.resources if (value := getattr(each, field)) is not None), None)
 

@@ -34,15 +34,15 @@ def make_plan(
     spot counts as unavailable now where `is_refused` is true of all candidate places. Raises NoOfferError, which says
     what each filter rejected.
     """
-    rater, index = CostModel(task, figures or {}, egress, history, is_refused), OfferIndex(offers)
+    costs, index = CostModel(task, figures or {}, egress, history, is_refused), OfferIndex(offers)
     groups = list[list[RankedOffer]]()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
     accepted = [_filter_offers(each, index.pick(each), usable_clouds) for each in task.resources]
     if len(accepted) > 1 and not task.is_ordered:
-        rater.join_alternatives({number: kept for number, (kept, _) in enumerate(accepted)})
+        costs.join_alternatives({number: kept for number, (kept, _) in enumerate(accepted)})
     for number, (kept, filtered) in enumerate(accepted):
-        candidates, rejected = _plan_alternative(task, number, kept, filtered, rater, avoid)
+        candidates, rejected = _plan_alternative(task, number, kept, filtered, costs, avoid)
         rejections += [each for each in rejected if each not in rejections]
         if len(task.resources) > 1:
             candidates = [candidate for candidate in candidates if IDENTITY(candidate) not in seen]
@@ -52,17 +52,17 @@ def make_plan(
         raise NoOfferError(describe_rejections(task, rejections))
     if not task.is_ordered:
         groups = [[each for group in groups for each in group]]
-    hour_value_usd = rater.hour_value_usd
+    hour_value_usd = costs.hour_value_usd
     if hour_value_usd is not None:
         ranked = [each for group in groups for each in rank_by_score(group, hour_value_usd)]
     else:
         ranked = [each for group in groups for each in sorted(group, key=RANK)]
     return Plan(
         task=task,
-        estimates=LazyEstimates(ranked, rater.make_estimate),
+        estimates=LazyEstimates(ranked, costs.make_estimate),
         rejections=tuple(rejections),
         prices_as_of=prices_as_of,
-        reason=_give_reason(task, ranked, hour_value_usd),
+        reason=_explain_choice(task, ranked, hour_value_usd),
         hour_value_usd=hour_value_usd,
         interval_factor=interval_factor,
     )
@@ -87,12 +87,12 @@ def _plan_alternative(
     alternative: int,
     kept: Sequence[Offer],
     filtered: Sequence[Rejection],
-    rater: CostModel,
+    costs: CostModel,
     avoid: Callable[[Placement], bool] | None,
 ) -> tuple[list[RankedOffer], list[Rejection]]:
     """Rank the candidates of one alternative, of the offers `kept` by the filters on its request."""
     resources, rejections = task.resources[alternative], list(filtered)
-    candidates = rater.rate(alternative, kept)
+    candidates = costs.rate(alternative, kept)
     if kept and not candidates:
         pricing = " or ".join("spot" if model else "on-demand" for model in list_pricing_models(task, resources))
         rejections.append(Rejection(filter=f"no {pricing} price", count=len(kept), nearest=kept[0].instance_type))
@@ -129,8 +129,8 @@ def _is_timely(candidate: RankedOffer, confidence: float) -> bool:
 
 def _show_chance(candidate: RankedOffer) -> str:
     """Describe the miss: hours, and on spot alone the chance, which the mean of the hours does not show."""
-    course = candidate.forecast
-    chance = (course.deadline_chance or 0.0) if course else 0.0
+    forecast = candidate.forecast
+    chance = (forecast.deadline_chance or 0.0) if forecast else 0.0
     hours = f"{candidate.hours:.1f} h expected"
     return f"{hours}, {chance * 100:.0f} % chance" if 0 < chance < 1 else hours
 
@@ -139,7 +139,7 @@ def _show_price(task: Task) -> Show:
     return lambda each: f"{each.cloud} {each.region} at {format_usd(each.usd_hour / task.num_nodes)} USD/h"
 
 
-def _give_reason(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: float | None) -> str:
+def _explain_choice(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: float | None) -> str:
     best = ranked[0]
     if task.is_ordered and len(task.resources) > 1:
         return "first in the order given by the task"
@@ -155,25 +155,27 @@ def _give_reason(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: floa
 
 def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
     """Describe the request, its position in the file, and what each filter rejected."""
-    asked, *others = task.resources
+    first, *others = task.resources
     more = f" (or {len(others)} other alternative{'s' if len(others) > 1 else ''})" if others else ""
-    origin = f" {asked.origin}" if asked.origin else ""
-    lines = [f"no offer fits{origin}: {describe_request(task, asked)}{more}"]
+    origin = f" {first.origin}" if first.origin else ""
+    lines = [f"no offer fits{origin}: {describe_request(task, first)}{more}"]
     for each in rejections:
         nearest = f", nearest {each.nearest}" if each.nearest else ""
         lines.append(f"  {each.filter:<18}{each.count:>7} offers excluded{nearest}")
     return "\n".join(lines)
 
 
-def describe_request(task: Task, asked: Resources) -> str:
+def describe_request(task: Task, resources: Resources) -> str:
     """Describe the request in a few words: `8 x H100:8, eu-west-1, spot, at most 20 USD/h`."""
-    machine = f"{asked.accelerator}:{asked.accelerator_count:g}" if asked.accelerator else asked.instance_type
-    words = [machine or "any machine", asked.instance_type if asked.accelerator else None]
-    words += [asked.cloud, asked.region, asked.zone]
-    words.append(f"{asked.cpus} vCPU" if asked.cpus else None)
-    words.append(f"{asked.memory_gib} GiB" if asked.memory_gib else None)
-    words.append(f"{asked.memory_gib_per_vcpu:g}+ GiB per vCPU" if asked.memory_gib_per_vcpu else None)
-    words.append(None if asked.use_spot is None else "spot" if asked.use_spot else "on-demand")
-    words.append(None if asked.usd_hour_max is None else f"at most {asked.usd_hour_max:g} USD/h per node")
+    machine = (
+        f"{resources.accelerator}:{resources.accelerator_count:g}" if resources.accelerator else resources.instance_type
+    )
+    words = [machine or "any machine", resources.instance_type if resources.accelerator else None]
+    words += [resources.cloud, resources.region, resources.zone]
+    words.append(f"{resources.cpus} vCPU" if resources.cpus else None)
+    words.append(f"{resources.memory_gib} GiB" if resources.memory_gib else None)
+    words.append(f"{resources.memory_gib_per_vcpu:g}+ GiB per vCPU" if resources.memory_gib_per_vcpu else None)
+    words.append(None if resources.use_spot is None else "spot" if resources.use_spot else "on-demand")
+    words.append(None if resources.usd_hour_max is None else f"at most {resources.usd_hour_max:g} USD/h per node")
     text = ", ".join(word for word in words if word)
     return f"{task.num_nodes} x {text}" if task.num_nodes > 1 else text

@@ -88,8 +88,8 @@ class CostModel:
             return
         groups = dict[float, list[int]]()
         for alternative in offers:
-            asked = self._task.resources[alternative]
-            ranks = asked.accelerator_count if self._task.checkpoint.is_for_same_ranks else 0.0
+            resources = self._task.resources[alternative]
+            ranks = resources.accelerator_count if self._task.checkpoint.is_for_same_ranks else 0.0
             groups.setdefault(ranks, []).append(alternative)
         for group in groups.values():
             if len(group) > 1:
@@ -102,18 +102,18 @@ class CostModel:
 
     def _list_sold(self, alternative: int, offers: Sequence[Offer]) -> list[Offer]:
         """List the offers on spot that an alternative accepts."""
-        asked = self._task.resources[alternative]
-        if True not in list_pricing_models(self._task, asked):
+        resources = self._task.resources[alternative]
+        if True not in list_pricing_models(self._task, resources):
             return []
-        limit = math.inf if asked.usd_hour_max is None else asked.usd_hour_max
+        limit = math.inf if resources.usd_hour_max is None else resources.usd_hour_max
         return [each for each in offers if each.spot_usd_hour is not None and each.spot_usd_hour <= limit]
 
     def _list_fallbacks(self, alternative: int, offers: Sequence[Offer]) -> list[Fallback]:
         """List the on-demand gangs of an alternative that are in time."""
-        asked = self._task.resources[alternative]
-        if self._deadline_hours is None or False not in list_pricing_models(self._task, asked):
+        resources = self._task.resources[alternative]
+        if self._deadline_hours is None or False not in list_pricing_models(self._task, resources):
             return []
-        return self._keep_timely(self._list_on_demand(alternative, offers), asked.usd_hour_max)
+        return self._keep_timely(self._list_on_demand(alternative, offers), resources.usd_hour_max)
 
     def _list_on_demand(self, alternative: int, offers: Sequence[Offer]) -> list[RankedOffer]:
         """Rate the offers that an alternative accepts, on-demand; once, as each alternative is given its own."""
@@ -151,19 +151,19 @@ class CostModel:
 
     def _rate_on_demand(self, offer: Offer, alternative: int) -> RankedOffer:
         work, nodes = self._find_work(offer), self._task.num_nodes
-        course, data = self._run_on_demand(work, offer.cloud), self._find_data(offer)
+        forecast, data = self._run_on_demand(work, offer.cloud), self._find_data(offer)
         prices = GangPrices(0.0, nodes * (offer.ondemand_usd_hour or 0.0))  # spot, on-demand
-        return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
+        return _rank(offer, nodes, alternative, forecast, prices, data, is_spot=False)
 
     def _run_on_demand(self, work: float, cloud: str) -> RunForecast:
-        course = self._ondemand.get((work, cloud))
-        if course is None:
+        forecast = self._ondemand.get((work, cloud))
+        if forecast is None:
             recovery, billed = self._find_recovery(cloud)
-            course = self._ondemand[work, cloud] = run_on_demand(
+            forecast = self._ondemand[work, cloud] = run_on_demand(
                 work, self._task.checkpoint, deadline_hours=self._deadline_hours,
                 recovery_hours=recovery, recovery_billed_hours=billed,
             )  # fmt: skip
-        return course
+        return forecast
 
     def _rate_on_spot(
         self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallbacks: Sequence[Fallback],
@@ -185,12 +185,12 @@ class CostModel:
             own = known.get(key)
             if own is None:
                 fallback = cheapest if kinds is None else self._choose_fallback(offer, cheapest, kinds)
-                own = known[key] = self._choose_course(offer, base, near_usd, evidence, fallback)
-            course, prices = own
-            found.append(_rank(offer, nodes, alternative, course, prices, data, is_spot=True))
+                own = known[key] = self._choose_forecast(offer, base, near_usd, evidence, fallback)
+            forecast, prices = own
+            found.append(_rank(offer, nodes, alternative, forecast, prices, data, is_spot=True))
         return found
 
-    def _choose_course(
+    def _choose_forecast(
         self,
         offer: Offer,
         base: float,
@@ -208,23 +208,23 @@ class CostModel:
         data, best, least = self._find_data(offer), None, math.inf
         has_fallback = fallback is not None
         seen = None if evidence is NOTHING else evidence  # None has a faster hash
-        courses = self._spot.setdefault((work, seen, offer.cloud, offer.interruption_band, has_fallback), {})
+        forecasts = self._spot.setdefault((work, seen, offer.cloud, offer.interruption_band, has_fallback), {})
         for count in PLACE_COUNTS:
             if count > 1 + len(near):
                 break
             mean = (base + (base + sum(near[: count - 1])) / count) / 2
-            course = courses.get(count)
-            if course is None:
-                course = courses[count] = self._run_on_spot(offer, work, count, evidence, has_fallback=has_fallback)
+            forecast = forecasts.get(count)
+            if forecast is None:
+                forecast = forecasts[count] = self._run_on_spot(offer, work, count, evidence, has_fallback=has_fallback)
             # Both are USD of all the work, data included.
             more = 0.0 if work <= 0 else (mean - base) / work
             prices = GangPrices(usd_hour + more, fallback_usd_hour)  # spot, on-demand
-            usd = price_run(course, prices, data, course.checkpoints)
+            usd = price_run(forecast, prices, data, forecast.checkpoints)
             if usd < least:
-                best, least = (course, prices), usd
+                best, least = (forecast, prices), usd
         assert best is not None
-        course, prices = best
-        return self._add_chance(course), prices
+        forecast, prices = best
+        return self._add_chance(forecast), prices
 
     def _price_fallback(self, offer: Offer, fallback: Fallback) -> float:
         """Return the USD of all the work there, with data only as far as they cost more than at the offer.
@@ -254,17 +254,17 @@ class CostModel:
             )
         )  # fmt: skip
 
-    def _add_chance(self, course: RunForecast) -> RunForecast:
+    def _add_chance(self, forecast: RunForecast) -> RunForecast:
         """Return the forecast with the chance of the deadline, which only those that are chosen need."""
-        whole = self._chosen.get(id(course))
+        whole = self._chosen.get(id(forecast))
         if whole is None:
-            whole = self._chosen[id(course)] = replace(course, deadline_chance=self._find_chance(course))
+            whole = self._chosen[id(forecast)] = replace(forecast, deadline_chance=self._find_chance(forecast))
         return whole
 
-    def _find_chance(self, course: RunForecast) -> float | None:
-        given = course.inputs
+    def _find_chance(self, forecast: RunForecast) -> float | None:
+        given = forecast.inputs
         if given is None:
-            return course.deadline_chance
+            return forecast.deadline_chance
         own = (given.work_hours, given.recovery_hours, given.band_hazard, given.has_fallback)
         key = (*own, given.places, given.evidence)
         if key not in self._chances:
@@ -348,12 +348,12 @@ class CostModel:
 
 def _skip_start(ondemand: RankedOffer) -> Fallback:
     """Return an on-demand gang that is running already: recorded runs include the start that it takes."""
-    course = ondemand.forecast
-    assert course is not None
+    forecast = ondemand.forecast
+    assert forecast is not None
     return Fallback(
-        usd=ondemand.usd - ondemand.usd_hour * course.recovery_billed_hours,
+        usd=ondemand.usd - ondemand.usd_hour * forecast.recovery_billed_hours,
         usd_hour=ondemand.usd_hour,
-        hours=course.hours - course.starting_hours,
+        hours=forecast.hours - forecast.starting_hours,
     )
 
 
@@ -361,18 +361,18 @@ def _rank(
     offer: Offer,
     nodes: int,
     alternative: int,
-    course: RunForecast | None = None,
+    forecast: RunForecast | None = None,
     prices: GangPrices = NO_PRICES,
     data: DataCost = NO_DATA,
     *,
     is_spot: bool,
 ) -> RankedOffer:
     usd = usd_hour = nodes * ((offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour) or 0.0)
-    if course is not None:
-        usd = price_run(course, prices, data, course.checkpoints)
+    if forecast is not None:
+        usd = price_run(forecast, prices, data, forecast.checkpoints)
     return RankedOffer(
         usd, usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
-        offer, course, prices, data, alternative,
+        offer, forecast, prices, data, alternative,
     )  # fmt: skip
 
 

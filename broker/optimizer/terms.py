@@ -17,7 +17,7 @@ def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
     nodes = format_count(placement.node_count, "node")
     terms = [("price c", f"{format_usd(placement.usd_hour)} USD/h for {nodes}")]
     if placement.is_spot:
-        terms.append(("hazard", _say_hazard(estimate)))
+        terms.append(("hazard", _describe_hazard(estimate)))
     if parts is not None:
         terms += _list_hours(task, estimate, parts)
         terms += _list_dollars(estimate, parts)
@@ -28,7 +28,7 @@ def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
     return terms
 
 
-def _say_hazard(estimate: Estimate) -> str:
+def _describe_hazard(estimate: Estimate) -> str:
     band = estimate.placement.offer.interruption_band
     source = "" if band is None else f", interruption band {'over 20' if band > 20 else f'up to {band:g}'} % included"
     return f"{estimate.preemptions_per_hour:.3f} preemptions/h on spot for the gang (recorded markets{source})"

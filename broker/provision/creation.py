@@ -85,7 +85,7 @@ class NodeCreator:
                 self._offers.note_failed_call(cloud.name)
                 spec.on_event(make_event(EventKind.CALL_UNCLEAR, place=place, error=error.message))
                 launch.note_unclear()
-                adopted = await self._look_for(cloud, launch.request)
+                adopted = await self._find_created(cloud, launch.request)
                 if len(adopted) == launch.placement.node_count:
                     return adopted
                 if self._clock.now_s() - launch.begun_s >= UNCLEAR_S_MAX:
@@ -125,7 +125,7 @@ class NodeCreator:
             launch.request = replace(launch.request, account=account)
             self._store.intents.note_account(launch.request.token, account)
 
-    async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
+    async def _find_created(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
         """Return the nodes with this token once lists show the whole gang, else those listed after lists have
         settled."""
         start_s = self._clock.now_s()
@@ -136,7 +136,7 @@ class NodeCreator:
                 return listed
             await self._clock.sleep(min(1.0, cloud.settle_s))
 
-    async def hear_out(self, launch: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
+    async def await_answer(self, launch: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
         """Wait for the answer, record its nodes, and return the error if it is a refusal. Silence proves nothing."""
         if not await self._is_done_within(call, ANSWER_GRACE_S):
             call.cancel()

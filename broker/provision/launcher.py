@@ -78,7 +78,7 @@ class Launcher:
             state=LaunchState.UNKNOWN if resumed else LaunchState.REQUESTED,
             begun_s=self._clock.now_s(),
         )
-        launch.task = asyncio.ensure_future(self._see_through(launch, spec))
+        launch.task = asyncio.ensure_future(self._drive(launch, spec))
         launch.task.add_done_callback(retrieve_failure)
         return launch
 
@@ -90,14 +90,14 @@ class Launcher:
         )
         return next(same, None)
 
-    async def give_back(self, launch: Launch) -> Sequence[Node]:
+    async def terminate_unneeded(self, launch: Launch) -> Sequence[Node]:
         """Terminate the nodes of an unneeded launch, confirm their end, and return them.
 
         Raises TransientError if the cloud does not confirm it; the intent then remains open for the collector.
         """
         launch.task.cancel()
         await asyncio.wait([launch.task])
-        refusal = await self._creator.hear_out(launch, launch.call) if launch.call is not None else None
+        refusal = await self._creator.await_answer(launch, launch.call) if launch.call is not None else None
         may_exist = launch.was_unanswered or bool(launch.nodes)
         if may_exist or (launch.call is not None and refusal is None):
             is_left = launch.nodes or self._store.intents.is_open(launch.request.token)
@@ -165,7 +165,7 @@ class Launcher:
             self._store.intents.put(request)
         return request
 
-    async def _see_through(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
+    async def _drive(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
         """Return the running gang. After a CloudError, nothing of the launch remains."""
         launch.nodes = tuple(await self._create(launch, spec))
         created_s = self._clock.now_s()
@@ -251,7 +251,7 @@ class SurplusReleaser:
     def begin(self, launches: Sequence[Launch], on_event: Callable[[Event], None]) -> None:
         """Terminate surplus launches in the background; the collector continues after a crash."""
         for launch in launches:
-            task = asyncio.ensure_future(self._give_back(launch, on_event))
+            task = asyncio.ensure_future(self._release_launch(launch, on_event))
             self._tasks[launch.request.token] = task
             task.add_done_callback(lambda _, token=launch.request.token: self._tasks.pop(token, None))  # type: ignore[misc]
 
@@ -260,11 +260,11 @@ class SurplusReleaser:
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    async def _give_back(self, launch: Launch, on_event: Callable[[Event], None]) -> None:
+    async def _release_launch(self, launch: Launch, on_event: Callable[[Event], None]) -> None:
         place, begun_s = make_place(launch.placement), self._clock.now_s()
         try:
             on_event(make_event(EventKind.PLACE_UNNEEDED, place=place))
-            gone = await self._launcher.give_back(launch)
+            gone = await self._launcher.terminate_unneeded(launch)
             usd = sum(node.usd_hour * ((node.ended_s or begun_s) - node.created_s) / 3600 for node in gone)
             took_s = self._clock.now_s() - begun_s
             on_event(make_event(EventKind.PLACE_RETURNED, place=place, took_s=took_s, usd=usd))

@@ -91,13 +91,13 @@ class Lister:
             shared.following = None  # it was cancelled before it began, with its event loop
         if shared.following is None:
             if shared.running is None or shared.running.done():
-                shared.running = _begin(self._ask(cloud, after=None))
+                shared.running = _begin(self._query(cloud, after=None))
                 return await asyncio.shield(shared.running)
             # The list in progress may predate the caller's last action; only the next one counts.
-            shared.following = _begin(self._ask(cloud, after=shared.running))
+            shared.following = _begin(self._query(cloud, after=shared.running))
         return await asyncio.shield(shared.following)
 
-    async def _ask(self, cloud: Cloud, after: asyncio.Task[Listing] | None) -> Listing:
+    async def _query(self, cloud: Cloud, after: asyncio.Task[Listing] | None) -> Listing:
         if after is not None:
             await asyncio.wait([after])
             shared = self._shared[cloud.name]

@@ -109,7 +109,7 @@ class Trial:
             await self._play("stop", self._stop)
         finally:
             await self._play("terminate", self._terminate, is_last=True)
-            await self._play("leaks", self._look_for_leaks, is_last=True)
+            await self._play("leaks", self._find_leaks, is_last=True)
         return self.steps
 
     async def _play(self, name: str, work: Callable[[], Coroutine[Any, Any, str]], *, is_last: bool = False) -> None:
@@ -278,7 +278,7 @@ class Trial:
             raise
         return "the cloud confirmed that the node is gone"
 
-    async def _look_for_leaks(self) -> str:
+    async def _find_leaks(self) -> str:
         swept = await self._provisioner.sweep()
         listed = await self._cloud.list_nodes(self._owner)
         left = [node.id for node in listed if node.cluster == self._name and node.state is not NodeState.TERMINATED]

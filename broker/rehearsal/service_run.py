@@ -103,7 +103,7 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
             self.context.pace.keep(())
             return
         self._outage_s = self._read_outage_s()
-        replicas = self.watch.look(service)
+        replicas = self.watch.observe(service)
         self.report_events()
         ready = sum(each.is_ready for each in replicas)
         self.failure = service.failure or next((each.seen.error for each in reversed(replicas) if each.seen.error), "")

@@ -53,7 +53,7 @@ class ReplicaWatch:
         """The losses so far, oldest first."""
         return sorted(self._losses.values(), key=lambda each: each.time_s)
 
-    def look(self, service: Service) -> Sequence[WatchedReplica]:
+    def observe(self, service: Service) -> Sequence[WatchedReplica]:
         """Observe all replicas, and record the number of ready ones and new losses."""
         context, store = self.context, self.context.store
         load = context.loads.read(find_folder(context.config, service), context.clock.now_s())

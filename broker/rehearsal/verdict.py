@@ -170,24 +170,25 @@ def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Findi
     """Judge whether repeated steps, and those of an uninterrupted run, had bit-identical losses."""
     findings = []
     if repeats.steps:
-        findings.append(_judge_comparison(repeats, "repeated"))
+        findings.append(_judge_comparison(repeats, format_count(repeats.steps, "repeated step")))
     if unbroken is not None and unbroken.steps:
-        findings.append(_judge_comparison(unbroken, "compared with an uninterrupted run"))
+        findings.append(
+            _judge_comparison(unbroken, f"{format_count(unbroken.steps, 'step')} compared with an uninterrupted run")
+        )
     elif unbroken is not None:
         findings.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
     return findings
 
 
-def _judge_comparison(comparison: Comparison, what: str) -> Finding:
-    steps = format_count(comparison.steps, "step")
+def _judge_comparison(comparison: Comparison, steps: str) -> Finding:
     if comparison.is_exact:
-        return Finding(level="good", about="losses", text=f"{steps} {what}: all losses are bit-identical")
+        return Finding(level="good", about="losses", text=f"{steps}: all losses are bit-identical")
     assert comparison.first is not None
     step, first, second = comparison.first
     return Finding(
         level="note",
         about="losses",
-        text=f"{comparison.steps - comparison.equal} of {steps} {what} have a different loss, "
+        text=f"differ in {comparison.steps - comparison.equal} of {steps}, "
         f"first at step {step}: {first!r} and {second!r}",
         hint="for an exact resume, also save the data position, the random state of every rank, and the optimizer",
     )

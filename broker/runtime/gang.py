@@ -322,14 +322,14 @@ class Gang:
     async def read_uploads(self, cluster: Cluster, *, timeout_s: float) -> Uploads:
         """Ask every live node, for at most `timeout_s`, which files it has not yet uploaded to mounted buckets."""
 
-        async def ask(node: Node) -> dict[str, Any] | None:
+        async def read_report(node: Node) -> dict[str, Any] | None:
             try:
                 return await within(self._try_status(node, None), timeout_s)
             except TimeoutError:
                 return None
 
         nodes = list_live(cluster.nodes)
-        answers = await asyncio.gather(*map(ask, nodes))
+        answers = await asyncio.gather(*map(read_report, nodes))
         reports = [answer.get("uploads") for answer in answers if answer]  # older agents report none
         mounts = [each for each in reports if each]
         pending = [each for mount in mounts for each in mount["pending"]]

@@ -50,7 +50,7 @@ class BodyReader:
         """Return the body; `release` has to follow. Raises ClientGoneError, and then keeps nothing."""
         if not request.can_read_body:
             return b""
-        await _ask_for(request)
+        await _send_continue(request)
         length = request.content_length
         if length is None and not is_generation:
             return PassedBody(request.content)
@@ -78,7 +78,7 @@ class BodyReader:
             self.kept_bytes -= len(body)
 
 
-async def _ask_for(request: web.BaseRequest) -> None:
+async def _send_continue(request: web.BaseRequest) -> None:
     """Ask for a body that the client holds back until then, as curl does with long ones."""
     if request.headers.get("expect", "").lower() != "100-continue":
         return

@@ -118,7 +118,7 @@ class ServiceController:
             self._canary = None if canary is None or canary.version == service.version else canary
         seen = self._observe(load)
         self._probes = read_probes(self._store, service, (each.replica.version for each in seen))
-        seen = [kept for each in seen if (kept := self._settle(service, each, load)) is not None]
+        seen = [kept for each in seen if (kept := self._record_events(service, each, load)) is not None]
         self._reconcile(service, task, seen, load)
         self._publish(service, task, folder, seen)
         if self._gateways is None or spec.gateway is None:
@@ -155,7 +155,7 @@ class ServiceController:
         unfinished = frozenset(self._store.jobs.list_unfinished_ids())
         return [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
 
-    def _settle(self, service: Service, seen: ObservedReplica, load: Load | None) -> ObservedReplica | None:
+    def _record_events(self, service: Service, seen: ObservedReplica, load: Load | None) -> ObservedReplica | None:
         """Record the events of a replica; return None if it is gone, otherwise the replica."""
         replica, store = seen.replica, self._store.services
         if seen.is_over:

@@ -175,7 +175,7 @@ class HaproxyControl:
 
     async def set_state(self, server: str, state: str) -> None:
         """Set the state of `BACKEND/SERVER` in the current worker. Raises NoAnswerError."""
-        await self._ask(f"@1 set server {server} state {state}")
+        await self._query(f"@1 set server {server} state {state}")
 
     async def end_sessions(self, names: Collection[str]) -> None:
         """End the sessions of old workers at these servers. Raises NoAnswerError.
@@ -188,18 +188,18 @@ class HaproxyControl:
             figures = await self.read_figures(worker)
             if not any(each.name in names and each.in_flight for each in figures.servers):
                 continue
-            sessions = parse_sessions(await self._ask(f"@!{worker.pid} show sess"))
+            sessions = parse_sessions(await self._query(f"@!{worker.pid} show sess"))
             ended = [f"@!{worker.pid} shutdown session {key}" for key, name in sessions.items() if name in names]
             for start in range(0, len(ended), SESSIONS_AT_ONCE):
-                await self._ask(";".join(ended[start : start + SESSIONS_AT_ONCE]))
+                await self._query(";".join(ended[start : start + SESSIONS_AT_ONCE]))
 
     async def list_workers(self) -> Sequence[Worker]:
         """List the workers, old ones included. Raises NoAnswerError."""
-        return parse_workers(await self._ask("show proc"))
+        return parse_workers(await self._query("show proc"))
 
     async def read_figures(self, worker: Worker) -> WorkerFigures:
         """Read the figures of one worker. Raises NoAnswerError."""
-        text = await self._ask(f"@!{worker.pid} show stat")
+        text = await self._query(f"@!{worker.pid} show stat")
         if "svname" not in text:
             raise NoAnswerError
         return parse_figures(text)
@@ -212,7 +212,7 @@ class HaproxyControl:
             return None
         return next((each.pid for each in workers if not each.is_old), None)
 
-    async def _ask(self, command: str) -> str:
+    async def _query(self, command: str) -> str:
         """Send one command and return the answer. Raises NoAnswerError."""
         # The name of a socket has at most 107 bytes; a state folder may have more.
         try:

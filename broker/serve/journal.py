@@ -57,7 +57,7 @@ class StreamJournal:
         self.is_plain = False
         self._shows_ids = bool(fields.get("return_token_ids"))
         self._has_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
-        self._asks_usage = False
+        self._requests_usage = False
         self._head: dict[str, Any] = {}
         self._prompt: list[int] = []
         self._ids: list[int] = []
@@ -82,14 +82,14 @@ class StreamJournal:
             return None
         journal = cls(path, fields, seed=seed)
         if not is_continuable:
-            journal.stop_asking_ids()
+            journal.stop_requesting_ids()
         return journal
 
-    def ask_usage(self) -> None:
+    def request_usage(self) -> None:
         """Ask the engine for the numbers of tokens, which the client gets only if it asked as well."""
-        self._asks_usage = True
+        self._requests_usage = True
 
-    def stop_asking_ids(self) -> None:
+    def stop_requesting_ids(self) -> None:
         """Ask for no ids from now on, because the engine refuses them or they do not suffice.
 
         The stream ends with its replica.
@@ -113,7 +113,7 @@ class StreamJournal:
         `max_tokens` would end after 16.
         """
         asked = dict(self._given) if self.is_plain else {**self._fields, "return_token_ids": True}
-        if self._asks_usage:
+        if self._requests_usage:
             asked["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
         self._pending = []
         if self.is_plain or not self._prompt or not self._ids:
@@ -176,7 +176,7 @@ class StreamJournal:
         if is_first:
             self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
         is_only_usage = not chunk["choices"] and bool(chunk.get("usage"))
-        if is_only_usage and self._asks_usage and not self._has_usage:
+        if is_only_usage and self._requests_usage and not self._has_usage:
             return None
         if self.is_plain:
             return event

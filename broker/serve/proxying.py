@@ -162,7 +162,7 @@ class Proxy:
         if journal is None:
             return await self._forward(request, body, prompt)
         if has_keys:
-            journal.ask_usage()
+            journal.request_usage()
         return await TokenStream(self, request, journal, prompt).run()
 
     async def _forward(self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes) -> web.StreamResponse:

@@ -76,7 +76,7 @@ def decide(
     missing = _find_missing(wanted, new, is_exact=needed is not None)
     if old and mode is UpdateMode.ROLLING:
         missing = missing[: max(0, len(slots) + 1 - len(old) - len(new))]
-    surplus = _choose_surplus(wanted, slots, new) if needed is None else _choose_unasked(slots, new, needed)
+    surplus = _choose_surplus(wanted, slots, new) if needed is None else _choose_unrequested(slots, new, needed)
     return ReplicaStep(start=tuple(missing), drain=(*surplus, *_choose_old(len(slots), old, new, mode)))
 
 
@@ -95,7 +95,7 @@ def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView], *, is_exac
     return missing if is_exact else missing[: max(0, len(wanted) - len(new))]
 
 
-def _choose_unasked(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: int) -> list[int]:
+def _choose_unrequested(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: int) -> list[int]:
     """Return the replicas that no slot requests, lost ones first; ready ones only while enough others are ready."""
     rest = Counter(slots)
     unasked = list[ReplicaView]()

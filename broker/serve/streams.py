@@ -112,16 +112,16 @@ class TokenStream:
                     break
                 if stalls:
                     await asyncio.sleep(min(PAUSE_S * 2 ** (stalls - 1), PAUSE_S_MAX))
-        return await self._give_up()
+        return await self._fail()
 
     async def _follow(self, route: BackendRoute) -> None:
         """Follow the stream on one replica to its end. Raises ReplicaLostError."""
         self._fault = None
         if self._replicas.engines.refuses_ids(route, self._request.path):
-            self._journal.stop_asking_ids()
-        response = await self._ask(route)
+            self._journal.stop_requesting_ids()
+        response = await self._send(route)
         if response.status in REFUSALS and self._answer is None and not self._journal.is_plain:
-            response = await self._ask_plainly(route, response)
+            response = await self._send_without_ids(route, response)
         async with response:
             is_readable = response.headers.get("content-encoding", "identity") == "identity"
             if response.status != 200 or not response.content_type.startswith(EVENT_STREAM) or not is_readable:
@@ -141,7 +141,7 @@ class TokenStream:
             raise ReplicaLostError(f"the replica answered with {response.status}")
         self._answer = await self._replicas.copy(self._request, route, response)
 
-    async def _ask(self, route: BackendRoute) -> aiohttp.ClientResponse:
+    async def _send(self, route: BackendRoute) -> aiohttp.ClientResponse:
         context_tokens = None
         if self._journal.needs_context:
             context_tokens = await self._replicas.engines.find_context(self._replicas.session, route)
@@ -149,11 +149,11 @@ class TokenStream:
         body = json.dumps(fields).encode()
         return await self._replicas.send(route, self._request, path or self._request.path_qs, body)
 
-    async def _ask_plainly(self, route: BackendRoute, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+    async def _send_without_ids(self, route: BackendRoute, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
         """Ask again without the ids that the client did not request, which some engines refuse to return."""
         refusal.close()
-        self._journal.stop_asking_ids()
-        response = await self._ask(route)
+        self._journal.stop_requesting_ids()
+        response = await self._send(route)
         if response.status == 200:
             self._replicas.engines.note_refusal(route, self._request.path)
         return response
@@ -214,7 +214,7 @@ class TokenStream:
         assert self._answer is not None
         return self._answer
 
-    async def _give_up(self) -> web.StreamResponse:
+    async def _fail(self) -> web.StreamResponse:
         if self._answer is None:
             return self._refusal or self._replicas.refuse_unready()
         self._replicas.counts.broken += 1

@@ -80,7 +80,7 @@ class ServerPages:
             return redirect(LOGIN) if is_page else refuse(401, f"log in at {LOGIN}")
         request[VISITOR] = token
         if request.path.startswith(PREFIX) and not has_role(token, Role.ADMIN):
-            return self._show(request, "Refused", _tell("This page requires the role `admin`."), status=403)
+            return self._show(request, "Refused", _make_paragraph("This page requires the role `admin`."), status=403)
         if request.method == "POST" and not self._sessions.is_own_origin(request):
             return refuse(403, "this action was not submitted from a page of this server")
         return None
@@ -125,7 +125,7 @@ class ServerPages:
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
         """Begin a session for the token of a user."""
         if request.headers.get("Origin") != f"{request.scheme}://{request.host}":
-            refused = _tell("This login was not submitted from a page of this server.")
+            refused = _make_paragraph("This login was not submitted from a page of this server.")
             return self._show(request, "Refused", refused, status=403)
         session = self._sessions.begin(str((await request.post()).get("token", "")).strip())
         if session is None:
@@ -210,5 +210,5 @@ def _set_session(answer: web.Response, session: str, *, is_secure: bool) -> None
     )
 
 
-def _tell(text: str) -> Markup:
+def _make_paragraph(text: str) -> Markup:
     return element("p", text)

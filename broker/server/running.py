@@ -202,7 +202,7 @@ class Running:
                 if name not in RECORDED:
                     self._interruption.check()
                 if name in ASKED:
-                    self._ask(name, value)
+                    self._confirm_with_client(name, value)
                 else:
                     self._emit({"call": name, "value": encode(value)})
 
@@ -210,7 +210,7 @@ class Running:
 
         return {name: make(name) for name in self._request.signature.callbacks}
 
-    def _ask(self, name: str, plans: Sequence[Plan]) -> None:
+    def _confirm_with_client(self, name: str, plans: Sequence[Plan]) -> None:
         """Wait for the client's answer. Raises UsageError if the client refuses, or does not answer in time."""
         if self._is_agreeing:
             return

@@ -89,11 +89,11 @@ def write_listening(home: Path, listening: Listening, *, version: str) -> None:
     folder = home / "server"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = folder / f".listening-{os.getpid()}"
-    told = {
+    record = {
         "url": listening.url, "fingerprint": listening.fingerprint, "pid": os.getpid(), "version": version,
         "started_s": SystemClock().now_s(),
     }  # fmt: skip
-    aside.write_text(json.dumps(told))
+    aside.write_text(json.dumps(record))
     aside.replace(folder / "listening.json")
 
 

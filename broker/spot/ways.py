@@ -17,10 +17,10 @@ from broker.spot.starts import AGEING
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A way during an open or a closed period, by its age class, the oldest first.
+    """The chances from one node to the next during an open or a closed period, by its age class, the oldest first.
 
-    `ahead` has for each class the price of the mean time until an event or the next node, the probability of no event,
-    and the weights of the next node if the period ends and if it enters the next age class; `here` has those two
+    `ahead` has for each class: the price of the mean time until an event or the next node, the probability of no event,
+    and two weights of the next node, if the period ends and if it enters the next age class. `here` has those two
     weights of this node.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from broker.config import read_azure_environment
+from broker.environment import read_azure_environment
 from broker.storage.objects import ObjectBucket, open_store
 
 LOGIN = "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or log in with `az login`"

@@ -54,7 +54,7 @@ class ObjectBucket:
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
         """List all pages below the prefix. Raises CloudError."""
 
-        def look() -> list[StoredKey]:
+        def list_pages() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)
             return [
                 StoredKey(key=each["path"], size_bytes=each["size"], modified_s=each["last_modified"].timestamp())
@@ -62,8 +62,8 @@ class ObjectBucket:
                 for each in page
             ]
 
-        keys = self._ask("list", look)
-        if not keys and prefix and (size := self._ask("list", lambda: self._measure(prefix))) is not None:
+        keys = self._call("list", list_pages)
+        if not keys and prefix and (size := self._call("list", lambda: self._measure(prefix))) is not None:
             keys = [StoredKey(key=prefix, size_bytes=size)]  # a listing excludes the object of that exact name
         return sorted(keys, key=lambda each: each.key)
 
@@ -76,11 +76,11 @@ class ObjectBucket:
             except FileNotFoundError as error:
                 return self._pass_over(error)
 
-        return self._ask("read from", get)
+        return self._call("read from", get)
 
     def write(self, key: str, content: bytes) -> None:
         """Put the object. Raises CloudError."""
-        self._ask("write to", lambda: self._library.put(self._store, key, content))
+        self._call("write to", lambda: self._library.put(self._store, key, content))
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
         """Put the object if it does not exist; return whether it was created."""
@@ -92,11 +92,11 @@ class ObjectBucket:
                 return False
             return True
 
-        return self._ask("write to", put)
+        return self._call("write to", put)
 
     def upload(self, source: Path, key: str) -> None:
         """Upload a file in parts. Raises CloudError."""
-        self._ask("write to", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
+        self._call("write to", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
 
     def download(self, key: str, target: Path) -> bool:
         """Stream the object to a file, which is replaced atomically; return False if there is no object."""
@@ -117,7 +117,7 @@ class ObjectBucket:
                 aside.unlink(missing_ok=True)
             return True
 
-        return self._ask("read from", fetch)
+        return self._call("read from", fetch)
 
     def delete(self, key: str) -> None:
         """Delete the object; already gone is success."""
@@ -128,7 +128,7 @@ class ObjectBucket:
             except FileNotFoundError as error:
                 self._pass_over(error)
 
-        self._ask("delete from", remove)
+        self._call("delete from", remove)
 
     def _measure(self, key: str) -> int | None:
         try:
@@ -143,7 +143,7 @@ class ObjectBucket:
         if find_code(error) in ("NoSuchBucket", "ContainerNotFound"):
             raise error
 
-    def _ask(self, verb: str, call: Callable[[], Answer]) -> Answer:
+    def _call(self, verb: str, call: Callable[[], Answer]) -> Answer:
         try:
             return call()
         except self._library.exceptions.BaseError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from broker.config import read_r2_environment
+from broker.environment import read_r2_environment
 from broker.errors import AuthError
 from broker.storage.objects import ObjectBucket, open_store
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from broker.config import read_aws_environment
+from broker.environment import read_aws_environment
 from broker.errors import AuthError, InvalidRequestError
 from broker.storage.objects import CODES, ObjectBucket, open_store
 

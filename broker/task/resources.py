@@ -137,7 +137,7 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
     changes = {name: value for name, value in changes.items() if value is not None or name.startswith("memory_gib")}
     if get("disk_tier") == "none":
         changes["disk_tier"] = None
-    if "instance_type" in changes and _asks_for_tpu_node(section):
+    if "instance_type" in changes and _requests_tpu_node(section):
         del changes["instance_type"]
         message = "`instance_type`: TPU nodes with a separate host are not supported; planning a TPU VM instead"
         hint = "remove `instance_type` and `accelerator_args`"
@@ -146,7 +146,7 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
     return replace(base, **changes)
 
 
-def _asks_for_tpu_node(section: Section) -> bool:
+def _requests_tpu_node(section: Section) -> bool:
     """Return whether the instance type is a TPU node's host: a TPU VM is its own host."""
     options = section.get("accelerator_args")
     is_node = options is not None and options.get("tpu_vm") is False

@@ -64,7 +64,7 @@ def make_grants(config: Config, granter: FakeGranter, task: Task | None = None) 
     told: list[str] = []
     grants = Grants(
         config, clock=GranterClock(granter), find_task=lambda _: task,
-        tell=lambda _, event: told.append(describe_event(event)), granters=dict.fromkeys(("s3", "gs"), granter),
+        record_event=lambda _, event: told.append(describe_event(event)), granters=dict.fromkeys(("s3", "gs"), granter),
     )  # fmt: skip
     return grants, told
 

@@ -149,7 +149,9 @@ def test_redirect_takes_no_login_to_another_server(metadata: Metadata, url: str)
         agent_bucket.get(url, variables)
     with pytest.raises(urllib.error.HTTPError):
         metadata.codes = [302]
-        agent_login.ask(urllib.request.Request(f"{metadata.url}/x", headers={"X-aws-ec2-metadata-token": "imds"}))
+        agent_login.fetch_metadata(
+            urllib.request.Request(f"{metadata.url}/x", headers={"X-aws-ec2-metadata-token": "imds"})
+        )
     assert other.seen == []
     other.close()
 

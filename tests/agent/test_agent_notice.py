@@ -53,7 +53,7 @@ class Agent:
         monkeypatch.setattr(self.files, "STATE", state)
 
     def watch(self, cloud: Cloud, kind: str) -> None:
-        self._patch.setattr(self.notice, "ask", cloud.ask)
+        self._patch.setattr(self.notice, "request_metadata", cloud.ask)
         self._patch.setattr(self.notice, "time", SimpleNamespace(**vars(time) | {"sleep": cloud.sleep}))
         self.notice.watch_notices(kind)
 

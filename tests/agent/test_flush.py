@@ -120,12 +120,12 @@ def test_sent_bytes_are_read_from_rclones_socket(tmp_path: Path) -> None:
     server = socketserver.UnixStreamServer(path, Control)  # type: ignore[arg-type]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        assert agent_flush.ask_sent(path) == (12345, 2)
+        assert agent_flush.read_upload_statistics(path) == (12345, 2)
         assert types == ["application/json"], "rclone reads a body of another type as a form"
     finally:
         server.shutdown()
         server.server_close()
-    assert agent_flush.ask_sent(path) == agent_flush.ask_sent("") == (0, 0)
+    assert agent_flush.read_upload_statistics(path) == agent_flush.read_upload_statistics("") == (0, 0)
 
 
 def make_writing_task(tmp_path: Path, run: str, num_nodes: int = 1, **envs: str) -> Task:

@@ -67,7 +67,7 @@ def test_a_service_drops_limits_which_would_end_its_replicas(
     notes: list[str] = []
     context = Context(tmp_path / "home", on_note=notes.append)
     try:
-        (limited,) = ServiceTarget(context=context).settle([replace(task, **limit)])
+        (limited,) = ServiceTarget(context=context).apply_defaults([replace(task, **limit)])
     finally:
         context.close()
     assert limited.max_duration_s is None and limited.goal in (None, Goal())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
-from broker.jobs.checkpoints import settle_tasks
+from broker.jobs.checkpoints import apply_default_checkpoints
 from broker.state.store import Store
 from broker.task.loader import load_tasks_text
 from broker.types import JobStatus
@@ -65,7 +65,7 @@ def test_retry_is_refused_like_the_launch_where_no_credentials_can_work(
 ) -> None:
     (task,) = load_tasks_text(TASK, "t.yaml")
     memory = Store(shell.home / "state.db", clock=SystemClock())
-    job = memory.jobs.add("train", *settle_tasks([task], None))
+    job = memory.jobs.add("train", *apply_default_checkpoints([task], None))
     memory.jobs.set_status(job.id, JobStatus.FAILED, "`run` exited with code 1")
     memory.close()
     store.arn = "arn:aws:sts::123456789012:assumed-role/AWSReservedSSO_Developer/me"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,26 @@ import typer.main
 from click.testing import CliRunner
 from syrupy.assertion import SnapshotAssertion
 
-from broker.cli.commands import COMMANDS, GROUPS, PANELS
+from broker.cli.commands import COMMANDS, PANELS
 from broker.cli.main import app
 from tests.cli.screens import TextExtension
 
 ROOT = typer.main.get_command(app)
 
 
-def list_commands() -> Iterator[str]:
-    """List `plan`, `jobs`, `jobs launch` and so on; the top level is the empty line."""
-    yield ""
-    for name in COMMANDS:
-        yield name
-        if name in GROUPS:
-            group: Any = ROOT.get_command(None, name)  # type: ignore[attr-defined]
-            yield from (f"{name} {each}" for each in group.list_commands(None))
+def find_command(line: str) -> Any:
+    found: Any = ROOT
+    for name in line.split():
+        found = found.get_command(None, name)
+    return found
+
+
+def list_commands(line: str = "") -> Iterator[str]:
+    """List `plan`, `jobs`, `jobs launch`, `serve keys create` and so on; the top level is the empty line."""
+    yield line
+    names = COMMANDS if not line else getattr(find_command(line), "commands", {})
+    for name in names:
+        yield from list_commands(f"{line} {name}".strip())
 
 
 @pytest.fixture
@@ -40,14 +46,8 @@ def test_help(command: str, snapshot: SnapshotAssertion) -> None:
     )
     assert done.exit_code == 0, done.output
     assert all(len(line) <= 80 for line in done.output.splitlines())
+    assert not any(line.endswith("...") for line in done.output.splitlines()[2:]), "a summary is cut"
     assert done.output == snapshot
-
-
-def find_command(line: str) -> Any:
-    found: Any = ROOT
-    for name in line.split():
-        found = found.get_command(None, name)
-    return found
 
 
 def test_every_command_is_in_one_panel() -> None:
@@ -66,6 +66,19 @@ def test_every_option_and_argument_is_a_sentence() -> None:
             text = each.help or ""
             if not text.endswith(".") or not (text[0].isupper() or text.startswith("vCPUs")):
                 faults.append(f"{line} {each.name}: {text!r}")
+    assert faults == []
+
+
+def test_placeholders_are_in_capitals() -> None:
+    """`{CLUSTER} [RUN...]`, `--port PORT`: not the name of a Python parameter or of its type."""
+    faults = []
+    for line in list_commands():
+        context = typer.Context(find_command(line), info_name="broker")
+        for each in find_command(line).params:
+            placeholder = "" if getattr(each, "is_flag", False) else each.make_metavar(context)
+            words = re.sub(r"<[^>]*[|][^>]*>|\.(?:yaml|svg)|sha256", "", placeholder)  # choices, names of files
+            if words != words.upper():
+                faults.append(f"{line}: {placeholder}")
     assert faults == []
 
 

@@ -11,8 +11,9 @@ from types import FrameType
 
 import pytest
 
-from broker.cli.launch import confirm_price, find_usd_hour_max
+from broker.cli.launch import confirm_price
 from broker.cli.pipeline import show_pipeline
+from broker.pipelines.concurrency import find_usd_hour_max
 from broker.types import (
     Estimate,
     GroupRole,

@@ -73,7 +73,7 @@ def test_a_recording_is_read_as_observed(tmp_path: Path) -> None:
     heard = Exchange(
         service="ec2", operation="RunInstances", region="us-east-1", request="a=1", status=200, answer="<a/>"
     )
-    tape.hear(heard)
+    tape.add_exchange(heard)
     tape.close()
     assert read_tape(tmp_path / "tape.jsonl") == [heard]
 

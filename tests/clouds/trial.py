@@ -160,7 +160,7 @@ class TrialSuite:
         cloud = bed.reopen()
         assert isinstance(cloud, CanObserve)
         tape = Tape(file, Scrubber({OWNER: OWNER}))
-        cloud.observe(tape.hear)
+        cloud.observe(tape.add_exchange)
         recorded = World(bed, first).play(cloud)
         tape.close()
         text = file.read_text()

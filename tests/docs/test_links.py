@@ -71,6 +71,33 @@ def test_every_module_that_a_page_names_without_a_folder_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
+def list_misplaced(text: str) -> list[str]:
+    """List modules that follow a path in a line or cell (`broker/jobs/health.py`, `deaths.py`) but lie elsewhere."""
+    misplaced = []
+    for cell in text.split(" | "):
+        folder: Path | None = None
+        for name in re.findall(r"`([\w/.-]+\.py)`", cell):
+            if "/" in name:
+                folder = next((base / name for base in (ROOT, ROOT / "broker") if (base / name).exists()), None)
+                folder = folder and folder.parent
+            elif folder is not None and not name.startswith("agent_") and not (folder / name).exists():
+                misplaced.append(f"{name} is not in {folder.relative_to(ROOT)}")
+    return misplaced
+
+
+def test_modules_named_after_a_path_lie_beside_it() -> None:
+    assert list_misplaced("`broker/jobs/health.py`, `deaths.py` | `keys.py`") == []
+    assert list_misplaced("`broker/jobs/health.py` and `keys.py`") == ["keys.py is not in broker/jobs"]
+    found = [
+        f"{page.relative_to(ROOT)}:{line}: {each}"
+        for page in list_pages()
+        if page != CHANGELOG
+        for line, text in list_prose(page)
+        for each in list_misplaced(text)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_glossary_has_at_most_15_words() -> None:
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
     glossary = text.partition("## Glossary")[2].partition("\n## ")[0]

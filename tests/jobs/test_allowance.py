@@ -16,10 +16,10 @@ from broker.errors import TaskError, UsageError
 from broker.jobs.allowance import (
     LATE_S,
     UNATTENDED_S,
+    apply_unattended_default,
     describe_allowances,
     measure_allowance_s,
     read_unattended_s,
-    settle_unattended,
     show_hours,
 )
 from broker.jobs.job_limits import JobLimits
@@ -140,7 +140,7 @@ def test_users_default_applies_to_tasks_without_an_allowance(tmp_path: Path) -> 
     assert read_unattended_s(config) == UNATTENDED_S
     (tmp_path / "config.toml").write_text('unattended = "3h"\ncheckpoints = "s3://b"\n')
     assert read_unattended_s(config) == 3 * HOUR
-    own, default = settle_unattended([Task(unattended_s=900.0), Task()], read_unattended_s(config))
+    own, default = apply_unattended_default([Task(unattended_s=900.0), Task()], read_unattended_s(config))
     assert (own.unattended_s, default.unattended_s) == (900.0, 3 * HOUR)
     (tmp_path / "config.toml").write_text("unattended = 2\n")
     assert read_unattended_s(config) == 2 * HOUR

@@ -9,7 +9,7 @@ import pytest
 
 from broker.config import Config, find_checkpoint_url
 from broker.errors import UsageError
-from broker.jobs.checkpoints import check_checkpoints, find_checkpoint_dir, settle_tasks
+from broker.jobs.checkpoints import apply_default_checkpoints, check_checkpoints, find_checkpoint_dir
 from broker.optimizer.planner import make_plan
 from broker.types import (
     CheckpointSpec,
@@ -70,9 +70,9 @@ def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task
         check_checkpoints([plan(task, "local", "aws")])
     assert "`t` may run on aws" in str(caught.value) and "to: s3://BUCKET" in caught.value.hints[0]
     assert check_checkpoints([plan(task, "local")]) == []
-    (settled,) = settle_tasks([task], "gs://b")
+    (settled,) = apply_default_checkpoints([task], "gs://b")
     assert settled.checkpoint.to == "gs://b" and check_checkpoints([plan(settled, "aws")]) == []
-    (kept,) = settle_tasks([settled], "s3://other")
+    (kept,) = apply_default_checkpoints([settled], "s3://other")
     assert kept is settled, "the task takes precedence over the default"
 
 

@@ -26,7 +26,7 @@ COMMITS_MAX = {
     "Acquisition.begin_attempt": 1,
     "NodeCreator._note_account": 1,
     "Launcher._open_intent": 1,
-    "Launcher._see_through": 1,
+    "Launcher._drive": 1,
     "Launcher.record": 1,
     "OutcomeRecorder._restart": 1,
     "OutcomeRecorder.end_job": 1,

@@ -20,8 +20,9 @@ import pytest
 
 from broker.config import Config
 from broker.errors import CapacityError, StateError, TransientError
-from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, _Daemon, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, _Daemon, run_daemon
 from broker.jobs.daemon_parts import Notifies, StartsSchedules
+from broker.jobs.daemon_process import ensure_daemon, hold_lock
 from broker.jobs.lease_keeper import SILENT_S
 from broker.jobs.node_samples import get_folder, list_jobs
 from broker.jobs.workload import BEAT_EVERY_S

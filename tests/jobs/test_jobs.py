@@ -24,7 +24,8 @@ from broker.errors import (
     TransientError,
 )
 from broker.jobs.controller import JobController
-from broker.jobs.daemon import STALE_S, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.daemon import STALE_S, run_daemon
+from broker.jobs.daemon_process import ensure_daemon, hold_lock
 from broker.jobs.health import HealthSignals, Verdict, classify
 from broker.jobs.log_files import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.monitor import AttemptMonitor

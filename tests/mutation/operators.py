@@ -4,9 +4,9 @@ A mutant replaces a span of bytes and keeps every other byte, so line numbers st
 matters, and are left alone:
 
 * docstrings, annotations, `__all__`, bodies under `if TYPE_CHECKING` and of Protocols, `__repr__`
-* log calls, and calls that make or add an event (`make_event`, `add_event`, `on_event`, `_tell` outside of the agent):
-  both are only read
-* functions that make texts for people: named `say`, `describe`, `show` or `explain` and returning `str`, and `_tell`
+* log calls, and calls that make or add an event (`make_event`, `add_event`, `on_event`, `_record_event`): both are only
+  read
+* functions that make texts for people: named `describe`, `show` or `explain` and returning `str`, and `_record_event`
 * tuning values by one: numbers that are not small counts become 0 or ten times as much
 * arguments of raised errors, assertions, f-strings, and `hints`, `message` and `kind` given by keyword
 """
@@ -25,8 +25,8 @@ NEGATION = {
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("log", "logger", "logging")
-EVENTS = ("on_event", "_tell", "_add_event", "_record_decision", "make_event")
-TEXTS = ("say", "describe", "show", "explain")
+EVENTS = ("on_event", "_record_event", "_record_choice", "_add_event", "_record_decision", "make_event")
+TEXTS = ("describe", "show", "explain")
 UNREAD_KEYWORDS = ("hints", "message", "kind", "details")
 SQL_CALLS = ("execute", "write", "row", "rows")
 SQL_CHANGES = (
@@ -110,7 +110,6 @@ class _Finder(ast.NodeVisitor):
             self._offsets.append(self._offsets[-1] + len(line))
         self._scope: list[str] = []
         self._returns: list[str] = []  # annotations of the functions around
-        self._is_agent = "/agent" in file
 
     # -- where to look ----------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class _Finder(ast.NodeVisitor):
         is_text = (
             node.name.lstrip("_").startswith(TEXTS) and node.returns is not None and _name_of(node.returns) == "str"
         )
-        if is_text or node.name == "__repr__" or (node.name == "_tell" and not self._is_agent):
+        if is_text or node.name == "__repr__" or node.name in ("_record_event", "_record_choice"):
             return
         self._scope.append(node.name)
         self._returns.append(ast.unparse(node.returns) if node.returns else "")
@@ -188,7 +187,7 @@ class _Finder(ast.NodeVisitor):
             return True
         if _is_call_of(node, "events", "add"):
             return True
-        return name in EVENTS and not (name == "_tell" and self._is_agent)
+        return name in EVENTS
 
     # -- operators --------------------------------------------------------------------------------------------------
 

@@ -240,7 +240,7 @@ def test_nodes_of_an_unanswered_call_are_released_although_the_next_call_was_ref
         )
         launch.task = launch.call = asyncio.ensure_future(refuse())
         await asyncio.wait([launch.task])
-        await world.make_provisioner()._failover.launcher.give_back(launch)
+        await world.make_provisioner()._failover.launcher.terminate_unneeded(launch)
         return made
 
     assert world.clock.run(scenario) == 2

@@ -142,7 +142,7 @@ def test_steps_done_twice_are_compared_bit_for_bit() -> None:
     exact = [make_trial(1, range(1, 14)), make_trial(2, range(11, 20))]
     assert compare_repeats(exact) == Comparison(steps=3, equal=3)
     (good,) = judge_losses(compare_repeats(exact), None)
-    assert good.level == "good" and "3 steps repeated" in good.text
+    assert good.level == "good" and "3 repeated steps" in good.text
     off = [make_trial(1, range(1, 14)), make_trial(2, range(11, 20), loss_shift=1e-12)]
     found = compare_repeats(off)
     assert (found.steps, found.equal) == (3, 0) and found.first is not None and found.first[0] == 11

@@ -87,7 +87,7 @@ def test_metered_stream_that_cannot_be_continued_passes_unchanged_and_hides_its_
     body = json.dumps({"prompt": "a", "stream": True, "n": 2, "return_token_ids": True}).encode()
     journal = StreamJournal.open("POST", PATH, body, seed=7, is_metered=True)
     assert journal is not None
-    journal.ask_usage()
+    journal.request_usage()
     path, asked = journal.make_request()
     assert path is None and "seed" not in asked and asked["stream_options"] == {"include_usage": True}
     for index in (0, 1):

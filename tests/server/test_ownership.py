@@ -247,11 +247,11 @@ def test_map_of_another_user_is_not_continued(hosted: Hosted, other: ServerConte
     with open_context(hosted, "user") as own:
         owners = MapDriver(own, request)
         owners.begin()
-        (job,) = owners.submit(owners.look().crew)
+        (job,) = owners.submit(owners.read_view().crew)
         with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to user"):
             MapDriver(other, request).begin()
         again = MapDriver(own, request)
-        assert not again.begin() and again.look().crew.job_ids == (job.id,)
+        assert not again.begin() and again.read_view().crew.job_ids == (job.id,)
 
 
 def test_map_that_two_users_begin_at_once_has_one_owner(hosted: Hosted, other: ServerContext, tmp_path: Path) -> None:
@@ -261,13 +261,13 @@ def test_map_that_two_users_begin_at_once_has_one_owner(hosted: Hosted, other: S
     with open_context(hosted, "user") as own:
         owners, others = MapDriver(own, request), MapDriver(other, replace(request, workers=2))
         assert others.begin() and not owners.begin(), "no worker has an owner yet"
-        early = others.look().crew
-        (job,) = owners.submit(owners.look().crew)
+        early = others.read_view().crew
+        (job,) = owners.submit(owners.read_view().crew)
         with pytest.raises(DeniedError, match="used by another user"):
             others.submit(early)
         with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to user"):
-            others.look()
-        assert owners.look().crew.job_ids == (job.id,)
+            others.read_view()
+        assert owners.read_view().crew.job_ids == (job.id,)
 
 
 def test_sweep_does_not_get_the_runs_that_another_user_has_just_submitted(hosted: Hosted, other: ServerContext) -> None:

@@ -1,6 +1,6 @@
 """Six hundred histories full of faults: no invariant breaks, every fault meets every state, and a seed replays.
 
-`make test` plays some in which every fault occurs, `make test-slow` 125, and `make test-exhaustive` all.
+`make test` plays some in which every fault occurs, `make test-slow` 45 more, and `make test-exhaustive` all.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from broker.cli.main import main
 from broker.clock import SystemClock
 from broker.config import find_checkpoint_url, load_config, read_keep_days
 from broker.errors import BrokerError, DamagedRowError, StateError, UsageError
-from broker.jobs.daemon import hold_lock
+from broker.jobs.daemon_process import hold_lock
 from broker.jobs.log_files import copy_log
 from broker.provision.bring_up import lock_name
 from broker.runtime.keys import Keys
@@ -114,7 +114,7 @@ def home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     shutil.copytree(whole, home)
     monkeypatch.setenv("BROKER_HOME", str(home))
-    monkeypatch.setattr("broker.jobs.daemon.ensure_daemon", lambda *given: None)
+    monkeypatch.setattr("broker.jobs.daemon_process.ensure_daemon", lambda *given: None)
     return home
 
 

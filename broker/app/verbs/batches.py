@@ -93,8 +93,8 @@ def run_map(
             f"changed since {driver.plan.group} began: {', '.join(driver.changed_files)}; finished shards keep their "
             "results, and `--output` with a new folder computes all of them again"
         )
-    driver.submit(driver.look().crew)
-    begun = driver.look()
+    driver.submit(driver.read_view().crew)
+    begun = driver.read_view()
     on_begin(_describe_map(driver, begun))
     if is_detached:
         return _describe_map(driver, begun)
@@ -166,7 +166,7 @@ async def _follow_sweep(driver: SweepDriver, on_change: Callable[[SweepState], N
 def read_sweep(context: Context, *, request: SweepRequest) -> SweepState:
     """Read the state of a sweep without changing anything."""
     driver = SweepDriver(context, request)
-    return _describe_sweep(driver, driver.look())
+    return _describe_sweep(driver, driver.read_view())
 
 
 def _describe_sweep(driver: SweepDriver, view: SweepView) -> SweepState:

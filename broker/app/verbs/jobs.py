@@ -183,20 +183,20 @@ def list_events(context: Context, *, job: str) -> tuple[EventRow, ...]:
 def explain_job(context: Context, *, job: str) -> Story:
     """Explain the status of a job: its history, recoveries and cost."""
     context.keep_jobs_going()
-    told = jobs.explain(context, jobs.find_job(context, job))
-    needs = (context.store.jobs.get(need) for need in told.job.needs)
-    forecast = forecast_job(context, told.job, paid_usd=told.paid_usd)
+    explanation = jobs.explain(context, jobs.find_job(context, job))
+    needs = (context.store.jobs.get(need) for need in explanation.job.needs)
+    forecast = forecast_job(context, explanation.job, paid_usd=explanation.paid_usd)
     return Story(
-        job=told.job,
-        events=told.events,
-        summary=told.summary,
-        paid_usd=told.paid_usd,
+        job=explanation.job,
+        events=explanation.events,
+        summary=explanation.summary,
+        paid_usd=explanation.paid_usd,
         needs=tuple(other for other in needs if other),
         forecast=forecast,
-        chances=list_chances(context, told),
-        wait=explain_waits(context, [told.job]).get(told.job.id),
-        nodes=read_history(context.config.logs, told.job.id, now_s=context.clock.now_s()),
-        starts=measure_start_cost(told.job, forecast),
+        chances=list_chances(context, explanation),
+        wait=explain_waits(context, [explanation.job]).get(explanation.job.id),
+        nodes=read_history(context.config.logs, explanation.job.id, now_s=context.clock.now_s()),
+        starts=measure_start_cost(explanation.job, forecast),
     )
 
 

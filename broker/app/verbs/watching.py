@@ -52,7 +52,7 @@ class Watcher:
         """Whether all watched jobs have ended."""
         return all(line.status.is_terminal for line in self.lines.values())
 
-    def look(self) -> tuple[Sequence[JobLine], Sequence[EventRow]]:
+    def read_changes(self) -> tuple[Sequence[JobLine], Sequence[EventRow]]:
         """Return the changed jobs, by ID, and their new events, oldest first."""
         store = self._context.store
         newest = store.events.get_newest_id()
@@ -86,7 +86,7 @@ def watch_jobs(context: Context, *, job: str | None, on_change: Callable[[JobCha
 
     async def follow() -> None:
         while True:
-            changed, events = watcher.look()
+            changed, events = watcher.read_changes()
             usage = read_usages(context.config.logs, list(watcher.lines.values()), now_s=context.clock.now_s())
             on_change(JobChanges(lines=tuple(changed), events=tuple(events), usage=usage))
             if watcher.is_over:

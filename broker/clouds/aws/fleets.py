@@ -67,7 +67,7 @@ class Fleets:
             for instance_id in group.get("InstanceIds", ())
         ]
         if len(instances) < request.placement.node_count:
-            await self._give_up(request, instances, answer, name)
+            await self._fail_incomplete(request, instances, answer, name)
         await self._write_ranks(site.region, instances)
         return instances
 
@@ -98,7 +98,7 @@ class Fleets:
         order = sorted(site.subnets, key=lambda zone: (-scores.get(zone, 0), zone))
         return [{"SubnetId": site.subnets[zone], "Priority": float(place)} for place, zone in enumerate(order)]
 
-    async def _give_up(
+    async def _fail_incomplete(
         self, request: NodeRequest, instances: Sequence[Instance], answer: Mapping[str, Any], name: str
     ) -> None:
         """Terminate a partial gang and raise the reason for the rest."""

@@ -34,7 +34,7 @@ class Scores:
         if now_s - known_s < KNOWN_S:
             return known
         try:
-            told, names = await asyncio.gather(
+            response, names = await asyncio.gather(
                 self._clients.glance(
                     "ec2", offer.region, "get_spot_placement_scores",
                     InstanceTypes=[offer.instance_type], TargetCapacity=placement.node_count,
@@ -45,12 +45,12 @@ class Scores:
         except ApiError as refusal:
             if find_kind(refusal.code, refusal.status) == "login":
                 raise
-            told, names = {}, {}
+            response, names = {}, {}
         # Zone names differ between accounts; scores are by zone id, which does not.
         by_id = {each["ZoneId"]: each["ZoneName"] for each in names.get("AvailabilityZones", ())}
         scores = {
             by_id[each["AvailabilityZoneId"]]: int(each["Score"])
-            for each in told.get("SpotPlacementScores", ())
+            for each in response.get("SpotPlacementScores", ())
             if each.get("AvailabilityZoneId") in by_id
         }
         self._known[key] = (now_s, scores)

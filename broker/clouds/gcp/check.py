@@ -12,7 +12,7 @@ from broker.clouds.gcp.errors import DisabledError, NotFoundError
 from broker.clouds.gcp.firewall import find_network
 from broker.clouds.gcp.login import find_login
 from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
-from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, ask_for_more, read_project_quotas
+from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, format_quota_request, read_project_quotas
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.clouds.gcp.startable import judge_types
@@ -90,7 +90,7 @@ async def _inspect_permissions(sdk: Sdk) -> CheckResult:
 async def _inspect_network(sdk: Sdk) -> CheckResult:
     name = sdk.login.settings.network
     try:
-        await sdk.call(_look_at_network)
+        await sdk.call(_check_network)
     except NotFoundError as error:
         command = f"gcloud compute networks create {name} --subnet-mode=auto --project={sdk.login.project}"
         return CheckResult(name="network", is_ok=False, note=error.message, command="" if "/" in name else command)
@@ -124,7 +124,7 @@ def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> CheckResul
     quota = quotas.get(ALL_REGIONS)
     limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
     note = f"{used:g} of {limit:g} in use" if limit else "0: no region can start on-demand GPUs"
-    name, command = "quota of all GPUs", "" if limit else ask_for_more(project, ALL_REGIONS, "", ASKED_GPUS)
+    name, command = "quota of all GPUs", "" if limit else format_quota_request(project, ALL_REGIONS, "", ASKED_GPUS)
     return CheckResult(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
 
 
@@ -140,7 +140,7 @@ def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> lis
         note = ", ".join(f"{region} {limits[region]:g}" for region in best[:NAMED_MAX])
         more = f" and {len(best) - NAMED_MAX} more regions" if best[NAMED_MAX:] else ""
         region = next((region for region, found in quotas.items() if metric in found), HOME_REGION)
-        command = ask_for_more(project, metric, region, ASKED_GPUS)
+        command = format_quota_request(project, metric, region, ASKED_GPUS)
         findings.append(
             CheckResult(
                 name=f"quota {accelerator}",
@@ -173,7 +173,7 @@ def _list_permissions(clients: Clients) -> frozenset[str]:
     return frozenset(answer.json().get("permissions", ()))
 
 
-def _look_at_network(clients: Clients) -> None:
+def _check_network(clients: Clients) -> None:
     path = find_network(clients)  # projects/P/global/networks/N, or without its project
     project = path.split("projects/")[-1].split("/")[0] if "projects/" in path else clients.login.project
     clients.get("Networks").get(project=project, network=path.rpartition("/")[2], timeout=TIMEOUT_S)

@@ -169,7 +169,7 @@ class GcpCloud:
             where = NodeId.parse(node.id)
             if where.gang in renewed:
                 continue
-            seen = await self._look_again(node)
+            seen = await self._fetch_again(node)
             if seen is not None and seen.state is NodeState.RUNNING:
                 renewed.add(where.gang)
                 has_changed |= await self._launcher.renew_access(where, node.owner)
@@ -207,7 +207,7 @@ class GcpCloud:
 
         A node that cannot be queried keeps its state, and its region is added to `unseen`.
         """
-        results = await asyncio.gather(*(self._look_again(node) for node in missing), return_exceptions=True)
+        results = await asyncio.gather(*(self._fetch_again(node) for node in missing), return_exceptions=True)
         gone: list[Node] = []
         seen: list[Node] = []
         for node, look in zip(missing, results, strict=True):
@@ -240,7 +240,7 @@ class GcpCloud:
             log.warning("the disk of a node that ended itself is kept for now: %s", error.message)
         return judged
 
-    async def _look_again(self, node: Node) -> Node | None:
+    async def _fetch_again(self, node: Node) -> Node | None:
         """Query the nodes again; a node in a project that this login cannot access keeps its recorded state."""
         where = NodeId.parse(node.id)
         try:

@@ -79,10 +79,10 @@ class NodeLauncher:
         """Find the zone in which an earlier call with this token created its nodes. By name, as lists may lag."""
         name, project = instance_names(request)[0], self._login.project
 
-        def look(zone: str) -> Callable[[Clients], Node | None]:
+        def fetch_from(zone: str) -> Callable[[Clients], Node | None]:
             return lambda clients: instances.fetch(clients, NodeId(project=project, zone=zone, name=name))
 
-        gangs = await asyncio.gather(*(self._sdk.call(look(zone)) for zone in zones))
+        gangs = await asyncio.gather(*(self._sdk.call(fetch_from(zone)) for zone in zones))
         return next((zone for zone, node in zip(zones, gangs, strict=True) if node is not None), None)
 
     async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
@@ -148,10 +148,10 @@ class NodeLauncher:
         """Return every node of the gang; a node that Google does not know has ended already."""
         places = self._list_places(request, zone)
 
-        def look(where: NodeId) -> Callable[[Clients], Node | None]:
+        def fetch_from(where: NodeId) -> Callable[[Clients], Node | None]:
             return lambda clients: instances.fetch(clients, where)
 
-        nodes = await asyncio.gather(*(self._sdk.call(look(where)) for where in places))
+        nodes = await asyncio.gather(*(self._sdk.call(fetch_from(where)) for where in places))
         return [node or self._make_ended(request, where) for node, where in zip(nodes, places, strict=True)]
 
     def _make_ended(self, request: NodeRequest, where: NodeId) -> Node:

@@ -26,7 +26,7 @@ ALL_REGIONS = "GPUS_ALL_REGIONS"  # a project's limit for all GPUs; 0 for many n
 CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "m1", "m2", "m3", "n2", "n2a", "n2d", "t2a", "t2d"})
 
 
-def ask_for_more(project: str, metric: str, region: str, value: float) -> str:
+def format_quota_request(project: str, metric: str, region: str, value: float) -> str:
     """Return the command that requests a quota; `region` is empty for one of all regions.
 
     The Cloud Quotas API derives ids from metrics like this: https://cloud.google.com/docs/quotas/gcloud-cli-examples.
@@ -114,7 +114,7 @@ def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, pro
         if not candidates or any(quota.left >= need.amount for quota in candidates):
             continue
         best = max(candidates, key=lambda quota: quota.left)
-        command = ask_for_more(project, best.metric, region, best.usage + need.amount)
+        command = format_quota_request(project, best.metric, region, best.usage + need.amount)
         raise QuotaError(
             f"{need.amount:g} {need.what} requested in {region or 'all regions together'}, {max(0.0, best.left):g} of "
             f"{best.limit:g} left ({best.metric})",

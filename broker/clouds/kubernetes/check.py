@@ -73,7 +73,9 @@ async def inspect(config: Config, *, clock: Clock, run: RunKubectl = run_kubectl
         contexts = {found.name: found}
     else:
         contexts = await find_namespaces(run, contexts, path, facts)
-    answers = dict(zip(contexts, await asyncio.gather(*(_look(run, each) for each in contexts.values())), strict=True))
+    answers = dict(
+        zip(contexts, await asyncio.gather(*(_read_pools(run, each) for each in contexts.values())), strict=True)
+    )
     old = read_pools(facts)
     namespaces = {name: each.namespace for name, each in contexts.items()}
     pools: dict[str, Sequence[Pool]] = {name: old.get(name, ()) for name in contexts}
@@ -124,7 +126,9 @@ async def _view(run: RunKubectl, context: KubernetesContext) -> tuple[str, str] 
         return None
 
 
-async def _look(run: RunKubectl, context: KubernetesContext) -> tuple[KubernetesContext, Sequence[Pool]] | CloudError:
+async def _read_pools(
+    run: RunKubectl, context: KubernetesContext
+) -> tuple[KubernetesContext, Sequence[Pool]] | CloudError:
     api = KubernetesApi(context, run=run)
     try:
         nodes = (await api.get("/api/v1/nodes"))["items"]
@@ -172,12 +176,12 @@ def judge_pools(context: KubernetesContext, pools: Sequence[Pool], *, is_needed:
     if not pools:
         note = "no node is ready without a taint that keeps pods away"
         return CheckResult(name=context.name, is_ok=False, note=note, command=command, is_needed=is_needed)
-    told = [_describe(context, each) for each in pools if not context.pools or each.name in context.pools]
-    note = f"namespace `{context.namespace}`: {', '.join(told)}"
+    descriptions = [_describe(context, each) for each in pools if not context.pools or each.name in context.pools]
+    note = f"namespace `{context.namespace}`: {', '.join(descriptions)}"
     return CheckResult(name=context.name, is_ok=True, note=note, command="")
 
 
 def _describe(context: KubernetesContext, pool: Pool) -> str:
     price: float | Mapping[str, float] = context.get_usd_hour(pool.name)
-    told = f"{price:g} USD/h" if price else "0 USD/h: set `usd_hour`"
-    return f"{pool.name} ({pool.node_count} x {pool.machine.name}{', spot' if pool.is_spot else ''}, {told})"
+    shown_price = f"{price:g} USD/h" if price else "0 USD/h: set `usd_hour`"
+    return f"{pool.name} ({pool.node_count} x {pool.machine.name}{', spot' if pool.is_spot else ''}, {shown_price})"

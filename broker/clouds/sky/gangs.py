@@ -168,10 +168,10 @@ def judge(gang: SkyGang, look: Look, *, now_s: float) -> tuple[SkyGang, NodeStat
     status = look.read_status(gang.request_id)
     if not gang.was_seen and not status:
         return gang, None
-    return replace(gang, ended_s=now_s, reason=_tell_end(gang, status)), NodeState.TERMINATED
+    return replace(gang, ended_s=now_s, reason=_classify_end(gang, status)), NodeState.TERMINATED
 
 
-def _tell_end(gang: SkyGang, status: str) -> str:
+def _classify_end(gang: SkyGang, status: str) -> str:
     if gang.is_down_asked:
         return NodeEnd.TERMINATED
     if gang.was_up or status == "SUCCEEDED":

@@ -86,9 +86,9 @@ def make_machine(offer: Offer) -> dict[str, Any]:
         if not offer.instance_type:
             raise InvalidRequestError(f"an offer of {offer.cloud} has no instance type")
         return {"instance_type": offer.instance_type}
-    machine = {"cpus": f"{_say(offer.vcpus)}+", "memory": f"{_say(offer.memory_gib)}+"}
+    machine = {"cpus": f"{_format_number(offer.vcpus)}+", "memory": f"{_format_number(offer.memory_gib)}+"}
     if offer.accelerator:
-        machine["accelerators"] = f"{offer.accelerator}:{_say(offer.accelerator_count)}"
+        machine["accelerators"] = f"{offer.accelerator}:{_format_number(offer.accelerator_count)}"
     return machine
 
 
@@ -98,5 +98,5 @@ def is_tpu(offer: Offer) -> bool:
     return offer.cloud == "gcp" and offer.instance_type.startswith("tpu-")
 
 
-def _say(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:g}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from broker.clock import Clock
 from broker.clouds.findings import CheckResult
-from broker.clouds.slurm.commands import RunCommand, ask, parse_pairs, run_command
+from broker.clouds.slurm.commands import RunCommand, call_slurm, parse_pairs, run_command
 from broker.config import Config
 from broker.errors import BrokerError, CloudError
 from broker.sites import find_file
@@ -29,7 +29,9 @@ async def inspect(config: Config, *, clock: Clock, run: RunCommand = run_command
     except BrokerError as error:
         return [CheckResult(name="clusters", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
     facts = find_facts("slurm", config.home)
-    answers = dict(zip(clusters, await asyncio.gather(*(_look(run, each) for each in clusters.values())), strict=True))
+    answers = dict(
+        zip(clusters, await asyncio.gather(*(_read_partitions(run, each) for each in clusters.values())), strict=True)
+    )
     found = {name: answer for name, answer in answers.items() if not isinstance(answer, CloudError)}
     kept = {name: partitions for name, partitions in read_partitions(facts).items() if name in clusters}
     write_partitions(facts, {**kept, **found})
@@ -42,10 +44,10 @@ def write_policy(config: Config) -> str:
     return "# slurm: an account that may submit to its partitions, and Python 3 on the nodes\n"
 
 
-async def _look(run: RunCommand, cluster: SlurmCluster) -> Sequence[Partition] | CloudError:
+async def _read_partitions(run: RunCommand, cluster: SlurmCluster) -> Sequence[Partition] | CloudError:
     try:
-        nodes = await ask(run, cluster, ["sinfo", "-h", "-o", "|".join(FIELDS)])
-        rules = await ask(run, cluster, ["scontrol", "-o", "show", "partition"])
+        nodes = await call_slurm(run, cluster, ["sinfo", "-h", "-o", "|".join(FIELDS)])
+        rules = await call_slurm(run, cluster, ["scontrol", "-o", "show", "partition"])
     except CloudError as error:
         return error
     return parse_partitions(nodes, rules)
@@ -116,7 +118,10 @@ def judge_cluster(cluster: SlurmCluster, answer: Sequence[Partition] | CloudErro
     if missing := [name for name in cluster.partitions if name not in names]:
         note = f"no partition {', '.join(f'`{name}`' for name in missing)}; there are {', '.join(names) or 'none'}"
         return CheckResult(name=cluster.name, is_ok=False, note=note, command=where, is_needed=is_needed)
-    told = [f"{each.name} ({each.node_count} x {each.machine.name})" for each in answer]
+    descriptions = [f"{each.name} ({each.node_count} x {each.machine.name})" for each in answer]
     return CheckResult(
-        name=cluster.name, is_ok=bool(told), note=", ".join(told) or "no partition is up", command="" if told else where
+        name=cluster.name,
+        is_ok=bool(descriptions),
+        note=", ".join(descriptions) or "no partition is up",
+        command="" if descriptions else where,
     )

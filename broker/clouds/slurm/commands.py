@@ -50,7 +50,7 @@ async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes =
         return Completed(returncode=NOT_FOUND, stdout=b"", stderr=f"{argv[0]}: command not found".encode())
 
 
-async def ask(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> str:
+async def call_slurm(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> str:
     """Return a command's output. Raises the CloudError to which its message maps."""
     done = await run(cluster, argv, stdin)
     if done.returncode == NOT_FOUND:
@@ -69,7 +69,7 @@ async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None 
     chosen = ["--name", name] if name else []
     argv = ["env", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "-h", "-a", "-t", "all", *chosen, "-o", "|".join(FIELDS)]
     try:
-        text = await ask(run, cluster, argv)
+        text = await call_slurm(run, cluster, argv)
     except UnknownOutcomeError as error:  # listing has no third outcome: it failed
         raise TransientError(error.message) from error
     return [job for line in text.split("\n") if (job := parse_line(line)) is not None]
@@ -124,7 +124,7 @@ def parse_pairs(line: str) -> Mapping[str, str]:
 
 async def find_addresses(run: RunCommand, cluster: SlurmCluster, node_list: str) -> Sequence[tuple[str, str]]:
     """Return name and address of each node of an allocation, in the order of their ranks."""
-    text = await ask(run, cluster, ["scontrol", "-o", "show", "node", node_list])
+    text = await call_slurm(run, cluster, ["scontrol", "-o", "show", "node", node_list])
     by_name = {pairs["NodeName"]: pairs for line in text.splitlines() if (pairs := parse_pairs(line))}
-    names = (await ask(run, cluster, ["scontrol", "show", "hostnames", node_list])).split()
+    names = (await call_slurm(run, cluster, ["scontrol", "show", "hostnames", node_list])).split()
     return [(name, by_name.get(name, {}).get("NodeAddr") or name) for name in names]

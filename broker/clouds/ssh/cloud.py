@@ -72,7 +72,7 @@ class SshCloud:
 
     async def check(self) -> None:
         """Return if any host answers; otherwise raise the first host's error."""
-        answers = await self._ask_all("list", owner="")
+        answers = await self._call_all_hosts("list", owner="")
         if answers and all(isinstance(answer, CloudError) for answer in answers.values()):
             raise next(answer for answer in answers.values() if isinstance(answer, CloudError))
 
@@ -90,7 +90,7 @@ class SshCloud:
 
         A host that its fence command switched off has no live claims.
         """
-        answers = await self._ask_all("list", owner=owner)
+        answers = await self._call_all_hosts("list", owner=owner)
         heard = {host: answer for host, answer in answers.items() if not isinstance(answer, CloudError)}
         silent = {host: answer for host, answer in answers.items() if isinstance(answer, CloudError)}
         self._memory.note_answers(heard, owner)
@@ -139,7 +139,7 @@ class SshCloud:
         offer = request.placement.offer
         wanted = (offer.region, offer.instance_type, offer.ondemand_usd_hour)
         pool = [host for host in self._list_hosts() if host.pool == offer.region]
-        answers = await self._ask(pool, "list", owner=request.owner)
+        answers = await self._call_hosts(pool, "list", owner=request.owner)
         listed = [
             self._make_node(host, each)
             for host, answer in answers.items()
@@ -254,19 +254,19 @@ class SshCloud:
         except BrokerError as error:
             raise InvalidRequestError(error.message, hints=error.hints) from error
 
-    async def _ask_all(self, verb: str, **fields: object) -> Mapping[Host, Any]:
-        return await self._ask(self._list_hosts(), verb, **fields)
+    async def _call_all_hosts(self, verb: str, **fields: object) -> Mapping[Host, Any]:
+        return await self._call_hosts(self._list_hosts(), verb, **fields)
 
-    async def _ask(self, hosts: Sequence[Host], verb: str, **fields: object) -> Mapping[Host, Any]:
+    async def _call_hosts(self, hosts: Sequence[Host], verb: str, **fields: object) -> Mapping[Host, Any]:
         """Call hosts concurrently; the value of a host that does not answer is its error."""
 
-        async def ask(host: Host) -> Any:
+        async def call(host: Host) -> Any:
             try:
                 return await call_host(self._run, host, verb, **fields)
             except CloudError as error:
                 return error
 
-        return dict(zip(hosts, await asyncio.gather(*map(ask, hosts)), strict=True))
+        return dict(zip(hosts, await asyncio.gather(*map(call, hosts)), strict=True))
 
 
 def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s: float) -> Mapping[str, object]:

@@ -231,9 +231,9 @@ def is_affordable(
 ) -> bool:
     """Return whether the cost stays bounded after a start on spot that is lost just before its first checkpoint.
 
-    The bound on the total cost, with on-demand to the end, is the cost of on-demand alone plus a `share` of it, or plus
-    the cost of `failures` failed moves from on-demand to spot if that is more, with egress of `move_usd` where the
-    target's is less. True if the spent amount is unknown.
+    The bound on the total cost, with on-demand to the end, is the cost of on-demand alone plus the larger of two
+    amounts: a `share` of it, and the cost of `failures` failed moves from on-demand to spot. A failed move pays egress
+    of at least `move_usd`. True if the spent amount is unknown.
     """
     if view.spent_usd is None:
         return True

@@ -154,7 +154,7 @@ def late_call_unheard() -> Patches:
         call.cancel()
         return CapacityError("not needed any more", scope="zone")
 
-    return (patch.object(NodeCreator, "hear_out", hear_nothing),)
+    return (patch.object(NodeCreator, "await_answer", hear_nothing),)
 
 
 def late_nodes_of_a_closed_intent_kept() -> Patches:

@@ -148,7 +148,7 @@ def lister_shares_an_older_list() -> Patches:
     async def share(self: Any, cloud: Any) -> Any:
         shared = self._shared[cloud.name]
         if shared.running is None or shared.running.done():
-            shared.running = lifecycle.asyncio.ensure_future(self._ask(cloud, after=None))
+            shared.running = lifecycle.asyncio.ensure_future(self._query(cloud, after=None))
             shared.running.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await lifecycle.asyncio.shield(shared.running)
 
