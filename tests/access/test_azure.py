@@ -97,7 +97,7 @@ def test_endpoint_that_is_no_url_is_named_and_no_signature_is_in_the_error(
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/c?sig=CANARY", "nowhere/c?sig=CANARY", "http://[::1/c?sig=CANARY"])
 def test_errors_of_a_request_never_show_its_signature(url: str) -> None:
     with pytest.raises(TransientError) as failed:
-        azure._ask("GET", url, Need(scheme="az", bucket="c"))
+        azure._send_request("GET", url, Need(scheme="az", bucket="c"))
     assert "CANARY" not in "".join(traceback.format_exception(failed.value))
 
 
@@ -116,5 +116,7 @@ def test_redirects_are_refused(service: Objects) -> None:
     with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(TransientError, match="HTTP 302"):
-            azure._ask("GET", f"http://127.0.0.1:{server.server_port}/c?sig=CANARY", Need(scheme="az", bucket="c"))
+            azure._send_request(
+                "GET", f"http://127.0.0.1:{server.server_port}/c?sig=CANARY", Need(scheme="az", bucket="c")
+            )
     assert asked == ["/c?sig=CANARY"]
