@@ -81,12 +81,20 @@ class CloudName(Choice):
 
 
 class PlaceName(Text):
-    """`us-east-1`."""
+    """`us-east-1`: one name, not a pattern or several, which no cloud's places match."""
 
     def __init__(self) -> None:
         super().__init__(rule=allowed.PLACE)
+        self.pattern = rf"(?!.*[*,]){allowed.PLACE.pattern}"
+        self.expected = "a single name without spaces, `*`, `,` or a leading `-`"
+
+    def parse(self, marked: Marked) -> str | None:
+        text = super().parse(marked)
+        return None if text is None or "*" in text or "," in text else text
 
     def hint(self, marked: Marked) -> str | None:
-        if isinstance(marked.value, list):
+        if marked.value == "*":
+            return "remove it: any place fits without it"
+        if isinstance(marked.value, list) or "*" in str(marked.value) or "," in str(marked.value):
             return "write each one as an alternative: `any_of: [{infra: aws/us-east-1}, {infra: aws/us-west-2}]`"
         return super().hint(marked)
