@@ -20,6 +20,7 @@ frameworks; `bridge_torch` makes ranks agree. Standard library only, Python 3.8 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -47,11 +48,12 @@ class Resumed(NamedTuple):
 
 
 class _State:
-    """The state of this process: whether SIGTERM arrived, the committed step, and whether progress was reported."""
+    """The state of this process: whether SIGTERM arrived, the committed step, and reports of progress."""
 
     has_signal = False
     is_listening = False
     has_reported = False
+    has_failed = False
     checkpoint_step: int | None = None
 
 
@@ -126,9 +128,19 @@ def every_s(default: float = 600.0) -> float:
 
 
 def folder_of(step: int) -> Path:
-    """Return the folder of a new checkpoint, created if missing. Each attempt has its own folders."""
-    folder = checkpoint_folder() / f"step-{step:08}-attempt-{attempt():04}"
+    """Return the folder of a new checkpoint, created if missing. Each attempt has its own folders.
+
+    A checkpoint that this attempt has committed already counts as incomplete until its next `commit`.
+    """
+    folder = _name_folder(step)
     folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / COMPLETE
+    if marker.exists():  # a kill while the files are replaced must not leave a torn checkpoint that counts
+        try:
+            marker.unlink()
+        except FileNotFoundError:  # another rank was faster
+            pass
+        _flush(folder)
     return folder
 
 
@@ -138,14 +150,16 @@ def commit(step: int, keep: int = 3) -> None:
     Folders that earlier attempts left incomplete are deleted too. The data is flushed to disk before the marker is
     written. Raises OSError if either fails.
     """
-    folder = folder_of(step)
+    folder = _name_folder(step)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.rglob("*")):
         if path.is_file() or path.is_dir():
             _flush(path)
     (folder / COMPLETE).touch()
     _flush(folder)
+    _flush(folder.parent)  # the folder itself may be new, and older ones are deleted next
     _State.checkpoint_step = step
-    for old in _list_complete()[keep:]:
+    for old in _list_complete()[max(1, keep) :]:
         (old / COMPLETE).unlink()  # first, so that a partly deleted folder is incomplete
         shutil.rmtree(str(old), ignore_errors=True)
     for path in checkpoint_folder().glob("step-*"):
@@ -193,9 +207,14 @@ def _append(line: dict[str, Any]) -> None:
     """Append a line to the progress file of this node; do nothing outside broker."""
     place = os.environ.get("BROKER_PROGRESS_FILE")
     if place:
-        # One small write in append mode: a line is whole or absent, even if this process is killed meanwhile.
-        with Path(place).open("ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
+        try:
+            # One small write in append mode: a line is whole or absent, even if this process is killed meanwhile.
+            with Path(place).open("ab", buffering=0) as file:
+                file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:  # a full disk must not end the training
+            if not _State.has_failed:
+                print(f"warning: progress is not recorded: {error}", file=sys.stderr, flush=True)
+            _State.has_failed = True
 
 
 def listen() -> None:
@@ -238,6 +257,10 @@ def finish(step: int, arrays: Iterable[Any] = (), **values: Any) -> None:
     print("finished {}  weights {}".format(step, result["weights_sha256"][:16]), flush=True)
 
 
+def _name_folder(step: int) -> Path:
+    return checkpoint_folder() / f"step-{step:08}-attempt-{attempt():04}"
+
+
 def _list_complete() -> list[Path]:
     """Return the folders of complete checkpoints, the newest first."""
     found = [path for path in checkpoint_folder().glob("step-*") if STEP.fullmatch(path.name)]
@@ -253,6 +276,9 @@ def _flush(path: Path) -> None:
     number = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # some mounts cannot flush a folder
+            raise
     finally:
         os.close(number)
 

@@ -16,6 +16,7 @@ LAST_FILE = "trainer_state.json"  # the Trainer writes this file last
 def find_checkpoint(folder: Path) -> str | None:
     """Return the newest complete checkpoint; `get_last_checkpoint` would also return an incomplete one."""
     found = [path.parent for path in folder.glob(f"checkpoint-*/{LAST_FILE}")]
+    found = [path for path in found if path.name.rpartition("-")[2].isdecimal()]  # others are copies of the user's
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 

@@ -26,12 +26,18 @@ class BridgeLightningCallback(lightning.Callback):
 
     def __init__(self, *, every_steps: int) -> None:
         self._every_steps = every_steps
+        self._saved = 0
         bridge.listen()
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._saved = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
-        step = trainer.global_step
+        step = trainer.global_step  # unchanged by a batch whose gradients are only accumulated
         is_leaving = agree(bridge.preempted())
-        if is_leaving or step % self._every_steps == 0 or step == trainer.max_steps:
+        is_due = is_leaving or step % self._every_steps == 0 or step == trainer.max_steps
+        if is_due and step != self._saved:
+            self._saved = step
             trainer.save_checkpoint(bridge.folder_of(step) / FILE)  # a collective call: it ends with a barrier
             if trainer.is_global_zero:
                 bridge.commit(step)

@@ -194,11 +194,10 @@ class CheckpointManager:
         begin = time.perf_counter()
         is_committing = False
         try:
-            state = self._take(live)
+            state, writer = self._take(name, live)
             import torch.distributed.checkpoint as dcp
 
             is_alone = self._ranks.world_size == 1
-            writer = self._storage.open_writer(str(name))
             dcp.save(state, storage_writer=writer, process_group=self._ranks.background_group, no_dist=is_alone)
             files = self._collect_files(str(name))
             is_committing = True
@@ -219,19 +218,23 @@ class CheckpointManager:
             with suppress(Exception):  # on a full disk, it would leave no room for the next one
                 self._storage.delete(str(name))
 
-    def _take(self, live: dict[str, Any]) -> dict[str, Any]:
-        """Return the copy of the state. If it fails on one rank, all raise: the others would write without it, and its
-        next save would meet theirs of this step."""
+    def _take(self, name: CheckpointName, live: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return the copy of the state, and its writer. If one fails on one rank, all raise: the others would write
+        without it, and its next save would meet theirs of this step."""
         state: dict[str, Any] = {}
+        writer: Any = None
         problem: CheckpointError | None = None
+        failed = f"the state was not copied on rank {self._ranks.rank}"
         try:
             state = self._snapshot.take(live)
+            failed = f"`{name}` was not written"
+            writer = self._storage.open_writer(str(name))
         except Exception as error:
-            problem = CheckpointError(f"the state was not copied on rank {self._ranks.rank}: {error or repr(error)}")
+            problem = CheckpointError(f"{failed}: {error or repr(error)}")
         for failure in self._ranks.collect(problem):
             if failure is not None:
                 raise failure
-        return state
+        return state, writer
 
     def _remove_old(self, name: CheckpointName) -> None:
         """Remove old checkpoints after a commit. A failure is a warning, once: the new checkpoint is complete."""
@@ -253,8 +256,10 @@ class CheckpointManager:
                 # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
                 if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == INDEX):
                     mine[file] = self._storage.seal(f"{name}/{file}")
-        except OSError as error:  # shared with all ranks, which wait for this rank's answer
-            problem = CheckpointError(f"the checksums of `{name}` were not computed: {error}")
+            if None in mine.values() or (self._ranks.is_first and INDEX not in mine):
+                raise FileNotFoundError("a file that was written is missing")
+        except Exception as error:  # whatever it is, all ranks wait for this rank's answer
+            problem = CheckpointError(f"the checksums of `{name}` were not computed: {error or repr(error)}")
         parts = self._ranks.collect((mine, problem))
         for _, failure in parts:
             if failure is not None:
@@ -272,15 +277,16 @@ class CheckpointManager:
             "about": self._about,
             "files": files,
         }
-        content = json.dumps({**manifest, "seal": seal_manifest(manifest)}, indent=1).encode()
         try:
+            manifest = json.loads(json.dumps(manifest))  # as a reader sees it: JSON turns every key into text
+            content = json.dumps({**manifest, "seal": seal_manifest(manifest)}, indent=1).encode()
             if newer := self._find_newer_attempt():
                 return StaleAttemptError(newer)
             is_ours = self._storage.create(f"{name}/manifest.json", content)
             # A write whose response was lost was retried, and the retry found its own object.
             is_ours = is_ours or self._storage.read(f"{name}/manifest.json") == content
-        except OSError as error:  # shared with all ranks, which wait for it
-            return CheckpointError(f"the manifest of `{name}` was not written: {error}")
+        except Exception as error:  # whatever it is, all ranks wait for it
+            return CheckpointError(f"the manifest of `{name}` was not written: {error or repr(error)}")
         if not is_ours:
             return CheckpointError(f"`{name}` was already committed by another process")
         return None

@@ -74,8 +74,15 @@ class ChunkCache:
             content = self._fetch(chunk)
             self._make_room(len(content) + DIGEST_BYTES)
             partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_bytes(content + digest(content))
-            partial.replace(path)
+            try:
+                partial.write_bytes(content + digest(content))
+                partial.replace(path)
+            except OSError as error:
+                partial.unlink(missing_ok=True)  # on a full disk, each try would take more of it
+                raise TrainerError(
+                    f"`{path}` cannot be written: {error.strerror}\n\n"
+                    "hint: a smaller `--data.cache_gib`, or `--data.cache` on another disk"
+                ) from error
 
     @contextlib.contextmanager
     def _lock(self, chunk: int, *, is_waiting: bool) -> Iterator[bool]:

@@ -15,6 +15,7 @@ import threading
 import uuid
 import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,7 +65,8 @@ class CompileCache:
                 self._known |= self._load(self._storage.read(path))
             except Damage as damage:
                 warn(f"`{path}` is not used: {damage}")
-                self._storage.delete(path)
+                with suppress(Exception):  # a role without the right to delete; buckets have errors of their own
+                    self._storage.delete(path)
             except Exception as error:  # torch raises errors of many kinds; without artifacts, it compiles
                 warn(f"`{path}` is not used: {error}")
         return len(self._known)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainers.errors import CheckpointError
 from trainers.storage import Storage
 
 MANIFEST_VERSION = 2
@@ -75,7 +76,11 @@ def list_checkpoints(storage: Storage) -> list[CheckpointName]:
 
 
 def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
-    """Return the contents of the checkpoint. Raises Damage if the manifest is missing or damaged."""
+    """Return the contents of the checkpoint. Raises Damage if the manifest is missing or damaged.
+
+    Raises CheckpointError for the whole manifest of another version: the checkpoint is intact, and must neither be
+    skipped in favour of an older one nor be removed.
+    """
     content = storage.read(f"{name}/manifest.json")
     if content is None:
         raise Damage("it has no manifest, so its write was interrupted")
@@ -83,6 +88,8 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
         manifest = json.loads(content)
         version, files = manifest["version"], dict(manifest["files"])
         seal = manifest.pop("seal", None)
+        if version != MANIFEST_VERSION and seal == seal_manifest(manifest):  # its other fields may have another form
+            raise make_version_error(name, version)
         contents = Contents(
             world_size=int(manifest["world_size"]),
             shared=frozenset(manifest["shared"]),
@@ -92,11 +99,17 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damage(f"its manifest cannot be read ({error})") from error
-    if version != MANIFEST_VERSION:
-        raise Damage(f"its manifest has version {version}, not {MANIFEST_VERSION}")
     if seal != seal_manifest(manifest):
         raise Damage("its manifest does not match its own checksum")
     return contents
+
+
+def make_version_error(name: CheckpointName, version: object) -> CheckpointError:
+    """Return the error for a checkpoint of another version."""
+    return CheckpointError(
+        f"`{name}` was written by another version of the trainers: its manifest has version {version}, not "
+        f"{MANIFEST_VERSION}\n\nhint: continue with the version that wrote it, or name another folder for checkpoints"
+    )
 
 
 def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> bytes:

@@ -1,7 +1,7 @@
 """Write the metrics of steps to files: JSON lines, and TensorBoard events on request."""
 
-import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from trainers.config import LogConfig
 from trainers.devices import find_peak_flops, measure_memory_gib
 from trainers.errors import TrainerError
+from trainers.progress import append_line
 
 
 class Meter:
@@ -52,6 +53,7 @@ class MetricFiles:
         """Open the requested outputs. Raises TrainerError if a package is missing."""
         self._path = Path(config.metrics) if config.metrics and not is_silent else None
         self._attempt = attempt
+        self._has_failed = False
         self._board = _open_board(config.tensorboard) if config.tensorboard and not is_silent else None
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +63,12 @@ class MetricFiles:
         if self._path:
             finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
             line = {"time": time.time(), "attempt": self._attempt, "step": step, **finite}
-            with self._path.open("ab", buffering=0) as file:
-                file.write(json.dumps(line).encode() + b"\n")
+            try:
+                append_line(self._path, line)
+            except OSError as error:  # a full disk must not end the run
+                if not self._has_failed:
+                    print(f"warning: metrics are not written: {error}", file=sys.stderr, flush=True)
+                self._has_failed = True
         if self._board is not None:
             for name, value in values.items():
                 if value is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainers.errors import TrainerError
+from trainers.stream_source import UNFINISHED
 from trainers.texts import find_text_files, read_documents
 from trainers.tokenizers import Tokenizer, create_tokenizer
 
@@ -65,6 +66,8 @@ def prepare(
         raise TrainerError(
             f"`{output}` already contains token files\n\nhint: name another folder with `--output`, or remove them"
         )
+    partial = output / UNFINISHED  # until all files are there: what is left of a run that was killed is no data
+    partial.touch()
     dtype = next(
         name for name, bits in (("uint8", 8), ("uint16", 16), ("uint32", 32)) if tokenizer.vocabulary <= 1 << bits
     )
@@ -95,7 +98,8 @@ def prepare(
     if len(tokenizer.separator) == 1:
         about["separator"] = tokenizer.separator[0]
     about |= {"training_tokens": train.written, "validation_tokens": validation.written}
-    (output / "tokens.json").write_text(json.dumps(about, indent=1) + "\n")
+    partial.write_text(json.dumps(about, indent=1) + "\n")
+    partial.replace(output / "tokens.json")
     progress.finish(train.written, validation.written, output)
 
 

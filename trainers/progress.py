@@ -26,6 +26,7 @@ class Progress:
         self._screen, self._has_bar = screen, screen.isatty()
         self._first_step: int | None = None
         self._begin_s = time.monotonic()
+        self._has_failed = False
 
     def report(
         self,
@@ -64,10 +65,12 @@ class Progress:
             return
         line = {"time": time.time(), "step": step, "total": self._total}
         line |= {name: _or_null(value) for name, value in values.items()}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        # A single small write in append mode: a reader, or a kill, leaves the line whole or absent.
-        with self._file.open("ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
+        try:
+            append_line(self._file, line)
+        except OSError as error:  # a full disk must not end a run whose checkpoints are in a bucket
+            if not self._has_failed:
+                print(f"warning: progress is not recorded: {error}", file=sys.stderr, flush=True)
+            self._has_failed = True
 
     def say(self, text: str) -> None:
         """Print text on stdout only."""
@@ -94,6 +97,14 @@ class Progress:
         steps = max(1, step - self._first_step)
         left_s = round((time.monotonic() - self._begin_s) / steps * (self._total - step))
         return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d} left"
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a JSON line to a file. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A single small write in append mode: a reader, or a kill, leaves the line whole or absent.
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def _or_null(value: Any) -> Any:

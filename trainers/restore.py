@@ -191,6 +191,8 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
             answer = None, error
         except OSError as error:
             answer = None, CheckpointError(f"checkpoints cannot be reached: {error}")
+        except Exception as error:  # whatever it is, all ranks wait for the answer
+            answer = None, CheckpointError(f"checkpoints cannot be read: {error!r}")
     value, problem = ranks.share(answer, is_background=True)
     if problem is not None:
         raise problem

@@ -61,13 +61,13 @@ class Api:
 
     async def _generate(self, fields: Mapping[str, Any], *, is_chat: bool) -> Response:
         generation = self._read_generation(fields, is_chat=is_chat)
+        writer = _Writer(self._tokenizer, generation, fields, name=self._name, is_chat=is_chat)
         try:
             self._engine.submit(generation)
         except FullError:
             return make_error(429, "too many requests are waiting")
         except EngineFailedError:
             return make_error(503, FAILED)
-        writer = _Writer(self._tokenizer, generation, fields, name=self._name, is_chat=is_chat)
         if fields.get("stream"):
             return Response(content_type="text/event-stream", events=writer.stream())
         return _answer(await writer.collect())
@@ -99,13 +99,21 @@ class Api:
     def _read_prompt(self, fields: Mapping[str, Any], *, is_chat: bool) -> list[int]:
         if not is_chat:
             prompt = fields.get("prompt", "")
-            return list(self._tokenizer.encode(prompt.encode())) if isinstance(prompt, str) else list(prompt)
+            if not isinstance(prompt, (str, list)):
+                raise RequestError(400, "`prompt` must be text, or a list of token ids")
+            return self._encode(prompt) if isinstance(prompt, str) else prompt
         messages = fields.get("messages")
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise RequestError(400, "`messages` must be a list of messages")
         # These models are trained without a chat template, so no template is correct.
         lines = [f"{each.get('role', 'user')}: {_join_parts(each.get('content'))}\n" for each in messages]
-        return list(self._tokenizer.encode("".join([*lines, "assistant: "]).encode()))
+        return self._encode("".join([*lines, "assistant: "]))
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text.encode()))
+        except UnicodeEncodeError:  # JSON can hold half of a surrogate pair
+            raise RequestError(400, "the text is not valid Unicode") from None
 
 
 class _Writer:
@@ -116,7 +124,10 @@ class _Writer:
     ) -> None:
         self._generation, self._is_chat = generation, is_chat
         self._has_ids = bool(fields.get("return_token_ids"))
-        self._has_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+        options = fields.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise RequestError(400, "`stream_options` must be an object")
+        self._has_usage = bool(options.get("include_usage"))
         self._text = Detokenizer(tokenizer.decode)
         self._text.skip(generation.prompt[len(generation.prompt) - generation.resumed :])
         prefix = "chatcmpl" if is_chat else "cmpl"

@@ -193,7 +193,9 @@ def choose_token(logits: Tensor, generation: Generation, position: int) -> int:
     chances = torch.softmax(scaled, dim=-1)
     if generation.top_p < 1.0:
         ranked, order = chances.sort(descending=True, stable=True)
-        chances[order[ranked.cumsum(0) - ranked >= generation.top_p]] = 0.0  # the most likely one always stays
+        is_over = ranked.cumsum(0) - ranked >= generation.top_p
+        is_over[0] = False  # the most likely one always stays, also with a `top_p` of 0
+        chances[order[is_over]] = 0.0
     digest = hashlib.blake2b(f"{generation.seed}/{position}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     return int(torch.multinomial(chances, 1, generator=generator))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ BODY_BYTES_MAX = 8 << 20
 HEAD_BYTES_MAX = 64 << 10
 HEAD_S_MAX = 75.0  # also the limit for idle connections
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large"}
-REASONS |= {429: "Too Many Requests", 503: "Service Unavailable"}
+REASONS |= {429: "Too Many Requests", 500: "Internal Server Error", 503: "Service Unavailable"}
 
 
 class RequestError(Exception):
@@ -35,7 +36,7 @@ class Request:
         """Parse the body as a JSON object. Raises RequestError."""
         try:
             found = json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}") from error
         if not isinstance(found, dict):
             raise RequestError(400, "the body is not a JSON object")
@@ -81,6 +82,11 @@ async def _serve_one(handler: Handler, reader: asyncio.StreamReader, writer: asy
         response = await handler(request)
     except RequestError as error:
         response, is_kept = make_error(error.status, str(error)), False
+    except (OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+        raise  # of the connection
+    except Exception:  # a fault of ours: without an answer, the client would wait forever
+        traceback.print_exc()
+        response, is_kept = make_error(500, "internal error"), False
     head = f"HTTP/1.1 {response.status} {REASONS.get(response.status, 'Status')}\r\n"
     head += f"content-type: {response.content_type}\r\nconnection: {'keep-alive' if is_kept else 'close'}\r\n"
     if response.status == 429:

@@ -19,7 +19,7 @@ from trainers.errors import TrainerError
 from trainers.live_state import ChangeLock, LiveState
 from trainers.preemption import PreemptionNotice
 from trainers.recipe import Build
-from trainers.watchdog import Watchdog
+from trainers.watchdog import EXIT_CODE_HUNG, Watchdog
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
@@ -55,6 +55,7 @@ def run_session(config: RunConfig, build: Build) -> int:
     from trainers.ranks import is_first_to_say, join_ranks, leave_ranks
 
     configure_arithmetic(config)
+    code = EXIT_CODE_HUNG
     try:
         member = join_world(config, notice)
         if member is not None:  # read when NCCL's groups are created; they would end the process when a peer is lost
@@ -65,7 +66,8 @@ def run_session(config: RunConfig, build: Build) -> int:
                 ranks=join_ranks(start_s=config.watchdog.start_s, checkpoint_s=config.watchdog.checkpoint_s),
                 member=member,
             )  # fmt: skip
-            return session.train(build)
+            code = session.train(build)
+            return code
         except Exception as error:
             if member is not None:  # a lost peer causes errors of many kinds
                 watchdog.beat("waiting for a new world")
@@ -74,16 +76,20 @@ def run_session(config: RunConfig, build: Build) -> int:
     except TrainerError as error:
         if is_first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        code = 1
+        return code
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         first = str(error).splitlines()[0] if str(error) else "no details"
         print(f"error: out of memory: {first}{advise(config)}", file=sys.stderr, flush=True)
-        return 1
+        code = 1
+        return code
     finally:
-        watchdog.stop()
+        # It may wait for a peer, or for a thread that waits for one. The result of the run is known by now.
+        watchdog.beat("leaving the process group", exit_code=code)
         leave_ranks()
+        watchdog.stop()
 
 
 @dataclass(frozen=True, kw_only=True)

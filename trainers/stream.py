@@ -22,7 +22,7 @@ from trainers.chunk_cache import ChunkCache, find_cache_folder
 from trainers.config import DataConfig
 from trainers.data import Batch, permute
 from trainers.errors import TrainerError
-from trainers.stream_source import ByteSource, open_source, probe_source
+from trainers.stream_source import UNFINISHED, UNFINISHED_HINT, ByteSource, open_source, probe_source
 
 ABOUT = "tokens.json"
 
@@ -165,6 +165,8 @@ def open_stream(url: str) -> Stream:
         fingerprint = probe_source(source, sizes)
     except (OSError, ValueError) as error:
         raise TrainerError(f"`--data.stream {url}` cannot be read: {error}") from error
+    if UNFINISHED in listed:
+        raise TrainerError(f"the token files of `--data.stream {url}` are incomplete\n\n{UNFINISHED_HINT}")
     validation = {name: size for name, size in sizes.items() if name.startswith("val")}
     training = {name: size for name, size in sizes.items() if name not in validation}
     if not training:

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from trainers.errors import TrainerError
 
+UNFINISHED = "tokens.json.partial"  # beside token files that `trainers.prepare` has not completed
+UNFINISHED_HINT = "hint: `trainers.prepare` was interrupted there; remove the folder, and run it again"
 # A fingerprint reads the beginning and the end of this many files: each costs a request.
 PROBE_BYTES, PROBE_FILES = 4096, 32
 

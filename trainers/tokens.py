@@ -18,6 +18,7 @@ from trainers.config import DataConfig
 from trainers.data import Corpus, count_windows, split_windows
 from trainers.errors import TrainerError
 from trainers.stream import Stream, StreamCorpus, open_stream, open_stream_corpora
+from trainers.stream_source import UNFINISHED, UNFINISHED_HINT
 from trainers.texts import find_text_files, read_documents, read_shipped_text
 
 ABOUT = "tokens.json"
@@ -104,6 +105,8 @@ def _from_stream(stream: Stream) -> Tokens:
 
 
 def _from_token_files(files: Sequence[Path]) -> Tokens:
+    if (files[0].parent / UNFINISHED).exists():  # without `tokens.json`, any file would count as tokens of GPT-2
+        raise TrainerError(f"the token files in `{files[0].parent}` are incomplete\n\n{UNFINISHED_HINT}")
     about = _read_about(files[0].parent / ABOUT)
     dtype = DTYPES[str(about["dtype"])]
     digest = hashlib.sha256()

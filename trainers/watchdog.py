@@ -21,11 +21,15 @@ PERIOD_S_MAX = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The time of the last progress (monotonic seconds), the next activity, and its limit in seconds; 0: no limit."""
+    """The time of the last progress (monotonic seconds), the next activity, and its limit in seconds; 0: no limit.
+
+    `exit_code` is that of a process that hangs in this activity.
+    """
 
     time_s: float
     doing: str
     limit_s: float
+    exit_code: int = EXIT_CODE_HUNG
 
     @property
     def period_s(self) -> float:
@@ -57,15 +61,17 @@ class Watchdog:
         self._arm_backstop()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def beat(self, doing: str, *, limit_s: float | None = None) -> None:
+    def beat(self, doing: str, *, limit_s: float | None = None, exit_code: int = EXIT_CODE_HUNG) -> None:
         """Record progress and the next activity, which may take `limit_s`, by default `timeout_s`.
+
+        `exit_code`: the result of the process, if it hangs in this activity.
 
         Cheap enough for every step while the limit does not change. Thread-safe.
         """
         limit_s = self.timeout_s if limit_s is None or not self.timeout_s else limit_s
         is_changed = limit_s != self._beat.limit_s
         # One assignment: the watching thread must not see a new limit with an old time.
-        self._beat = Beat(time_s=time.monotonic(), doing=doing, limit_s=limit_s)
+        self._beat = Beat(time_s=time.monotonic(), doing=doing, limit_s=limit_s, exit_code=exit_code)
         if is_changed and self._is_watching:
             self._arm_backstop()
             self._is_due.set()  # or it would sleep for the period of the longer limit, and the backstop come first
@@ -113,4 +119,4 @@ def end_hung(beat: Beat) -> None:
         flush=True,
     )
     faulthandler.dump_traceback(all_threads=True)
-    os._exit(EXIT_CODE_HUNG)  # the only way to end a process with a blocked main thread
+    os._exit(beat.exit_code)  # the only way to end a process with a blocked main thread

@@ -17,10 +17,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from broker.agent import (
         agent_access,
         agent_dead_runs,
@@ -51,6 +54,7 @@ else:
 LINGER_S = 5.0  # minimum idle time before autostop: log followers can still read the last lines
 WATCH_S = 0.5
 POWER_OFF_S = 5.0  # time between two tries
+COMMAND_S = 60.0  # limit of a shutdown command
 LOG_BYTES_MAX = 1 << 20
 
 
@@ -109,11 +113,12 @@ def submit(spec: dict[str, Any]) -> dict[str, Any]:
     try:
         submitted = files.read_json(folder / "spec.json")
         has_begun = files.is_locked(folder / "runner.lock") or (folder / "state.json").exists()
-        if submitted is None or not has_begun:
-            submitted = begin(folder, spec)
-            if spec.get("lease_s"):
-                agent_lease.renew(float(spec["lease_s"]))
+        is_first = submitted is None or not has_begun
+        if is_first and spec.get("lease_s"):  # before the run, which must not outlive a call that is killed here
+            agent_lease.renew(float(spec["lease_s"]))
         ensure_watcher()
+        if submitted is None or is_first:
+            submitted = begin(folder, spec)
     finally:
         os.close(lock)
     if not agent_head.is_head(folder, submitted):
@@ -124,8 +129,7 @@ def submit(spec: dict[str, Any]) -> dict[str, Any]:
 
 def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Start the runner. It inherits its lock and, on rank 0, the listening socket, so that neither is ever free."""
-    runner_lock = files.try_lock(folder / "runner.lock")
-    assert runner_lock is not None, "no runner holds it: checked under the submit lock"
+    runner_lock = files.take_lock(folder / "runner.lock")  # no runner holds it: `submit` has checked
     arguments, inherited = [str(spec["run_id"])], [runner_lock]
     head = dict(spec["head"])
     files.write_text(
@@ -284,24 +288,44 @@ def ensure_watcher() -> None:
 
 def watch() -> None:
     """Watch the runs, the lease and the uploads of this node until it shuts down."""
-    start_notices()
+    survive(start_notices)
     threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
     start_samples()
     flush: agent_flush.Flush | None = None
     while True:
-        for run_id in files.list_run_ids():
-            agent_dead_runs.end_if_dead(run_id)
-        agent_access.forget_used()
-        reason = decide_power_off()
-        if reason and reason != "lease":  # files may come from outside a run, or from one whose runner was killed
-            flush = flush or agent_flush.Flush()
-            reason = "" if flush.poll() == "waiting" else reason
-        else:
-            flush = None
-        if reason:
-            power_off(reason)
-            time.sleep(POWER_OFF_S)
+        flush = look(flush)
         time.sleep(WATCH_S)
+
+
+def look(flush: agent_flush.Flush | None) -> agent_flush.Flush | None:
+    """Clean up, and power off once that is due; return the wait for uploads before it, if there is one."""
+    survive(clean_up)
+    reason = survive(decide_power_off)
+    if reason and reason != "lease":  # files may come from outside a run, or from one whose runner was killed
+        flush = flush or agent_flush.Flush()
+        reason = "" if survive(flush.poll) == "waiting" else reason
+    else:
+        flush = None
+    if reason:
+        survive(partial(power_off, reason))
+        time.sleep(POWER_OFF_S)
+    return flush
+
+
+def survive(step: Callable[[], str | None]) -> str | None:
+    """Return what `step` returns, or None if it fails: nothing but the watcher ends a node whose broker is gone."""
+    try:
+        return step()
+    except Exception as error:  # a full disk, or a fault of ours
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
+def clean_up() -> None:
+    """End runs whose runner is gone, and delete credentials that no run needs."""
+    for run_id in files.list_run_ids():
+        agent_dead_runs.end_if_dead(run_id)
+    agent_access.forget_used()
 
 
 def start_notices() -> None:
@@ -337,14 +361,21 @@ def decide_power_off() -> str:
 
 
 def power_off(reason: str) -> None:
-    """Power off as ~/.broker/node.json says: "file" (a simulated machine reads the reason) or a shutdown command."""
-    if reason in ("autostop", "stop"):
-        (files.STATE / "autostop.json").unlink()
-    # The lease stays, so that a failed shutdown is retried.
+    """Power off as ~/.broker/node.json says: "file" (a simulated machine reads the reason) or a shutdown command.
+
+    Lease and autostop stay until that has worked, so that a failed shutdown is retried. A full disk prevents none.
+    """
     how = (files.read_json(files.STATE / "node.json") or {}).get("power_off", "file")
-    files.write_text(files.STATE / "shutdown", reason)
-    if how != "file":
-        subprocess.run([str(word) for word in how], check=False)
+    try:
+        files.write_text(files.STATE / "shutdown", reason)
+    except OSError:
+        if how == "file":
+            raise
+    if how != "file" and subprocess.run([str(word) for word in how], check=False, timeout=COMMAND_S).returncode:
+        return
+    rule = files.STATE / "autostop.json"
+    if reason in ("autostop", "stop") and rule.exists():
+        rule.unlink()
 
 
 VERBS = {

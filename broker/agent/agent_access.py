@@ -6,6 +6,7 @@ Standard library only. Each renewal rewrites the files as a whole; programs find
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,11 @@ def write(run_id: int, request: dict[str, Any]) -> None:
     for name, text in request["files"].items():
         path = folder / name
         assert path.parent == folder, "a plain name"
-        files.write_text(path, str(text).replace(PLACEHOLDER, str(folder)))
+        # On a full disk, too: the session would expire, and checkpoints could not be written to their bucket.
+        files.write_or_overwrite(path, str(text).replace(PLACEHOLDER, str(folder)))
     envs = {name: str(value).replace(PLACEHOLDER, str(folder)) for name, value in request["envs"].items()}
-    files.write_text(folder / SCOPE, str(request.get("scope") or ""))
-    files.write_json(folder / ENVS, {**envs, MAIN: str(folder)})
+    files.write_or_overwrite(folder / SCOPE, str(request.get("scope") or ""))
+    files.write_or_overwrite(folder / ENVS, json.dumps({**envs, MAIN: str(folder)}))
 
 
 def read_envs(run_id: int) -> dict[str, str]:

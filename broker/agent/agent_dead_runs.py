@@ -30,16 +30,35 @@ def kill_marked(mark: str) -> None:
             pass
 
 
+def signal_group(pid: int, mark: str, number: int) -> None:
+    """Signal a process group, and processes that left it but carry the mark."""
+    try:
+        os.killpg(pid, number)
+    except OSError:
+        pass
+    for stray in agent_files.find_marked(mark):
+        try:
+            if os.getpgid(stray) != pid:
+                os.kill(stray, number)
+        except OSError:
+            pass
+
+
 def end_if_dead(run_id: int) -> None:
     """Kill the processes of a run whose runner died, and write its outcome. Runs with a live runner are left alone."""
     folder = agent_files.run_folder(run_id)
     if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
         return
     lock = agent_files.try_lock(folder / "runner.lock")
-    if lock is not None:
+    if lock is None:
+        return
+    try:
         if not (folder / "outcome.json").exists():  # the runner may have written it since the first check
             end_dead_run(run_id)
-        os.close(lock)
+    except OSError:
+        pass  # on a full disk, the next call tries again
+    finally:
+        os.close(lock)  # or the run would count as live
 
 
 def end_dead_run(run_id: int) -> None:
@@ -56,4 +75,7 @@ def end_dead_run(run_id: int) -> None:
         kill_marked(make_mark(run_id, phase))
     outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
     outcome["lease_left_s"] = agent_lease.measure_left_s()
+    import agent_record  # type: ignore[import-not-found]  # few runs die, and each call of the agent would import it
+
+    agent_record.release(agent_files.run_folder(run_id) / agent_record.RESERVE)
     agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)

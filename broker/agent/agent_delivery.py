@@ -66,16 +66,19 @@ def deliver(run_id: int, *, is_waiting: bool = False) -> str:
     if lock is None:
         return ""
     refused = load_bucket().Refused
+    state: dict[str, Any] = {}
     try:
         state = agent_files.read_json(folder / "delivery.json") or {}
+        is_recorded = True
         for part in PARTS:
             if not state.get(part):
                 send(run_id, part)
                 state = {**state, part: True, "error": ""}
-                agent_files.write_json(folder / "delivery.json", state)
-        return ""
+                # A full disk must not keep the next part from its bucket: the log may say that the disk is full.
+                is_recorded = agent_files.note_json(folder / "delivery.json", state)
+        return "" if is_recorded else "what has arrived could not be recorded"
     except (refused, OSError) as error:
-        agent_files.write_json(folder / "delivery.json", {**state, "error": str(error)})
+        agent_files.note_json(folder / "delivery.json", {**state, "error": str(error)})
         return str(error)
     finally:
         os.close(lock)
@@ -151,10 +154,10 @@ def deliver_forever() -> None:
     while True:
         for run_id in agent_files.list_run_ids():
             not_before_s, wait_s = waits.get(run_id, (0.0, RETRY_S))
-            if time.monotonic() < not_before_s or not is_due(run_id):
+            if time.monotonic() < not_before_s:
                 continue
             try:
-                error = deliver(run_id)
+                error = deliver(run_id) if is_due(run_id) else ""
             except Exception as fault:  # the thread must survive any error: nothing else uploads the outcome
                 error = repr(fault)
             if error:

@@ -34,9 +34,9 @@ def guard(verb: Verb) -> Verb:
 
     def carry_out(request: dict[str, Any]) -> dict[str, Any]:
         epoch = int(request.pop(FIELD, 0))
-        if not epoch and not (files.STATE / NAME).exists():
-            return verb(request)  # no server with backups has used this node
-        lock = files.wait_lock(files.STATE / LOCK)
+        # Before the first server with an epoch, requests need not wait for each other, only that server for them.
+        is_shared = not epoch and not (files.STATE / NAME).exists()
+        lock = files.wait_lock(files.STATE / LOCK, is_shared=is_shared)
         try:
             admit(epoch)
             return verb(request)

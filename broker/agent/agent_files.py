@@ -20,6 +20,7 @@ SETUP_REPORT = "setup_cache.json"  # in a run's folder: the outcome of its setup
 # Seconds without a request after which the broker counts as unavailable. A running broker renews the lease every
 # minute; once the program has ended, it reads the log and terminates the node itself.
 QUIET_S = 300.0
+LOOK_S_MAX = 10.0
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 
@@ -47,17 +48,58 @@ def write_text(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Write atomically; once this returns, the text survives a power loss, unless `is_durable` is False."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     fd = os.open(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        if is_durable:
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink()  # each try on a full disk would leave one more
+        raise
+    if is_durable:
+        flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk; no effect on file systems that refuse it."""
+    fd = os.open(str(folder), os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def write_json(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
     """Replace the file atomically by the JSON text of `value`."""
     write_text(path, json.dumps(value), is_durable=is_durable)
+
+
+def note_json(path: Path, value: dict[str, Any]) -> bool:
+    """Write like `write_json`, for what a run can do without: return False if that failed, as on a full disk."""
+    try:
+        write_json(path, value)
+    except OSError:
+        return False
+    return True
+
+
+def write_or_overwrite(path: Path, text: str) -> None:
+    """Write like `write_text`; on a full disk, replace the content of the file in the space that it has already.
+
+    A reader may then find it damaged for a moment. Raises OSError if there is no file, or it is too small.
+    """
+    try:
+        write_text(path, text)
+    except OSError:
+        if not path.exists():
+            raise
+        with path.open("r+b") as file:
+            file.write(text.encode("utf-8"))
+            file.truncate()
 
 
 def append_log(file: IO[bytes], data: bytes) -> None:
@@ -121,10 +163,20 @@ def try_lock(path: Path) -> int | None:
     return fd
 
 
-def wait_lock(path: Path) -> int:
-    """Wait for the exclusive lock, and return its file descriptor. Closing it releases the lock."""
+def take_lock(path: Path) -> int:
+    """Take a lock that no process holds for longer than a look (`is_locked`). Raises OSError if one does."""
+    give_up_s = time.monotonic() + LOOK_S_MAX
+    while (fd := try_lock(path)) is None:
+        if time.monotonic() > give_up_s:
+            raise OSError(f"another process holds {path}")
+        time.sleep(0.01)
+    return fd
+
+
+def wait_lock(path: Path, *, is_shared: bool = False) -> int:
+    """Wait for the lock, and return its file descriptor. Closing it releases the lock."""
     fd = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    fcntl.flock(fd, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
     return fd
 
 

@@ -74,10 +74,14 @@ def write_hosts(lines: list[str], path: Path = HOSTS) -> None:
         text = replace_block(old, lines)
         if text == old:
             return
+        data = text.encode("utf-8", "surrogateescape")
         if os.access(str(path), os.W_OK):
-            path.write_text(text, encoding="utf-8", errors="surrogateescape")
+            with path.open("r+b") as file:
+                if hasattr(os, "posix_fallocate"):  # a full disk must fail before the file has lost anything
+                    os.posix_fallocate(file.fileno(), 0, len(data))
+                file.write(data)
+                file.truncate()
         else:
-            data = text.encode("utf-8", "surrogateescape")
             subprocess.run(["sudo", "-n", "tee", str(path)], input=data, stdout=subprocess.DEVNULL, check=False)
     except OSError:
         pass  # programs still find the addresses in the file and the variables

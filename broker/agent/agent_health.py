@@ -173,7 +173,7 @@ def judge(finding: HealthFinding, cards: list[Card], result: dict[str, Any] | No
         if peak and isinstance(found, (int, float)) and found < peak * agent_peaks.SHARE_MIN:
             fault = f"GPU {index} ({card.uuid}) reaches {found:.1f} of {peak:g} TFLOP/s"
             return finding._replace(fault=fault, serials=tuple(card.serials))
-    agent_files.write_json(agent_files.STATE / PROBED, {"cards": [card.uuid for card in cards]})
+    agent_files.note_json(agent_files.STATE / PROBED, {"cards": [card.uuid for card in cards]})
     return finding._replace(unchecked=(*finding.unchecked, *untimed))
 
 

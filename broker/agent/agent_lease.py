@@ -6,6 +6,7 @@ shuts down earlier, "done", once all its runs have ended and their results are i
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def renew(lease_s: float) -> None:
         "expires_s": time.time() + lease_s,  # read by an older agent's watcher, which may still run here
         "boot": files.read_boot(),
     }
-    files.write_json(files.STATE / LEASE, lease)
+    files.write_or_overwrite(files.STATE / LEASE, json.dumps(lease))  # a full disk must not end the node
 
 
 def measure_left_s() -> float | None:

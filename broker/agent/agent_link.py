@@ -127,9 +127,10 @@ class Link:
                     self._on_message(message)
         except (OSError, ValueError):
             pass
-        self._is_over.set()
-        self._wire.release()
-        self._on_message({"type": "lost"})
+        finally:  # also after a fault of ours: with the heartbeat alone, the peer would seem to be well forever
+            self._is_over.set()
+            self._wire.release()
+            self._on_message({"type": "lost"})
 
 
 def encode(kind: str, **fields: Any) -> bytes:

@@ -130,7 +130,7 @@ def find_google_token(variables: Mapping[str, str]) -> str:
         raise Refused(f"no login for gs://: Google refused `{path}`: HTTP {error.code}") from error
     except OSError as error:
         raise Refused(f"no login for gs://: {error}") from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise Refused(f"no login for gs://: `{path}` is damaged ({type(error).__name__})") from error
 
 

@@ -108,9 +108,9 @@ class NetworkSurvey:
             "unmeasured": self._explain_gap() or ("" if links or gang_gbs is not None else "no result"),
         }
         judgement = judge(links, expected_gbs, gang_gbs)
-        agent_files.write_json(self._folder / agent_files.NETWORK_REPORT, {**report, "is_slow": judgement.is_slow})
+        agent_files.note_json(self._folder / agent_files.NETWORK_REPORT, {**report, "is_slow": judgement.is_slow})
         if not (judgement.faults or judgement.is_slow or report["unmeasured"]):
-            agent_files.write_json(agent_files.STATE / PASSED, {"gang": self._list_cards()})
+            agent_files.note_json(agent_files.STATE / PASSED, {"gang": self._list_cards()})
         return judgement.faults, describe(report, size)
 
     def _explain_gap(self) -> str:

@@ -44,8 +44,17 @@ def watch_notices(cloud: str) -> None:
             failures += 1
             time.sleep(POLL_S)
         if notice_s is not None:
-            files.write_json(files.STATE / "preemption", {"notice_s": max(0.0, notice_s), "time_s": time.time()})
+            record(notice_s)
             return
+
+
+def record(notice_s: float) -> None:
+    """Record the notice for the runners. On a full disk, try until its time is up: a program may free some."""
+    left_s = max(0.0, notice_s)
+    end_s = time.monotonic() + left_s
+    while not files.note_json(files.STATE / "preemption", {"notice_s": left_s, "time_s": time.time()}) and left_s:
+        time.sleep(POLL_S)
+        left_s = max(0.0, end_s - time.monotonic())
 
 
 def read_aws() -> float | None:
@@ -61,7 +70,7 @@ def read_aws() -> float | None:
             return parse_time_s(json.loads(text)["time"]) - time.time()
         advice = request_metadata("GET", "/latest/meta-data/events/recommendations/rebalance", headers)
         if advice is not None and not (files.STATE / "rebalance").exists():
-            files.write_json(files.STATE / "rebalance", {"time_s": parse_time_s(json.loads(advice)["noticeTime"])})
+            files.note_json(files.STATE / "rebalance", {"time_s": parse_time_s(json.loads(advice)["noticeTime"])})
         time.sleep(POLL_S)
     return None
 

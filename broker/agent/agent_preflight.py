@@ -74,8 +74,11 @@ class Preflight:
         order = {**request, "rank": int(self._spec["rank"]), "tcp_gbs": agent_network.TCP_GBS}
         order["limit_s"] = max(1.0, limit_s - START_S)
         program = Path(__file__).resolve().with_name("agent_allreduce.py").read_text(encoding="utf-8")
-        (self._folder / "allreduce.py").write_text(program, encoding="utf-8")
-        agent_files.write_json(self._folder / agent_allreduce.ORDER, order)
+        try:
+            (self._folder / "allreduce.py").write_text(program, encoding="utf-8")
+            agent_files.write_json(self._folder / agent_allreduce.ORDER, order)
+        except OSError as error:
+            return {"unmeasured": f"rank {order['rank']}: {error}"}
         self._run_phase("network", agent_network.SCRIPT, limit_s)
         found = agent_files.read_json(self._folder / agent_allreduce.RESULT)
         return found or {"unmeasured": f"no result on rank {order['rank']}"}

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.agent import (
-        agent_checkpoints,
         agent_container,
         agent_dead_runs,
         agent_delivery,
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
         agent_group,
         agent_head,
         agent_lead,
-        agent_lease,
         agent_limits,
         agent_member,
         agent_paths,
         agent_preflight,
+        agent_record,
         agent_setup,
         agent_turn,
     )
 else:
-    import agent_checkpoints
     import agent_container
     import agent_dead_runs
     import agent_delivery
@@ -46,11 +45,11 @@ else:
     import agent_group
     import agent_head
     import agent_lead
-    import agent_lease
     import agent_limits
     import agent_member
     import agent_paths
     import agent_preflight
+    import agent_record
     import agent_setup
     import agent_turn
 
@@ -58,6 +57,8 @@ GRACE_S = 5.0
 TICK_S = 0.1
 END_S = 15.0  # how long to wait for the coordinator's `end` once the gang's result is known
 RETURNCODE_OF_KILL = 137
+RETURNCODE_UNEXECUTABLE = 126  # as of a shell
+LOST = {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
 
 
 class Runner:
@@ -78,12 +79,11 @@ class Runner:
         self._turn: dict[str, Any] | None = None  # the head's reservation on each node
         self._held: dict[str, Any] | None = None
         self._notice_s: float | None = None
-        self._is_notice_sent = False
+        self._is_notice_sent = self._is_urged = False
         self._verdict: dict[str, Any] | None = None
         self._is_verdict_sent = False
         self._is_ended = False
-        self._is_cancel_sent = False
-        self._is_ready_told = False
+        self._is_cancel_sent = self._is_ready_told = False
         self._flush_report = ""
         self._preflight = agent_preflight.Preflight(
             spec,
@@ -96,29 +96,35 @@ class Runner:
 
     def run(self) -> None:
         """Run, and always write outcome.json: the status is the gang's, `own_returncode` this node's."""
-        self._write_state(agent_turn.PENDING)
-        if self._listener is not None:
-            self._coordinator = agent_lead.coordinate(self._folder, self._spec, self._listener)
-        if self._join():
-            self._execute()
-            self._await_end()
+        try:
+            self._take_part()
+        except Exception as error:  # a full disk, or a fault of ours: no program may be left without a runner
+            traceback.print_exc()
+            self._verdict = self._verdict or {**LOST, "reason": f"the runner failed: {error!r}"}
         self._gang.end()
         for phase in agent_dead_runs.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
             self._kill_marked(phase)
         if self._coordinator:
             self._coordinator.wait_until_left()
-        verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
-        outcome = {key: verdict.get(key) for key in ("status", "returncode", "reason", "unflushed")}
-        # The reader must know the lease: a node whose lease was about to expire may have ended the program.
-        outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
-        outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
-        if fault := self._preflight.fault:
-            outcome["fault"] = {"reason": fault.fault, "serials": fault.serials}
-        if outcome["status"] == "FAILED" and outcome["failed_rank"] is not None:  # a program failed by itself
-            outcome["checkpoints"] = agent_checkpoints.find_checkpoints(self._spec["envs"])
-        agent_files.write_json(self._folder / "outcome.json", outcome)
+        outcome = agent_record.describe_outcome(
+            self._verdict or LOST,
+            own_returncode=self._returncode,
+            failed_rank=self._coordinator.failed_rank if self._coordinator else None,
+            fault=self._preflight.fault,
+            envs=self._spec["envs"],
+        )
+        agent_record.write_outcome(self._folder, outcome)
         if self._coordinator and agent_head.is_head(self._folder, self._spec):
             self._leave()
+
+    def _take_part(self) -> None:
+        agent_record.write_state(self._folder, agent_turn.PENDING)
+        agent_record.reserve(self._folder)
+        if self._listener is not None:
+            self._coordinator = agent_lead.coordinate(self._folder, self._spec, self._listener)
+        if self._join():
+            self._execute()
+            self._await_end()
 
     def _await_end(self) -> None:
         """Wait for the coordinator's `end`: the programs of other ranks may run, and upload, for longer.
@@ -163,7 +169,7 @@ class Runner:
             self._verdict = message if message.get("unflushed") else self._verdict or message
             self._is_ended = self._is_ended or kind == "end"
         elif kind == "lost" and not self._is_ended:
-            self._verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
+            self._verdict = self._verdict or dict(LOST)
             self._is_ended = True
         self._wake.set()
 
@@ -179,7 +185,7 @@ class Runner:
             self._await_group()
         if returncode == 0 and not self._verdict:
             self._gang.mark_going()
-            self._write_state("RUNNING")
+            agent_record.note_state(self._folder, "RUNNING")
             self._open_entrance()
             kills = agent_limits.count_oom_kills()
             returncode = self._run_phase("run")
@@ -203,7 +209,7 @@ class Runner:
         """On the head, report that a held gang is set up; release it once the other tasks of its group are known."""
         if self._coordinator and self._coordinator.is_waiting and not self._is_ready_told:
             self._is_ready_told = True
-            self._write_state("SETTING_UP", is_ready=True)
+            agent_record.write_state(self._folder, "SETTING_UP", is_ready=True)
         if self._coordinator and agent_group.read_peers(self._folder) is not None:
             self._coordinator.release()
 
@@ -216,7 +222,8 @@ class Runner:
         while not self._verdict:
             if not is_led or self._turn:
                 given = self._turn if is_led else None
-                self._held = agent_turn.take(self._id, self._spec, partial(self._write_state, "SETTING_UP"), given)
+                record = partial(agent_record.write_state, self._folder, "SETTING_UP")
+                self._held = agent_turn.take(self._id, self._spec, record, given)
             if self._held:
                 if self._coordinator:
                     self._coordinator.broadcast_turn(self._held)
@@ -233,7 +240,7 @@ class Runner:
             return 0
         returncode = agent_setup.set_up(self._spec, self._folder, partial(self._run_phase, "setup"))
         if digest and returncode == 0 and not self._verdict:
-            agent_files.write_json(path, {"digest": digest})
+            agent_files.note_json(path, {"digest": digest})
         return returncode
 
     def _flush(self) -> str:
@@ -259,7 +266,7 @@ class Runner:
         if text != self._flush_report:
             self._flush_report = text
             self._write_log(f"broker: {text}\n".encode())
-            self._write_state("RUNNING", flush="" if is_over else text)
+            agent_record.note_state(self._folder, "RUNNING", flush="" if is_over else text)
 
     def _run_phase(self, phase: str, script: str = "", *, limit_s: float | None = None) -> int:
         script = script or str(self._spec.get(phase) or "")
@@ -284,10 +291,14 @@ class Runner:
         else:
             for error in agent_paths.make_folders(folders):
                 self._write_log(error.encode())
-        process = subprocess.Popen(
-            argv, cwd=str(workdir), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                argv, cwd=str(workdir), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:  # text that is too long for the kernel or has a null byte, or no bash
+            self._write_log(f"broker: `{phase}` cannot be started: {error}\n".encode())
+            return RETURNCODE_UNEXECUTABLE
         assert process.stdout is not None
         pump = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
         pump.start()
@@ -307,8 +318,12 @@ class Runner:
     def _urge(self, pid: int, phase: str, kill_s: float | None) -> float | None:
         """Send SIGTERM when the processes must end; return when (monotonic) they will be killed."""
         preempted = self._folder / "preemption"
-        if self._notice_s is not None and not preempted.exists():
-            preempted.touch(mode=0o600)
+        if self._notice_s is not None and not (self._is_urged or preempted.exists()):
+            self._is_urged = True
+            try:
+                preempted.touch(mode=0o600)
+            except OSError:
+                pass  # on a full disk, the program still gets the signal
             self._signal(pid, phase, signal.SIGTERM)
             kill_s = time.monotonic() + self._notice_s
         if self._verdict and not self._is_verdict_sent:
@@ -320,7 +335,7 @@ class Runner:
         return kill_s
 
     def _signal(self, pid: int, phase: str, number: int) -> None:
-        """Signal the process group, and processes that left it but carry our mark.
+        """Signal the processes of a phase.
 
         A container's client passes no signals on, and its end would cut off the last output, so it only gets SIGKILL.
         """
@@ -328,16 +343,7 @@ class Runner:
             self._container.signal(self._mark(phase), number)
             if number != signal.SIGKILL:
                 return
-        try:
-            os.killpg(pid, number)
-        except OSError:
-            pass
-        for stray in agent_files.find_marked(self._mark(phase)):
-            try:
-                if os.getpgid(stray) != pid:
-                    os.kill(stray, number)
-            except OSError:
-                pass
+        agent_dead_runs.signal_group(pid, self._mark(phase), number)
 
     def _kill_marked(self, phase: str) -> None:
         if self._container:
@@ -382,10 +388,6 @@ class Runner:
         agent_files.append_log(self._log, "".join(f"{stamp}{line}\n" for line in text.split("\n")[:-1]).encode())
         self._send("log", text=text)
 
-    def _write_state(self, status: str, **fields: Any) -> None:
-        old = agent_files.read_json(self._folder / "state.json") or {"started_s": time.time()}
-        agent_files.write_json(self._folder / "state.json", {**old, "status": status, **fields})
-
     def _mark(self, phase: str) -> str:
         return agent_dead_runs.make_mark(self._id, phase)
 
@@ -393,7 +395,6 @@ class Runner:
 def run(run_id: int, listener_fd: int | None) -> None:
     """Run to the end in this process; stderr goes to `runner.log`. `listener_fd`: the coordinator's socket."""
     listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
-    log = str(Path(agent_files.run_folder(run_id)) / "runner.log")
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fd = os.open(str(agent_files.run_folder(run_id) / "runner.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 2)
     Runner(run_id, listener).run()

@@ -51,7 +51,9 @@ class Sampler:
         self._proc, self._now_s = proc, now_s
         self._groups = agent_limits.Groups(proc, groups)
         self._disk = disk or agent_files.HOME
-        self._cpus = _find_cpus(proc) & (cpus if cpus is not None else os.sched_getaffinity(0))
+        found = _find_cpus(proc)
+        # LXC's /proc renumbers the processors of a container, so the kernel's own numbers may not occur in it.
+        self._cpus = found & (cpus if cpus is not None else os.sched_getaffinity(0)) or found
         self._gpus = agent_gpus.Gpus()
         self._last = self._count()
 

@@ -136,15 +136,17 @@ def stage(manifest: Mapping[str, Any], get: Callable[[str], bytes | None], folde
             place.chmod(entry.mode)
             os.utime(str(place), ns=(entry.mtime_ns, entry.mtime_ns))
     content.finish()
-    agent_files.write_json(folder / COMPLETE, {"digest": digest, "entries": entries}, is_durable=False)
+    marker = {"digest": digest, "entries": entries, "boot": agent_files.read_boot()}
+    agent_files.write_json(folder / COMPLETE, marker, is_durable=False)
 
 
 def merge(folder: Path, home: Path) -> str:
     """Move a complete staging folder to its places and return its digest; "" if there is none.
 
-    A repeated call continues. Raises Torn for a path that leads outside of the home folder.
+    A repeated call continues. A folder of an earlier boot does not count: a power loss may have left its files empty,
+    because they are not flushed one by one. Raises Torn for a path that leads outside of the home folder.
     """
-    marker = agent_files.read_json(folder / COMPLETE)
+    marker = agent_files.read_of_this_boot(folder / COMPLETE)
     if marker is None:
         return ""
     entries = [Change(*each) for each in marker["entries"]]

@@ -185,3 +185,22 @@ def test_request_is_carried_out_under_the_lock(tmp_path: Path, monkeypatch: pyte
 
 def test_broker_and_agent_agree_on_the_field_and_on_the_exit_code() -> None:
     assert (gang_module.EPOCH, gang_module.SUPERSEDED) == (epochs.FIELD, epochs.EXIT_CODE)
+
+
+def test_request_without_an_epoch_ends_before_the_first_one_with_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restored server is the first with an epoch: what the old one asked for must not take effect after it."""
+    monkeypatch.setattr(files, "STATE", tmp_path)
+    seen: list[bool] = []
+
+    def verb(request: dict[str, object]) -> dict[str, object]:
+        seen.append(files.is_locked(tmp_path / epochs.LOCK))  # of readers and writers: a reader may join it
+        seen.append(files.try_lock(tmp_path / epochs.LOCK) is None)
+        return request
+
+    guarded = epochs.guard(verb)
+    assert guarded({"a": 1}) == {"a": 1} and seen == [False, True]
+    assert guarded({epochs.FIELD: 1}) == {} and seen[2:] == [True, True]
+    with pytest.raises(epochs.SupersededError):
+        guarded({})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -46,10 +47,12 @@ def test_a_file_is_private_replaced_as_a_whole_and_leaves_no_temporary_file(tmp_
 
 def test_a_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.json"
-    seen: list[tuple[int, bool]] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: seen.append((os.fstat(fd).st_size, path.exists())))
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append((stat.S_ISDIR(os.fstat(fd).st_mode), path.exists())))
     files.write_text(path, "12345")
-    assert seen == [(5, False)]
+    assert seen == [(False, False), (True, True)], "the file, then the folder with its new name"
+    files.write_text(path, "12345", is_durable=False)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\x00"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,12 @@ def test_verbs_of_the_broker_count_as_contact_and_our_own_do_not(
 def test_failed_shutdown_is_requested_again(node: Node, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     calls: list[list[str]] = []
     (node.state / "node.json").write_text('{"power_off": ["shutdown", "-h", "now"]}')
-    monkeypatch.setattr(agent.subprocess, "run", lambda argv, check: calls.append(argv))
+
+    def refuse(argv: list[str], check: bool, timeout: float) -> subprocess.CompletedProcess[bytes]:
+        calls.append(argv)
+        return subprocess.CompletedProcess(argv, 1)
+
+    monkeypatch.setattr(agent.subprocess, "run", refuse)
     lease.renew(900.0)
     node.uptime_s += 900
     for _ in range(2):

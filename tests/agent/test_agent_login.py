@@ -81,6 +81,13 @@ def test_google_login_without_its_fields_is_reported_with_its_path(tmp_path: Pat
         agent_login.find_google_token({"GOOGLE_APPLICATION_CREDENTIALS": str(path), "HOME": str(tmp_path)})
 
 
+def test_credentials_file_that_is_no_object_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "key.json"
+    path.write_text("[]")
+    with pytest.raises(agent_login.Refused, match="is damaged"):
+        agent_login.find_google_token({"GOOGLE_APPLICATION_CREDENTIALS": str(path), "HOME": str(tmp_path)})
+
+
 @given(st.binary(max_size=40))
 def test_damaged_keys_are_distinguished(content: bytes) -> None:
     """Whatever the file holds, the error is of the two kinds that the caller turns into a line."""

@@ -101,6 +101,16 @@ def test_processors_that_the_node_may_not_use_do_not_count(host: Host) -> None:
     assert (sample["cpu_ratio"], sample["cpu_count"]) == (pytest.approx(0.25), 2)
 
 
+def test_container_whose_processors_are_renumbered_has_samples(host: Host) -> None:
+    """LXC shows two processors as 0 and 1 that the kernel calls 6 and 7; every sample used to fail on a division."""
+    host.cpus = {6, 7}
+    sampler = host.make_sampler()
+    host.tick(busy=[100, 100, 100, 100])
+    host.now_s += 10.0
+    sample = sampler.take()
+    assert (sample["cpu_count"], sample["cpu_ratio"]) == (4, 0.1)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_a_container_count_and_not_those_of_its_host(host: Host, version: int) -> None:
     use_cpu = put_in_container(host, version)

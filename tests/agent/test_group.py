@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from broker import agent
 
 sys.path.insert(0, str(agent.FOLDER))
@@ -51,3 +53,20 @@ def test_our_block_of_the_hosts_file_is_replaced_and_the_rest_stays(tmp_path: Pa
     ]  # fmt: skip
     assert hosts.stat().st_ino == inode
     agent_group.write_hosts(["10.0.0.7 learner-0.rl"], tmp_path / "missing" / "hosts")  # no error
+
+
+def test_full_disk_leaves_the_hosts_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to be emptied first: the machine no longer knew `localhost`."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(agent_group.os, "posix_fallocate", refuse, raising=False)
+    agent_group.write_hosts(["10.0.0.1 learner-0.rl"], hosts)
+    assert hosts.read_text() == "127.0.0.1 localhost\n"
+    monkeypatch.undo()
+    agent_group.write_hosts(["10.0.0.1 learner-0.rl"], hosts)
+    agent_group.write_hosts([], hosts)
+    assert hosts.read_text().splitlines() == ["127.0.0.1 localhost", agent_group.BEGIN, agent_group.END]

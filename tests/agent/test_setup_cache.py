@@ -181,6 +181,19 @@ def test_merge_killed_at_any_effect_is_finished_by_the_next(nodes: Nodes, monkey
     assert count > 3, "it was killed at several places"
 
 
+def test_files_that_were_staged_before_a_reboot_are_not_used(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss may have left them empty."""
+    manifest = nodes.pack(nodes.make("first"), install)
+    home = nodes.make("second")
+    staged = home / ".broker" / "staged"
+    archive.stage(manifest, nodes.store.get, staged, "digest")
+    before = describe(home)
+    with monkeypatch.context() as patch:
+        patch.setattr(archive.agent_files, "read_boot", lambda: "another boot")
+        assert archive.merge(staged, home) == "" and describe(home) == before
+    assert archive.merge(staged, home) == "digest"
+
+
 @pytest.mark.parametrize(
     "path", ["../out", "/etc/x", "a/../../x", ".ssh/authorized_keys", ".broker/lease.json", ".netrc", ""]
 )

@@ -152,6 +152,23 @@ def test_idle_member_sends_heartbeats_so_that_it_does_not_count_as_gone(monkeypa
     assert beats == [{"type": "beat"}] * 3
 
 
+def test_fault_while_a_message_is_handled_counts_as_the_loss_of_the_peer() -> None:
+    """The thread that reads was gone then, while the heartbeat went on: the gang waited forever."""
+    heard: list[str] = []
+
+    def handle(message: dict[str, Any]) -> None:
+        heard.append(message["type"])
+        if message["type"] == "go":
+            raise LookupError("a fault")
+
+    wire = Silent()
+    wire.read_line = lambda: b'{"type": "go"}'  # type: ignore[method-assign]
+    link = agent_link.Link(wire, handle)
+    with pytest.raises(LookupError):
+        link._read()
+    assert heard == ["go", "lost"] and wire.is_over.is_set()
+
+
 def test_suspension_of_a_node_is_not_the_silence_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes of a machine may be suspended together: a timer has expired then, and nothing has arrived."""
     waits = list[float]()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,51 @@ def test_step_that_a_later_attempt_repeated_counts_once_and_as_the_later(monkeyp
     again = save(20)
     bridge.commit(20)
     assert bridge.resume() == (20, again)
+
+
+def test_checkpoint_that_is_written_again_is_incomplete_until_it_is_committed_again() -> None:
+    """A kill in between left a torn checkpoint that counted, and every later start failed on it."""
+    first = save(20)
+    bridge.commit(20)
+    again = save(40)
+    bridge.commit(40)
+    assert save(40, "half") == again and bridge.resume() == (20, first)
+    bridge.commit(40)
+    assert bridge.resume() == (40, again)
+
+
+def test_new_folder_is_on_the_disk_before_older_ones_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(20)
+    bridge.commit(20, keep=1)
+    events: list[str] = []
+    flush, remove = bridge._flush, bridge.shutil.rmtree
+    monkeypatch.setattr(bridge, "_flush", lambda path: (events.append(path.name), flush(path)))
+    monkeypatch.setattr(bridge.shutil, "rmtree", lambda path, **named: (events.append("rmtree"), remove(path)))
+    folder = save(40)
+    bridge.commit(40, keep=0)  # the new one stays whatever is asked for
+    assert events == ["state", folder.name, folder.parent.name, "rmtree"]
+    assert bridge.resume() == (40, folder)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_mount_that_cannot_flush_folders_holds_checkpoints_but_a_failed_flush_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    flush = os.fsync
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(fd)
+
+    save(20)
+    monkeypatch.setattr(os, "fsync", refuse)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="rror"):
+            bridge.commit(20)
+    else:
+        bridge.commit(20)
+        assert bridge.resume()[0] == 20
 
 
 def test_newest_checkpoints_are_kept_and_others_deleted() -> None:

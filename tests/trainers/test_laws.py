@@ -309,9 +309,12 @@ def test_a_manifest_is_refused_for_each_part_that_is_not_what_was_written(tmp_pa
     contents = read(1, good, seal_manifest(good))
     assert (contents.world_size, contents.shared, contents.own) == (2, {"model"}, {"rng"})
     assert contents.about == {"a": 1} and contents.files["__0_0.distcp"].size == 5
-    older = {**good, "version": MANIFEST_VERSION - 1}
-    with pytest.raises(Damage, match=f"version {MANIFEST_VERSION - 1}, not {MANIFEST_VERSION}"):
-        read(2, older, seal_manifest(older))
+    for version in (MANIFEST_VERSION - 1, MANIFEST_VERSION + 1):  # an intact one is neither skipped nor removed
+        other = {"version": version, "files": {}, "new": 1}
+        with pytest.raises(CheckpointError, match=f"version {version}, not {MANIFEST_VERSION}"):
+            read(30 + version, other, seal_manifest(other))
+        with pytest.raises(Damage):
+            read(40 + version, {**good, "version": version}, seal_manifest(good))
     for number, (key, value) in enumerate({"world_size": 3, "shared": [], "own": [], "about": {}, "files": {}}.items()):
         with pytest.raises(Damage, match="does not match"):
             read(3 + number, {**good, key: value}, seal_manifest(good))

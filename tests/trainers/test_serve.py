@@ -233,7 +233,8 @@ def test_chat_streams_deltas_and_other_paths_answer() -> None:
     "fields",
     [{"prompt": ""}, {"prompt": [999]}, {"prompt": "a" * 64}, {"prompt": "a", "max_tokens": "x"}, {"prompt": ["a"]},
      {"prompt": "a", "resumed_tokens": 2}, {"prompt": "a", "temperature": float("nan")}, {"prompt": "a", "seed": 1e999},
-     {"prompt": "a", "stop": "x"}, {"prompt": "a", "n": 2}, {"prompt": "a", "logprobs": 0}],
+     {"prompt": "a", "stop": "x"}, {"prompt": "a", "n": 2}, {"prompt": "a", "logprobs": 0}, {"prompt": 5},
+     {"prompt": {"a": 1}}, {"prompt": "\ud800"}, {"prompt": "a", "stream_options": "x"}],
 )  # fmt: skip
 def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> None:
     async def check(port: int) -> None:
@@ -279,9 +280,29 @@ def test_sampling_is_limited_to_the_most_likely_tokens() -> None:
         name: {
             choose_token(logits, Generation(prompt=[0], tokens_max=1, temperature=1.0, **limit), n) for n in range(200)
         }
-        for name, limit in {"all": {}, "k": {"top_k": 2}, "p": {"top_p": 0.6}, "tiny": {"top_p": 1e-9}}.items()
-    }
-    assert drawn == {"all": {0, 1, 2, 3}, "k": {1, 2}, "p": {1}, "tiny": {1}}
+        for name, limit in {
+            "all": {}, "k": {"top_k": 2}, "p": {"top_p": 0.6}, "tiny": {"top_p": 1e-9}, "none": {"top_p": 0.0},
+            "less": {"top_p": -1.0},
+        }.items()
+    }  # fmt: skip
+    # A `top_p` of 0 left no token to draw, and that error ended the engine for all other requests.
+    assert drawn == {"all": {0, 1, 2, 3}, "k": {1, 2}, "p": {1}, "tiny": {1}, "none": {1}, "less": {1}}
+
+
+def test_fault_while_a_request_is_answered_is_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """The connection stayed open without one, so the client waited forever."""
+
+    async def fail(request: Request) -> Any:
+        raise LookupError("a fault")
+
+    async def check() -> None:
+        server = await start_server(fail, "127.0.0.1", 0)
+        async with server:
+            status, content = await call(server.sockets[0].getsockname()[1], "/v1/completions", {})
+            assert status == 500 and json.loads(content)["error"]["message"] == "internal error"
+
+    asyncio.run(check())
+    assert "a fault" in capfd.readouterr().err
 
 
 def test_engine_that_fails_aborts_its_generations_and_is_unhealthy(capfd: pytest.CaptureFixture[str]) -> None:

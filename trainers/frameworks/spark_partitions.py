@@ -59,6 +59,7 @@ def main() -> None:
     committed = set(partitions) - set(pending)
     while len(committed) < len(partitions):
         job.join(POLL_S)
+        is_over = not job.is_alive()  # before the look: no file appears after the end
         fresh = {each for each in partitions if each not in committed and path_of(folder, each).exists()}
         committed |= fresh
         if fresh:
@@ -66,6 +67,10 @@ def main() -> None:
             bridge.progress(step, STEPS, float(np.load(path_of(folder, max(fresh))).mean()), step)
         if failures:
             raise failures[0]
+        if is_over and len(committed) < len(partitions):
+            raise FileNotFoundError(
+                f"Spark has finished, but not all partitions are in {folder}: do all nodes share it?"
+            )
         if bridge.preempted():
             bridge.leave()  # committed partitions are kept
     bridge.finish(STEPS, [np.load(path_of(folder, each)) for each in partitions])

@@ -99,8 +99,7 @@ class SshCloud:
             raise next(iter(unseen.values()))
         now_s = self._clock.now_s()
         claims = {**heard, **{host: self._memory.read_claims(host, owner, now_s=now_s) for host in silent}}
-        nodes = tuple(self._make_node(host, each) for host, found in claims.items() for each in found)
-        return NodeList(nodes=nodes, unseen=unseen)
+        return NodeList(nodes=tuple(self._make_nodes(claims)), unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """End all processes of the nodes and free their hosts; a host that was removed from the file counts as gone.
@@ -140,13 +139,8 @@ class SshCloud:
         wanted = (offer.region, offer.instance_type, offer.ondemand_usd_hour)
         pool = [host for host in self._list_hosts() if host.pool == offer.region]
         answers = await self._call_hosts(pool, "list", owner=request.owner)
-        listed = [
-            self._make_node(host, each)
-            for host, answer in answers.items()
-            if not isinstance(answer, CloudError)
-            for each in answer
-            if each["token"] == request.token
-        ]
+        heard = {host: answer for host, answer in answers.items() if not isinstance(answer, CloudError)}
+        listed = [node for node in self._make_nodes(heard) if node.token == request.token]
         count = request.placement.node_count
         ranks = {node.rank: node for node in listed}
         if len(ranks) == count or any(node.state is NodeState.TERMINATED for node in listed):
@@ -225,6 +219,15 @@ class SshCloud:
             f"pool `{offer.region}` has no {count} free hosts of {offer.instance_type}: {why}", scope="zone"
         )
 
+    def _make_nodes(self, claims: Mapping[Host, Sequence[Mapping[str, Any]]]) -> Sequence[Node]:
+        """Return each node once, by the name of its claim: the file may list a machine under several names."""
+        found: dict[str, Node] = {}
+        for host, records in claims.items():
+            for each in records:
+                if each["id"] not in found or each["id"].endswith(digest_claim(each["owner"], each["token"], host)):
+                    found[each["id"]] = self._make_node(host, each)
+        return list(found.values())
+
     def _make_node(self, host: Host, claim: Mapping[str, Any]) -> Node:
         ended = claim["ended"]
         return Node(
@@ -272,7 +275,7 @@ class SshCloud:
 def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s: float) -> Mapping[str, object]:
     """Return the record of a claim on its host. The id names the host, so a claim made on two hosts lists two nodes."""
     placement = request.placement
-    digest = hashlib.sha256(f"{request.owner}\0{request.token}\0{host.key}".encode()).hexdigest()[:10]
+    digest = digest_claim(request.owner, request.token, host)
     return {
         "id": f"{re.sub(r'[^a-zA-Z0-9-]', '-', request.cluster)[:40]}-{request.attempt}-{rank}-{digest}",
         "owner": request.owner,
@@ -288,6 +291,11 @@ def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s
         "address": host.name,
         "host_lock": lock,
     }
+
+
+def digest_claim(owner: str, token: str, host: Host) -> str:
+    """Return the end of the id of a claim that was made under this name of its host."""
+    return hashlib.sha256(f"{owner}\0{token}\0{host.key}".encode()).hexdigest()[:10]
 
 
 def split_handle(node: Node) -> tuple[str, str, str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.ssh.cloud import SshCloud
+from broker.clouds.ssh.cloud import SshCloud, make_record
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
+from broker.sites.login import SshLogin
 from broker.sites.openssh import Completed, call
 from broker.sites.pools import Host
 from broker.types import Node, NodeState
@@ -216,3 +217,24 @@ def test_login_refused_after_a_part_of_the_gang_was_claimed_is_an_unknown_outcom
     with pytest.raises(UnknownOutcomeError, match="a part of the gang"):
         asyncio.run(cloud.create_nodes(make_request(bed, node_count=2)))
     assert [node.rank for node in list_all(bed)] == [0], "it is listed, and can be terminated"
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_machine_that_is_listed_under_several_names_is_one_node_under_the_name_of_its_claim(
+    tmp_path: Path, own: int
+) -> None:
+    """Its address, its alias, and its address in another pool: each was a node more than the gang had."""
+    bed = PoolBed(tmp_path)
+    address = bed.hosts[0]
+    hosts = [address, replace(address, login=SshLogin(host="alias")), replace(address, pool="other")]
+    request = make_request(bed)
+    record = make_record(request, 0, hosts[own], lock="", now_s=1.0)
+    claim = {**record, "state": "RUNNING", "ended": None, "now_s": 1.0}
+
+    async def answer(host: Host, program: bytes, timeout_s: float) -> Completed:
+        return Completed(returncode=0, stdout=json.dumps({"answer": [claim]}).encode(), stderr=b"")
+
+    pool = SshCloud(lambda: hosts, folder=tmp_path / "state", clock=bed.clock, run=answer)
+    listed = asyncio.run(pool.list_nodes(OWNER)).nodes
+    assert [node.handle for node in listed] == [f"pool://{hosts[own].key}/{record['id']}"]
+    assert [node.id for node in asyncio.run(pool.create_nodes(request))] == [record["id"]]
