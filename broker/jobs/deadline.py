@@ -101,7 +101,7 @@ def read_situation(
     left = plan.task.goal.work_hours if plan.task.goal and plan.task.goal.work_hours is not None else goal.work_hours
     here = live.placement if live else None
     last = job.attempts[-1].placement if job.attempts and live is None else None
-    estimates = choose_places(plan, here or last, refusals)
+    estimates = choose_places(plan, here or last, refusals, is_live=live is not None)
     if may_reask:
         refusals = [each for each in refusals if max(each.reask_s, each.probed_until_s) > now_s]
     places = {

@@ -62,9 +62,12 @@ def has_kinds(task: Task) -> bool:
     return len({(each.accelerator, each.accelerator_count, each.instance_type) for each in task.resources}) > 1
 
 
-def choose_places(plan: Plan, here: Placement | None, refusals: Sequence[Refusal] = ()) -> list[Estimate]:
+def choose_places(
+    plan: Plan, here: Placement | None, refusals: Sequence[Refusal] = (), *, is_live: bool = True
+) -> list[Estimate]:
     """Return the first estimates of each pricing model, in plan order, and that of the job's current or last place.
 
+    `is_live`: its machines run there now.
     With several kinds, each of the first few kinds gets some places, even expensive ones: the only kind that is still
     in time may be expensive, and the cheap kind may be unavailable everywhere. Own machines on-demand that are busy are
     only chosen if there are no others: nothing else is cheap beside machines that cost nothing.
@@ -74,7 +77,7 @@ def choose_places(plan: Plan, here: Placement | None, refusals: Sequence[Refusal
     is_wide = has_kinds(plan.task)
     for estimate in plan.estimates:
         placement = estimate.placement
-        if refusals and _is_busy(placement, here, refusals):
+        if refusals and _is_busy(placement, here if is_live else None, refusals):
             busy.append(estimate)
             continue
         bin_, limit = (spot, SPOT_MAX) if placement.is_spot else (ondemand, ONDEMAND_MAX)

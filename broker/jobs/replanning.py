@@ -51,7 +51,7 @@ def cut_to_rest(job: Job, *, now_s: float, spent_usd: float, restart_s: float | 
         return job.task
     saved = job.progress.checkpoint_step if job.progress else None
     total = job.progress.total if job.progress else None
-    share = min(1.0, saved / total) if saved and total else 0.0
+    share = min(max(saved / total, 0.0), 1.0) if saved and total else 0.0  # a store may hold -1 for "unknown"
     hours = (now_s - job.submitted_s) / 3600  # a plan's hours include the next start
     rest = replace(
         goal,

@@ -115,6 +115,8 @@ def test_own_machines_that_refused_are_no_fallback_if_others_are() -> None:
     assert list_zones(read(plan, refusals=busy[:2])) == ["s0", "o2", "o3", "d0"]
     assert list_zones(read(plan, refusals=busy)) == ["s0", "d0", "d1", "d2"]
     assert list_zones(read(plan, refusals=busy, live=attempt(own[1].placement))) == ["s0", "o1", "d0", "d1"]
+    lost = attempt(own[1].placement, lost_s=NOW_S - 60.0, outcome=Outcome(kind=OutcomeKind.NODE_LOST))
+    assert list_zones(read(plan, refusals=busy, attempts=(lost,))) == ["s0", "d0", "d1", "d2"], "not even the last one"
     assert list_zones(read(make_plan(*own, SPOTS[0]), refusals=busy)) == ["s0", "o0", "o1", "o2"], (
         "nothing else is left"
     )

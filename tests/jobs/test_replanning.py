@@ -95,6 +95,8 @@ def make_job(goal: Goal | None = GOAL, *, attempts: int = 1, progress: Progress 
         (Progress(step=90, checkpoint_step=60), 10.0),
         (Progress(step=100, total=100, checkpoint_step=100), 0.0),
         (Progress(step=150, total=100, checkpoint_step=150), 0.0),
+        (Progress(step=90, total=-1, checkpoint_step=60), 10.0),
+        (Progress(step=90, total=100, checkpoint_step=-1), 10.0),
     ],
 )
 def test_work_is_cut_by_the_share_of_steps_that_are_saved(progress: Progress | None, work_hours: float) -> None:
