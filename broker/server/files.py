@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,7 @@ class FileStore:
         try:
             aside.mkdir(mode=0o700)
             with tarfile.open(archive) as file:
+                check_links(file.getmembers())
                 file.extractall(aside, filter="data")  # refuses names and links that point outside
             if not self.has(digest):
                 _sync_tree(aside)  # the name vouches for the content, also after a power cut: it is never sent again
@@ -140,6 +142,37 @@ class FileStore:
             file_mounts={target: fix(source) for target, source in task.file_mounts.items()},
             storage_mounts=mounts,
         )
+
+
+def check_links(members: Sequence[tarfile.TarInfo]) -> None:
+    """Raise InvalidRequestError for an archive whose paths lead through its own links, which clients never write.
+
+    The filter `data` resolves links on the disk, and Pythons before 3.11.13 and 3.12.11 can be made to resolve them to
+    another place than the kernel does (CVE-2025-4517, CVE-2025-4330): a user could write to any file of the server.
+    """
+    links = {os.path.normpath(each.name) for each in members if each.issym()}
+    for each in members:
+        parts = os.path.normpath(each.name).split("/")
+        if each.islnk() or any("/".join(parts[:length]) in links for length in range(1, len(parts))):
+            raise InvalidRequestError(f"cannot unpack the files: `{each.name[:200]}` leads through a link")
+        if each.issym() and _leads_back(parts[:-1], each.linkname.split("/"), links):
+            raise InvalidRequestError(
+                f"cannot unpack the files: the link `{each.name[:200]}` leads back through a link"
+            )
+
+
+def _leads_back(folder: Sequence[str], target: Sequence[str], links: AbstractSet[str]) -> bool:
+    """Return whether a link's target has a `..` after another link, or more of them than folders."""
+    place, has_passed = list(folder), False
+    for part in target:
+        if part == "..":
+            if has_passed or not place:
+                return True
+            place.pop()
+        elif part not in ("", "."):
+            place.append(part)
+            has_passed = has_passed or "/".join(place) in links
+    return False
 
 
 def _sync_tree(folder: Path) -> None:

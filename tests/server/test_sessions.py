@@ -215,3 +215,43 @@ def test_uploads_that_no_task_names_are_deleted_a_week_after_their_last_use(tmp_
     assert uploads.has(digests["asked"]), "its launch follows"
     assert uploads.forget_unused(store.retention.is_named, now_s=now_s) == 1
     assert {each.name for each in folder.iterdir()} == {digests[name] for name in names if name != "unused"}
+
+
+def make_link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = kind, target
+    return made
+
+
+def test_links_of_a_usual_folder_are_unpacked() -> None:
+    files.check_links(
+        [
+            *map(tarfile.TarInfo, ("code", "code/lib", "code/lib/f", "code/bin")),
+            make_link("code/lib64", "lib"), make_link("code/bin/f", "../lib/f"), make_link("code/g", "lib64/f"),
+            make_link("code/here", "./"), make_link("code/lib/up", "../../code/lib/f"),
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [make_link("a", "b"), tarfile.TarInfo("a/f")],
+        [tarfile.TarInfo("a/f"), make_link("./a", "b")],
+        [make_link("a", "b"), make_link("c", "a/../../etc")],
+        [make_link("a", "b/../../etc")],
+        [make_link("d/a", "../../etc")],
+        [tarfile.TarInfo("a"), make_link("b", "a", tarfile.LNKTYPE)],
+    ],
+)
+def test_archive_whose_paths_lead_through_links_is_refused(members: list[tarfile.TarInfo], tmp_path: Path) -> None:
+    """Older Pythons resolve such paths to another place than the kernel, which could be any file of the server."""
+    with pytest.raises(InvalidRequestError, match=r"leads (back )?through a link"):
+        files.check_links(members)
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for each in members:
+            archive.addfile(each)
+    with pytest.raises(InvalidRequestError, match="cannot unpack"):
+        receive(FileStore(tmp_path / "uploads"), out.getvalue())
+    assert not list((tmp_path / "uploads").iterdir())
