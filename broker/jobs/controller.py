@@ -285,7 +285,8 @@ class JobController:
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(
             self._store, self._config.logs, attempt=attempt, report=report, progress=report.progress,
-            is_whole=are_running(cluster.nodes) and not report.unreachable, checkpoints=report.checkpoints,
+            is_whole=are_running(cluster.nodes) and not report.unreachable and not report.noticed,
+            checkpoints=report.checkpoints,
         )  # fmt: skip
 
     async def _refresh(self, monitor: AttemptMonitor, report: GangReport, cluster: Cluster) -> Cluster | None:

@@ -43,6 +43,23 @@ def test_a_restart_that_brings_no_headway_is_followed_by_one_on_new_nodes(tmp_pa
     assert clusters[0] == clusters[1] != clusters[2] and len(clusters) == 3
 
 
+def test_a_program_that_fails_where_a_node_has_a_notice_is_restarted_on_new_nodes(tmp_path: Path) -> None:
+    world = make_world(tmp_path, exit_codes=(7,))
+    poll, noticed = world.gang.poll, list[str]()
+
+    async def warn(cluster: Cluster, run_id: int) -> Report:
+        report, node = await poll(cluster, run_id), cluster.nodes[1]
+        if not noticed:
+            noticed.append(node.id)
+        return replace(report, noticed=(1,) if node.id == noticed[0] and not report.unreachable else ())
+
+    world.gang.poll = warn  # type: ignore[method-assign]
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    first, second = world.get_job().attempts
+    assert first.cluster != second.cluster, "the cloud takes the noticed node before the program gets far"
+
+
 def test_a_program_that_saves_but_reports_no_steps_keeps_its_nodes(tmp_path: Path) -> None:
     world = World(tmp_path, exit_codes=(1, 1, 1, 1))
     poll = world.gang.poll
