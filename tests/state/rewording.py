@@ -14,6 +14,7 @@ RULES: tuple[tuple[str, str], ...] = (
         r"Steps (\d+(?: of \d+)?), (\d+) lost in (\d+) recoveries that took ([^\n]+?)\.\n",
         r"Steps: \1, \2 lost. Recoveries: \3, taking \4.\n",
     ),
+    (r"Recoveries: 0, taking 0\.0s\.", r"Recoveries: 0."),
     (r"USD; on-demand ([\d.]+) USD", r"USD; on-demand would have cost \1 USD"),
     (r"failed by itself: its program, or its budget", r"failed"),
     (r"could not be started at all", r"could not be started"),
