@@ -99,7 +99,11 @@ def cancel(
 def status(
     clusters: Annotated[
         list[str] | None,
-        typer.Argument(help="Names or patterns, e.g. `dev-*` (default: all).", autocompletion=complete_clusters),
+        typer.Argument(
+            metavar="CLUSTER...",
+            help="Names or patterns, e.g. `dev-*` (default: all).",
+            autocompletion=complete_clusters,
+        ),
     ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Query the clouds for current node states.")] = False,
     all_users: options.AllUsers = False,

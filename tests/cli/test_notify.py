@@ -29,6 +29,7 @@ def test_failed_job_is_reported_to_every_destination(shell: Any) -> None:
         shell.wait_until(lambda: webhook.bodies and slack.bodies, "both are notified")
         seen = shell.home / "seen.txt"
         shell.wait_until(lambda: seen.exists() and "FAILED" in seen.read_text(), "the callback has run")
+        shell.wait_for_termination()  # the files of a node vanish while it ends
     (body,) = webhook.bodies
     assert (body["kind"], body["job"]) == ("failed", {"id": 1, "name": "t", "status": "FAILED"})
     assert body["text"].startswith("job 1 (t): FAILED: ")

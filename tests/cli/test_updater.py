@@ -131,7 +131,7 @@ def test_every_environment_of_a_test_keeps_commands_offline() -> None:
     """A test that drops broker's variables switches updates off again; those listed start trainers only."""
     without = {
         "tests/docs/test_contributing.py", "tests/torture/references.py", "tests/trainers/conftest.py",
-        "tests/trainers/strategies/conftest.py", "tests/trainers/test_bridge.py",
+        "tests/trainers/strategies/conftest.py", "tests/trainers/test_bridge.py", "tests/trainers/test_faults.py",
         "tests/trainers/test_rendezvous_protocol.py", "tests/trainers/test_training.py",
     }  # fmt: skip
     folder = Path(__file__).parent.parent

@@ -56,17 +56,19 @@ def notice(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     module = importlib.import_module("agent_notice")
     monkeypatch.setattr(module, "SERVER", f"127.0.0.1:{server.server.server_port}")
     monkeypatch.setattr(module, "POLL_S", 0.0)
-    monkeypatch.setitem(module.ask.__kwdefaults__, "answer_s", 300.0)  # a machine that stalls is not a silent server
+    monkeypatch.setitem(
+        module.request_metadata.__kwdefaults__, "answer_s", 300.0
+    )  # a machine that stalls is not a silent server
     monkeypatch.setattr(module.files, "STATE", tmp_path)
     return module
 
 
 def test_a_request_gets_an_answer_or_none_or_raises_silence(notice: Any, server: Server) -> None:
     server.answers = {"/a": (200, "words"), "/b": (500, "words")}
-    assert notice.ask("GET", "/a", {"X": "y"}) == "words"
-    assert notice.ask("GET", "/c", {}) is None
+    assert notice.request_metadata("GET", "/a", {"X": "y"}) == "words"
+    assert notice.request_metadata("GET", "/c", {}) is None
     with pytest.raises(notice.Silence):
-        notice.ask("GET", "/b", {})
+        notice.request_metadata("GET", "/b", {})
     assert server.asked[0][2]["X"] == "y"
 
 
@@ -121,7 +123,7 @@ def test_a_valid_answer_resets_the_count_of_invalid_ones(notice: Any, monkeypatc
             raise notice.Silence
         return answer
 
-    monkeypatch.setattr(notice, "ask", ask)
+    monkeypatch.setattr(notice, "request_metadata", ask)
     notice.watch_notices("gcp")
     assert (notice.files.STATE / "preemption").exists() and not list(calls)
 

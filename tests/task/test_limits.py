@@ -90,7 +90,7 @@ def test_settings_of_a_cloud_are_read_and_have_no_effect() -> None:
     ("text", "hint"),
     [
         ("setup: [pip install x, pip install y]", "write it as one text: `|` after the colon"),
-        ("resources: {region: [a]}", "write a single text after the colon, not a list"),
+        ("resources: {region: [a]}", "write each one as an alternative: `any_of: ["),
         ("resources: {region: 7}", "put it in quotes"),
         ("name: {a: b}", "write a single text after the colon, not a mapping"),
         ("name:\n  train: x", "write a single text after the colon, not a mapping"),
