@@ -4,10 +4,12 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 BUCKET = "testbed"
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]  # of WSGI
 LOGIN = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
@@ -46,6 +48,7 @@ def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     server.start()
+    server._server.app = make_conditions_atomic(server._server.app)
     try:
         port = server.get_host_and_port()[1]
         with socket.create_connection((address, port), timeout=30) as wire:
@@ -54,6 +57,18 @@ def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
         yield S3Server(port=port, address=address)
     finally:
         server.stop()
+
+
+def make_conditions_atomic(application: Application) -> Application:
+    """Let one conditional request at a time through: moto looks for the object, and writes it without a lock."""
+    lock = threading.Lock()
+
+    def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        is_conditional = "HTTP_IF_NONE_MATCH" in environ or "HTTP_IF_MATCH" in environ
+        with lock if is_conditional else contextlib.nullcontext():
+            return application(environ, start_response)
+
+    return handle
 
 
 @dataclass(kw_only=True)
