@@ -26,6 +26,7 @@ from broker.server.http import OPEN_BODY_MAX, Server
 from broker.server.openapi import describe_api
 from broker.server.serving import choose_certificate, ensure_certificate
 from broker.types import Repository, Secret, Task
+from tests.contents import read_all
 from tests.server.conftest import Hosted
 
 CANARY = "swordfish-in-the-canary"
@@ -114,9 +115,7 @@ def test_secret_of_a_task_is_in_no_answer_and_no_file_but_its_own(hosted: Hosted
     assert remote.call(explain_job, job=str(job.id)).job.name == "secretive"
     with pytest.raises(UsageError, match="unknown cluster"):
         hosted.open("user").call(exec_task, cluster="nope", task=task)
-    found = {
-        path.parent.name for path in hosted.home.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()
-    }
+    found = {path.parent.name for path, content in read_all(hosted.home) if CANARY.encode() in content}
     assert found == {"secrets"}, "the store's own files of mode 0600"
 
 

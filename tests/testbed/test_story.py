@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.types import JobStatus
+from tests.contents import read_all
 from tests.testbed.metadata import MetadataServer
 from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, CANARY, HELLO, TRAIN, Stage, open_stage
@@ -166,8 +167,8 @@ def expect_quiet(stage: Stage, name: str) -> None:
     machines = [(each.id, each.user_data, each.tags, each.parameters) for each in stage.account.instances.values()]
     text = repr((stage.account.calls, machines, stage.gce.requests))
     assert name in text and "ssh-ed25519" in text and CANARY not in text
-    for path in (each for each in stage.home.rglob("*") if each.is_file()):
-        if path.parent.name == "secrets":
-            assert path.stat().st_mode & 0o777 == 0o600
+    for file, content in read_all(stage.home):
+        if file.parent.name == "secrets":
+            assert file.stat().st_mode & 0o777 == 0o600
         else:
-            assert CANARY.encode() not in path.read_bytes(), path
+            assert CANARY.encode() not in content, file
