@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"frozen", "agent"},
     {"errors"},
     {"types", "clock", "config", "locks"},
-    {"axes", "environment", "formatting"},
+    {"axes", "environment", "formatting", "redirects"},
     {"wording"},
     {"task", "catalog", "spot"},
     {"optimizer"},

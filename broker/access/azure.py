@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import IO
 from urllib.parse import quote, urlencode
 
 from broker.access.base import Grant, Need
@@ -20,6 +19,7 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.environment import read_azure_environment
 from broker.errors import AuthError, InvalidRequestError, TransientError
+from broker.redirects import NoRedirect
 from broker.types import Secret, Task
 
 LIFE_S = 8 * 86400.0  # as for Google: the variable is only read once, when a program starts
@@ -117,23 +117,12 @@ def make_signature(account: str, key: str, container: str, *, permissions: str, 
     return urlencode({**fields, "sig": base64.b64encode(digest).decode("ascii")}, quote_via=quote, safe="")
 
 
-class StaysAtService(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, as everything that sends a login does (decision 398)."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> None:  # fmt: skip
-        """Return None: the redirect is then raised as an HTTPError."""
-        return None
-
-
 def _send_request(method: str, url: str, need: Need, headers: Mapping[str, str] | None = None) -> None:
     body = b"" if method == "PUT" else None
     all_headers = {"x-ms-version": VERSION, **(headers or {})}
     try:
         request = urllib.request.Request(url, method=method, data=body, headers=all_headers)
-        with urllib.request.build_opener(StaysAtService).open(request, timeout=ANSWER_S):
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=ANSWER_S):
             return
     except urllib.error.HTTPError as error:
         what = f"cannot use `{need.url}`: HTTP {error.code}"

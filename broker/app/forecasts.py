@@ -108,7 +108,7 @@ def read_start_hours(plan: Plan) -> float:
 def read_rest(plan: Plan, paid_usd: float, begun: BegunStart, *, deadline_hours: float | None) -> JobForecast:
     """Return the forecast of the rest of a job, of whose first start the part `begun` is over and paid.
 
-    Running machines on spot are left for a choice on-demand, which starts anew; those on-demand continue otherwise.
+    If the plan chooses on-demand, machines running on spot are left and new ones start; else, on-demand ones continue.
     """
     from broker.optimizer.forecast import find_deadline_chances, forecast_plan
 

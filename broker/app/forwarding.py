@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from broker.environment import read_mlflow_variables
 from broker.errors import BrokerError, UsageError
-from broker.notify.sending import NoRedirect
+from broker.redirects import NoRedirect
 from broker.types import Job, JobStatus, Progress
 
 ANSWER_S = 30.0

@@ -155,7 +155,7 @@ def send_trace(trace: Json, url: str, *, headers: Mapping[str, str]) -> None:
     import urllib.error
     import urllib.request
 
-    from broker.notify.sending import NoRedirect
+    from broker.redirects import NoRedirect
 
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

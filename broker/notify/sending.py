@@ -30,6 +30,7 @@ from broker.environment import make_callback_environment
 from broker.errors import CloudError, TransientError, UsageError
 from broker.notify.notification import Notification, Sink, SinkKind
 from broker.notify.settings import NotifySettings, SmtpServer, resolve
+from broker.redirects import NoRedirect
 
 TIMEOUT_S = 10.0  # of each network operation
 COMMAND_S_MAX = 60.0
@@ -87,17 +88,6 @@ def write_mail(sender: str, recipient: str, notification: Notification) -> Email
     message["Message-ID"] = f"<{notification.id}@broker.invalid>"
     message.set_content(notification.text + "\n")
     return message
-
-
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects: they would send the request, and its login, to a server that the user has not named."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> None:  # fmt: skip
-        """Return None: the redirect is then raised as an HTTPError."""
-        return None
 
 
 def _post(url: str, body: Mapping[str, object], id: str) -> None:

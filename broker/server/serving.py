@@ -135,10 +135,12 @@ async def serve(
 async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable[object]]) -> None:
     """Keep the daemon running and backup and prices current until `until` returns. Raises FencedError if replaced."""
     tasks = [
-        asyncio.ensure_future(until()), asyncio.create_task(_keep_jobs_going(home, policy)),
-        asyncio.create_task(keep_backup(home)), asyncio.create_task(keep_prices_fresh(SystemClock(), home)),
-        asyncio.create_task(_forget_files(home, policy)),
-    ]  # fmt: skip
+        asyncio.ensure_future(until()),
+        asyncio.create_task(repeat(home, policy, ServerContext.keep_jobs_going, every_s=WATCH_S)),
+        asyncio.create_task(repeat(home, policy, _forget_files, every_s=FORGET_EVERY_S)),
+        asyncio.create_task(keep_backup(home)),
+        asyncio.create_task(keep_prices_fresh(SystemClock(), home)),
+    ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -149,40 +151,28 @@ async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _keep_jobs_going(home: Path, policy: Policy) -> None:
-    """Restart a dead daemon while jobs are live, even without requests."""
+async def repeat(home: Path, policy: Policy, act: Callable[[ServerContext], None], *, every_s: float) -> None:
+    """Call `act` every `every_s` seconds with a new context. An error is logged: it must not end the server."""
 
-    def look() -> None:
+    def act_once() -> None:
         context = ServerContext(home, policy=policy, on_note=log.warning)
         try:
-            context.keep_jobs_going()
+            act(context)
         except BrokerError as error:
             log.warning("%s", error.message)
+        except OSError as error:
+            log.warning("%s", error)
         finally:
             context.close()
 
     clock = SystemClock()
     while True:
-        await asyncio.to_thread(look)
-        await clock.sleep(WATCH_S)
+        await asyncio.to_thread(act_once)
+        await clock.sleep(every_s)
 
 
-async def _forget_files(home: Path, policy: Policy) -> None:
-    """Delete uploaded files that are no longer needed, once a day."""
-
-    def look() -> None:
-        context = ServerContext(home, policy=policy, on_note=log.warning)
-        try:
-            uploads = FileStore(home / "uploads")
-            count = uploads.forget_unused(context.store.retention.is_named, now_s=context.clock.now_s())
-            if count:
-                log.info("deleted %s uploads that no task names", count)
-        except BrokerError as error:
-            log.warning("old uploads were not deleted: %s", error.message)
-        finally:
-            context.close()
-
-    clock = SystemClock()
-    while True:
-        await asyncio.to_thread(look)
-        await clock.sleep(FORGET_EVERY_S)
+def _forget_files(context: ServerContext) -> None:
+    """Delete uploaded files that are no longer needed."""
+    uploads = FileStore(context.config.home / "uploads")
+    if count := uploads.forget_unused(context.store.retention.is_named, now_s=context.clock.now_s()):
+        log.info("deleted %s uploads that no task names", count)

@@ -1,4 +1,4 @@
-"""On a full disk a program goes on, its outcome is recorded, and its node still ends when its lease does."""
+"""On a full disk, a program keeps running, its outcome is recorded, and its node still ends when its lease does."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import socket
@@ -24,7 +25,7 @@ from broker.server.context import Policy
 from broker.server.files import FileStore
 from broker.server.http import OPEN_BODY_MAX, Server
 from broker.server.openapi import describe_api
-from broker.server.serving import choose_certificate, ensure_certificate
+from broker.server.serving import choose_certificate, ensure_certificate, repeat
 from broker.types import Repository, Secret, Task
 from tests.contents import read_all
 from tests.server.conftest import Hosted
@@ -262,3 +263,18 @@ def test_connection_that_sends_no_request_in_time_is_closed(tmp_path: Path, monk
             assert connection.recv(100) == b""
     finally:
         hosted.stop()
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), UsageError("no")])
+def test_an_error_in_periodic_work_does_not_end_the_server(error: Exception, tmp_path: Path) -> None:
+    class Twice(Exception):
+        """Raised by the second call."""
+
+    calls = []
+
+    def act(context: object) -> None:
+        calls.append(context)
+        raise error if len(calls) == 1 else Twice
+
+    with pytest.raises(Twice):
+        asyncio.run(repeat(tmp_path, Policy(), act, every_s=0.0))
