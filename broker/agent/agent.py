@@ -11,42 +11,22 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
-import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # `typing` would take a tenth of the time of a request
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
-    from broker.agent import (
-        agent_access,
-        agent_dead_runs,
-        agent_delivery,
-        agent_epoch,
-        agent_exchange,
-        agent_flush,
-        agent_group,
-        agent_head,
-        agent_lease,
-        agent_ring,
-    )
+    from broker.agent import agent_epoch, agent_flush, agent_head, agent_lease, agent_ring
     from broker.agent import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` omits it
-    import agent_access
-    import agent_dead_runs
-    import agent_delivery
     import agent_epoch
-    import agent_exchange
     import agent_files as files
-    import agent_flush
-    import agent_group
     import agent_head
     import agent_lease
     import agent_ring
@@ -79,6 +59,8 @@ def main(verb: str, *arguments: str) -> None:
     elif verb == "_watch":
         watch()
     elif verb == "follow":
+        import agent_exchange  # type: ignore[import-not-found]  # noqa: F401  # as in `watch`
+        import agent_flush  # type: ignore[import-not-found]  # noqa: F401
         import agent_follow  # type: ignore[import-not-found]
 
         guarded = {verb: agent_epoch.guard(VERBS[verb]) for verb in ("lease", "cancel", "exchange")}
@@ -169,6 +151,9 @@ def remember_image(image: str | None) -> str | None:
 
 def pick_port() -> int:
     """Return a free port below the ephemeral range (Linux: from 32768), so that no outgoing connection takes it."""
+    import random
+    import socket
+
     for port in random.sample(range(20000, 32000), 200):
         with socket.socket() as probe:
             try:
@@ -181,6 +166,8 @@ def pick_port() -> int:
 
 def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> None:
     """Start an agent process in its own session, detached from the caller."""
+    import subprocess
+
     script = str(Path(__file__).resolve())
     subprocess.Popen(
         [sys.executable, "-I", "-S", script, verb, *arguments],
@@ -206,8 +193,17 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
         "is_advised": (files.STATE / "rebalance").exists(),  # the cloud recommends leaving this node
         "is_noticed": (files.STATE / "preemption").exists(),  # the cloud announced when it takes this node
         "lease_left_s": agent_lease.measure_left_s(),
-        "uploads": agent_flush.report() if "run_id" not in request else None,
+        "uploads": report_uploads() if "run_id" not in request else None,
     }
+
+
+def report_uploads() -> Any:
+    """Return the pending uploads of this node's mounts (`agent_flush.report`); None without mounts."""
+    if not (files.STATE / files.MOUNTS).exists():
+        return None
+    import agent_flush  # next to this file on the node, as all that is imported late
+
+    return agent_flush.report()
 
 
 def answer_status(request: dict[str, Any]) -> dict[str, Any]:
@@ -287,10 +283,21 @@ def ensure_watcher() -> None:
 
 
 def watch() -> None:
-    """Watch the runs, the lease and the uploads of this node until it shuts down."""
+    """Watch the runs, the lease and the uploads of this node until it shuts down.
+
+    All that it needs is imported at once: another version of the agent may replace these files while it works.
+    """
+    import threading
+
+    import agent_access  # type: ignore[import-not-found]  # noqa: F401
+    import agent_dead_runs  # type: ignore[import-not-found]  # noqa: F401
+    import agent_delivery  # type: ignore[import-not-found]
+    import agent_flush  # noqa: F401
+    import agent_samples  # type: ignore[import-not-found]
+
     survive(start_notices)
     threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
-    start_samples()
+    threading.Thread(target=agent_samples.sample_forever, daemon=True).start()
     flush: agent_flush.Flush | None = None
     while True:
         flush = look(flush)
@@ -302,6 +309,8 @@ def look(flush: agent_flush.Flush | None) -> agent_flush.Flush | None:
     survive(clean_up)
     reason = survive(decide_power_off)
     if reason and reason != "lease":  # files may come from outside a run, or from one whose runner was killed
+        import agent_flush
+
         flush = flush or agent_flush.Flush()
         reason = "" if survive(flush.poll) == "waiting" else reason
     else:
@@ -323,6 +332,9 @@ def survive(step: Callable[[], str | None]) -> str | None:
 
 def clean_up() -> None:
     """End runs whose runner is gone, and delete credentials that no run needs."""
+    import agent_access
+    import agent_dead_runs
+
     for run_id in files.list_run_ids():
         agent_dead_runs.end_if_dead(run_id)
     agent_access.forget_used()
@@ -332,16 +344,11 @@ def start_notices() -> None:
     """Start a thread that watches for preemption notices if node.json names a cloud that gives them."""
     cloud = (files.read_json(files.STATE / "node.json") or {}).get("notices")
     if cloud:
+        import threading
+
         import agent_notice  # type: ignore[import-not-found]
 
         threading.Thread(target=agent_notice.watch_notices, args=(cloud,), daemon=True).start()
-
-
-def start_samples() -> None:
-    """Start the thread that samples what this node uses."""
-    import agent_samples  # type: ignore[import-not-found]
-
-    threading.Thread(target=agent_samples.sample_forever, daemon=True).start()
 
 
 def decide_power_off() -> str:
@@ -371,18 +378,31 @@ def power_off(reason: str) -> None:
     except OSError:
         if how == "file":
             raise
-    if how != "file" and subprocess.run([str(word) for word in how], check=False, timeout=COMMAND_S).returncode:
+    if how != "file" and run_command([str(word) for word in how]):
         return
     rule = files.STATE / "autostop.json"
     if reason in ("autostop", "stop") and rule.exists():
         rule.unlink()
 
 
-VERBS = {
+def run_command(words: list[str]) -> int:
+    """Return a command's exit code. Raises OSError, or subprocess.TimeoutExpired after a minute."""
+    import subprocess
+
+    return subprocess.run(words, check=False, timeout=COMMAND_S).returncode
+
+
+def call(module: str, function: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Call a function of a module that is imported for this request alone."""
+    answer: dict[str, Any] = getattr(__import__(module), function)(request)
+    return answer
+
+
+VERBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "submit": submit,
-    "access": agent_access.receive,
-    "exchange": agent_exchange.exchange,
-    "peers": agent_group.receive,
+    "access": partial(call, "agent_access", "receive"),
+    "exchange": partial(call, "agent_exchange", "exchange"),
+    "peers": partial(call, "agent_group", "receive"),
     "head": agent_head.receive,
     "status": answer_status,
     "cancel": cancel,

@@ -6,15 +6,19 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+
+TYPE_CHECKING = False  # `typing` would take a tenth of the time of a request
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import IO, Any
 
 HOME = Path(os.environ.get("HOME") or Path.home())
 STATE = HOME / ".broker"
 RUNS = STATE / "runs"
 CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key with which its nodes authenticate each other
 HEARD = "heard.json"
+MOUNTS = "mounts"  # has a record of each cached mount
 NETWORK_REPORT = "network.json"  # in the head's run folder: how fast its nodes reach each other
 SETUP_REPORT = "setup_cache.json"  # in a run's folder: the outcome of its setup's archive
 # Seconds without a request after which the broker counts as unavailable. A running broker renews the lease every

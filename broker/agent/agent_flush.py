@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 else:
     import agent_files as files
 
-MOUNTS = "mounts"
 # How long the node is kept while no upload makes progress. rclone itself retries at intervals of up to 5 min.
 HOLD_S = 1800.0
 HOLD_VARIABLE = "BROKER_FLUSH_HOLD_S"  # among a task's `envs`, in seconds
@@ -50,7 +49,7 @@ def read_hold_s(envs: dict[str, str]) -> float:
 
 def list_mounts() -> list[Path]:
     """Return the record of each cached mount on this node."""
-    folder = files.STATE / MOUNTS
+    folder = files.STATE / files.MOUNTS
     return sorted(folder.glob("*.json")) if folder.is_dir() else []
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +27,17 @@ def test_agent_parses_as_python_3_8_and_imports_only_the_standard_library(name: 
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         for module in modules:
             assert module.split(".")[0] in sys.stdlib_module_names | siblings, module
+
+
+def test_a_request_for_the_status_imports_little(tmp_path: Path) -> None:
+    """It comes every few seconds, and its import time is most of its cost."""
+    command = [sys.executable, "-I", "-S", "-X", "importtime", str(FOLDER / "agent.py"), "status"]
+    done = subprocess.run(
+        command, env={"HOME": str(tmp_path)}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and {"json", "agent_lease"} <= imported
+    assert not imported & {"typing", "subprocess", "socket", "hashlib", "shutil", "threading", "ssl", "urllib.request"}
 
 
 def test_progress_of_a_missing_or_torn_file_is_none(tmp_path: Path) -> None:

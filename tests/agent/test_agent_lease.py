@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 
 from broker.agent import agent
 
-files, lease, delivery = agent.files, agent.agent_lease, agent.agent_delivery
+files, lease, delivery = agent.files, agent.agent_lease, agent.agent_lease.delivery
 BUCKET = {"BROKER_CHECKPOINT_DIR": "s3://b/me-job-1", "BROKER_ATTEMPT": "1"}
 HOUR = 3600.0
 
@@ -183,11 +183,11 @@ def test_failed_shutdown_is_requested_again(node: Node, monkeypatch: pytest.Monk
     calls: list[list[str]] = []
     (node.state / "node.json").write_text('{"power_off": ["shutdown", "-h", "now"]}')
 
-    def refuse(argv: list[str], check: bool, timeout: float) -> subprocess.CompletedProcess[bytes]:
-        calls.append(argv)
-        return subprocess.CompletedProcess(argv, 1)
+    def refuse(words: list[str]) -> int:
+        calls.append(words)
+        return 1
 
-    monkeypatch.setattr(agent.subprocess, "run", refuse)
+    monkeypatch.setattr(agent, "run_command", refuse)
     lease.renew(900.0)
     node.uptime_s += 900
     for _ in range(2):
@@ -378,6 +378,6 @@ def test_gang_without_a_free_port_is_an_error_and_not_a_gang_without_a_port(monk
         def bind(self, address: object) -> None:
             raise OSError("address in use")
 
-    monkeypatch.setattr(agent.socket, "socket", Taken)
+    monkeypatch.setattr(socket, "socket", Taken)
     with pytest.raises(OSError, match="no free port between 20000 and 32000"):
         agent.pick_port()

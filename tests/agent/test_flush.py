@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.server
+import importlib
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from broker.storage.mounts import MountStep, make_script
 from broker.types import Cluster, NodeEnd, RunStatus, Task
 from tests.tiers import long
 
-files, agent_flush = agent.files, agent.agent_flush
+files, agent_flush = agent.files, importlib.import_module("agent_flush")
 Flush, Pending, list_pending = agent_flush.Flush, agent_flush.Pending, agent_flush.list_pending
 FAKE = Path(__file__).parent.parent / "runtime" / "fake_rclone.py"
 MOUNT = MountStep(target="~/out", url="s3://bucket/out", mode="MOUNT_CACHED")

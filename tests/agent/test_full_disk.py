@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,8 @@ import pytest
 from broker.agent import FOLDER, agent
 from tests.agent.test_agent_lease import Bucket, Node
 
-files, lease, delivery = agent.files, agent.agent_lease, agent.agent_delivery
+files, lease, delivery = agent.files, agent.agent_lease, agent.agent_lease.delivery
+access = importlib.import_module("agent_access")
 RUN = 1
 
 
@@ -64,11 +64,11 @@ def shutdowns(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     calls: list[list[str]] = []
     (node.state / "node.json").write_text('{"power_off": ["shutdown", "-h", "now"]}')
 
-    def run(argv: list[str], **named: Any) -> Any:
-        calls.append(argv)
-        return subprocess.CompletedProcess(argv, 0)
+    def run(words: list[str]) -> int:
+        calls.append(words)
+        return 0
 
-    monkeypatch.setattr(agent.subprocess, "run", run)
+    monkeypatch.setattr(agent, "run_command", run)
     monkeypatch.setattr(agent, "POWER_OFF_S", 0.0)
     return calls
 
@@ -111,12 +111,12 @@ def test_access_is_renewed_though_the_disk_is_full(node: Node, disk: Disk) -> No
     """Checkpoints go to a bucket, and its session would expire."""
     node.begin()
     request = {"run_id": RUN, "scope": "s", "envs": {"AWS": "{access}/aws.json"}, "files": {"aws.json": "a long key"}}
-    agent.agent_access.receive(request)
+    access.receive(request)
     disk.fill()
-    agent.agent_access.receive({**request, "files": {"aws.json": "short"}})
-    folder = agent.agent_access.find_folder(RUN)
+    access.receive({**request, "files": {"aws.json": "short"}})
+    folder = access.find_folder(RUN)
     assert (folder / "aws.json").read_text() == "short"
-    assert agent.agent_access.read_envs(RUN)["AWS"] == str(folder / "aws.json")
+    assert access.read_envs(RUN)["AWS"] == str(folder / "aws.json")
 
 
 def test_outcome_of_a_dead_runner_gets_the_space_that_it_had_reserved(node: Node, disk: Disk) -> None:
@@ -150,7 +150,7 @@ def test_autostop_that_fails_is_tried_again(
     node: Node, shutdowns: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = [1, 0]
-    monkeypatch.setattr(agent.subprocess, "run", lambda argv, **named: SimpleNamespace(returncode=codes.pop(0)))
+    monkeypatch.setattr(agent, "run_command", lambda words: codes.pop(0))
     rule = {"idle_minutes": 0.0, "is_down": True, "set_s": time.time() - 100, "boot": files.read_boot()}
     files.write_json(node.state / "autostop.json", rule)
     (node.state / "boot").touch()

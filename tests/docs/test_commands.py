@@ -21,9 +21,14 @@ PAGES = [page for page in list_pages() if page != CHANGELOG]  # the changelog al
 COMPLETION = ("--install-completion", "--show-completion")
 
 
-def find_problem(words: tuple[str, ...]) -> str:
+@pytest.fixture(scope="module")
+def root() -> Any:
+    return typer.main.get_command(app)
+
+
+def find_problem(words: tuple[str, ...], root: Any) -> str:
     """Parse as the command line does, running nothing; return an empty text if it is accepted."""
-    command: Any = typer.main.get_command(app)
+    command = root
     if words and words[0] in COMPLETION:  # it acts while it is parsed, on the files of the user who runs the tests
         return "" if words[0] in {flag for param in command.params for flag in param.opts} else "no such option"
     context, arguments = None, list(words)
@@ -52,20 +57,20 @@ def find_problem(words: tuple[str, ...]) -> str:
         return getattr(error, "message", "") or str(error)
 
 
-def test_unknown_commands_and_flags_are_reported() -> None:
-    assert find_problem(("plan", "task.yaml")) == ""
-    assert find_problem(("jobs", "launch", "task.yaml", "--detach-run")) == ""
-    assert find_problem(("jobs", "--help")) == ""
-    assert find_problem(("--install-completion",)) == ""
-    assert "No such option" in find_problem(("jobs", "launch", "task.yaml", "--detached"))
-    assert "no command" in find_problem(("jobs", "start", "x"))
-    assert find_problem(("gpus", "--limit", "many")) != ""
+def test_unknown_commands_and_flags_are_reported(root: Any) -> None:
+    assert find_problem(("plan", "task.yaml"), root) == ""
+    assert find_problem(("jobs", "launch", "task.yaml", "--detach-run"), root) == ""
+    assert find_problem(("jobs", "--help"), root) == ""
+    assert find_problem(("--install-completion",), root) == ""
+    assert "No such option" in find_problem(("jobs", "launch", "task.yaml", "--detached"), root)
+    assert "no command" in find_problem(("jobs", "start", "x"), root)
+    assert find_problem(("gpus", "--limit", "many"), root) != ""
 
 
-def test_every_command_of_the_docs_is_accepted_by_the_command_line() -> None:
+def test_every_command_of_the_docs_is_accepted_by_the_command_line(root: Any) -> None:
     commands = [command for page in PAGES for command in list_commands(page)]
     assert len(commands) > 100
-    refused = [f"{command}: {problem}" for command in commands if (problem := find_problem(command.words))]
+    refused = [f"{command}: {problem}" for command in commands if (problem := find_problem(command.words, root))]
     assert not refused, "\n".join(refused)
 
 
