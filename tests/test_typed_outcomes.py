@@ -156,7 +156,8 @@ def test_every_event_carries_the_data_that_its_words_need() -> None:
     for path in sorted(BROKER.rglob("*.py")):
         if f"broker/{path.relative_to(BROKER)}" in EXEMPT:
             continue
-        for line, kind, names, has_more in list_events_made(path.read_text()):
+        text = path.read_text()
+        for line, kind, names, has_more in list_events_made(text) if "EventKind" in text else ():
             made.add(kind)
             parameters = inspect.signature(find_renderer(EventKind[kind])).parameters
             needed = {name for name, each in parameters.items() if each.default is inspect.Parameter.empty}

@@ -122,9 +122,9 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
         listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
         host, port = listener.getsockname()[:2]
-        head.update(coordinator_port=port, master_port=pick_port(), address=agent_link.find_own(host))
+        head.update(coordinator_port=port, master_port=agent_link.pick_port(), address=agent_link.find_own(host))
         if spec.get("is_held"):
-            head["group_port"] = pick_port()
+            head["group_port"] = agent_link.pick_port()
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
     spec = {**spec, "head": head}
@@ -147,21 +147,6 @@ def remember_image(image: str | None) -> str | None:
         files.write_json(path, {"image": image})
         return image
     return (files.read_json(path) or {}).get("image")
-
-
-def pick_port() -> int:
-    """Return a free port below the ephemeral range (Linux: from 32768), so that no outgoing connection takes it."""
-    import random
-    import socket
-
-    for port in random.sample(range(20000, 32000), 200):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-                return port
-            except OSError:
-                continue
-    raise OSError("no free port between 20000 and 32000")
 
 
 def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> None:

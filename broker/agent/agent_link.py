@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import socket
 import threading
 import time
@@ -255,6 +256,18 @@ def read_epoch(message: Message) -> int:
     if not is_whole(epoch) or epoch < 0:
         raise ValueError("invalid `epoch`")
     return int(epoch)
+
+
+def pick_port() -> int:
+    """Return a free port below the ephemeral range (Linux: from 32768), so that no outgoing connection takes it."""
+    for port in random.sample(range(20000, 32000), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                continue
+    raise OSError("no free port between 20000 and 32000")
 
 
 def listen(address: str, size: int) -> socket.socket:

@@ -27,6 +27,7 @@ from broker.optimizer.memory_model import Sharding
 from broker.optimizer.model_shape import ModelShape, guess_shape
 from broker.optimizer.roofline import Hardware, StepTime
 from broker.types import AcceleratorFigures, CheckpointSpec, Estimate, Offer, Placement, Task
+from tests.tiers import spread
 from tests.trainers.strategies.conftest import Worlds, read_losses
 
 SEVEN = guess_shape(7e9)
@@ -133,7 +134,7 @@ def test_experts_spread_over_more_ranks_take_less_memory_each() -> None:
     assert measure(1, 3) < measure(1, 0)
 
 
-@pytest.mark.parametrize("per_token", [1, 2])
+@pytest.mark.parametrize("per_token", spread([2, 1], every=2))
 def test_a_block_of_experts_keeps_the_same_activations_as_the_trainers(per_token: int) -> None:
     dense, mixed = (measure_block(experts, per_token) for experts in (0, 8))
     assert mixed - dense == pytest.approx(EXPERT_BYTES["fp32"] * per_token, abs=0.5)

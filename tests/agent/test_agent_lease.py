@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broker.agent import agent
+from broker.agent import agent, agent_link
 
 files, lease, delivery = agent.files, agent.agent_lease, agent.agent_lease.delivery
 BUCKET = {"BROKER_CHECKPOINT_DIR": "s3://b/me-job-1", "BROKER_ATTEMPT": "1"}
@@ -378,6 +377,6 @@ def test_gang_without_a_free_port_is_an_error_and_not_a_gang_without_a_port(monk
         def bind(self, address: object) -> None:
             raise OSError("address in use")
 
-    monkeypatch.setattr(socket, "socket", Taken)
+    monkeypatch.setattr(agent_link.socket, "socket", Taken)
     with pytest.raises(OSError, match="no free port between 20000 and 32000"):
-        agent.pick_port()
+        agent_link.pick_port()

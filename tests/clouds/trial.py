@@ -11,7 +11,7 @@ import pytest
 
 from broker.clouds.base import CanObserve, Cloud
 from broker.clouds.tape import Scrubber, Tape
-from broker.errors import TransientError
+from broker.errors import TransientError, UnreachedError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.trial import MARK, Step, StepOutcome, Trial
 from broker.runtime.reports import GangReport
@@ -123,7 +123,7 @@ class TrialSuite:
         world.check_nothing_left()
 
     def test_an_unreachable_node_is_terminated(self, bed: Bed, tmp_path: Path) -> None:
-        world = World(bed, tmp_path, PaperGang(failure=TransientError("ssh: no route")))
+        world = World(bed, tmp_path, PaperGang(failure=UnreachedError("ssh: no route", node_id="n")))
         outcomes = dict(world.play(bed.reopen()))
         assert (outcomes["connect"], outcomes["run"], outcomes["terminate"]) == ("failed", "skipped", "ok")
         assert next(step for step in world.reported if step.outcome is StepOutcome.FAILED).note == "ssh: no route"

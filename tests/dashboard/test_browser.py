@@ -80,7 +80,7 @@ class Tab:
         return page
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", ["phone", pytest.param("desk", marks=pytest.mark.long)])
 def test_every_page_is_quiet_and_fits_the_screen(width: str, chromium: Any, served: Served) -> None:
     tab = Tab(chromium, served, width=WIDTHS[width])
     for path in PAGES:
@@ -108,6 +108,7 @@ def test_an_event_appears_without_a_reload(chromium: Any, served: Served, story:
     tab.context.close()
 
 
+@pytest.mark.long
 def test_a_failed_load_is_noted_until_the_next_one(chromium: Any, served: Served, story: Story) -> None:
     tab = Tab(chromium, served)
     tab.open("/jobs/1")
@@ -162,6 +163,7 @@ HIDE = """(isHidden) => {
 }"""
 
 
+@pytest.mark.long
 def test_tabs_in_the_background_leave_their_connections_to_others(chromium: Any, served: Served, story: Story) -> None:
     """Chromium opens six connections to one server; each open stream of changes takes one."""
     tab = Tab(chromium, served)
@@ -226,6 +228,7 @@ def test_a_change_moves_neither_the_focus_nor_what_is_open(chromium: Any, served
     tab.context.close()
 
 
+@pytest.mark.long
 def test_the_keyboard_alone_plans_a_change(chromium: Any, served: Served) -> None:
     tab = Tab(chromium, served)
     tab.open("/jobs/4/plan")

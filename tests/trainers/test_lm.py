@@ -114,7 +114,9 @@ def test_preemption_file_commits_and_bfloat16_resumes(worlds: Worlds, folder: Tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every_s", "expected"), [("1000000", [5, 10, 24]), ("0.000001", [5, 10, *range(11, 25)])])
+@pytest.mark.parametrize(
+    ("every_s", "expected"), spread([("1000000", [5, 10, 24]), ("0.000001", [5, 10, *range(11, 25)])], every=2)
+)
 def test_run_saves_at_the_interval_that_the_broker_advises(
     worlds: Worlds, tmp_path: Path, every_s: str, expected: list[int]
 ) -> None:

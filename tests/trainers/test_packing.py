@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiers import spread
 from trainers import prepare
 from trainers.config import Config, DataConfig, ModelConfig
 from trainers.errors import TrainerError
@@ -44,7 +45,7 @@ def test_document_gets_the_logits_that_it_gets_alone(kind: str) -> None:
         assert not torch.allclose(packed, model(window)[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("z_weight", [0.0, 1e-2])
+@pytest.mark.parametrize("z_weight", spread([1e-2, 0.0], every=2))
 @pytest.mark.parametrize("rows", [3, 2 * CHUNK_BYTES // (FLOAT_BYTES * 65536) + 5], ids=["one chunk", "three chunks"])
 def test_fused_loss_is_the_loss_and_has_its_gradients(z_weight: float, rows: int) -> None:
     torch.manual_seed(1)

@@ -164,10 +164,10 @@ def with_a_buffer_and_late_copies(arguments: Sequence[str]) -> int:
     ("recipe", "ranks", "flags"),
     [
         pytest.param("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"], marks=pytest.mark.long),
-        ("with_values_outside_tensors", 1, []),
+        pytest.param("with_values_outside_tensors", 1, [], marks=pytest.mark.long),
         pytest.param("with_values_outside_tensors", 2, ["--strategy", "ddp"], marks=pytest.mark.long),
         pytest.param("with_values_outside_tensors", 3, ["--strategy", "parameter_server"], marks=pytest.mark.long),
-        ("with_a_buffer_and_late_copies", 1, ["--train.micro_batch", "8"]),
+        pytest.param("with_a_buffer_and_late_copies", 1, ["--train.micro_batch", "8"], marks=pytest.mark.long),
         ("with_statistics", 2, ["--strategy", "ddp", *EVALUATED]),
         pytest.param("with_statistics", 2, ["--strategy", "allreduce", *EVALUATED], marks=pytest.mark.long),
         pytest.param("with_statistics", 2, ["--strategy", "fsdp", *EVALUATED], marks=pytest.mark.long),

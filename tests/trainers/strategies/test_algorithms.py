@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiers import spread
 from trainers.config import TrainConfig
 from trainers.optimizer import Optimizer
 
@@ -38,7 +39,7 @@ def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strat
 
 
 @pytest.mark.parametrize("strategy", ["diloco", "gossip"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", spread([3, 1, 2], every=3))
 def test_island_restores_its_own_optimizer_state(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
     """With equally many ranks its own weights and moments; otherwise both are the first island's, never a mixture."""
     island_checks = "tests.trainers.strategies.island_checks"
