@@ -23,7 +23,12 @@ from trainers.tokenizers import create_tokenizer
 
 from .strategies.conftest import Worlds, read_lines, read_losses
 
-transformers = pytest.importorskip("transformers")
+
+def hugging_face() -> Any:
+    """Import `transformers` where it is needed: it takes over a second, and every worker imports this module."""
+    return pytest.importorskip("transformers")
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 VOCABULARY, CONTEXT = 260, 24  # bytes, and a few ids of no use
@@ -67,14 +72,14 @@ ENCODER = ["--data.mask_share", "0.3"]
 
 
 def find_class(name: str) -> Any:
-    return transformers.AutoModelForMaskedLM if name == "eurobert" else transformers.AutoModelForCausalLM
+    return hugging_face().AutoModelForMaskedLM if name == "eurobert" else hugging_face().AutoModelForCausalLM
 
 
 def save_model(folder: Path, name: str) -> Any:
     """Save a model of the family with all weights changed: norms and biases must arrive, too."""
     torch.manual_seed(1)
     class_name, fields = MODELS[name]
-    model = find_class(name).from_config(getattr(transformers, class_name)(**fields)).eval()
+    model = find_class(name).from_config(getattr(hugging_face(), class_name)(**fields)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -175,7 +180,7 @@ def test_adapters_start_neutral_are_the_only_change_and_can_be_merged(worlds: Wo
     checkpoints = str(tmp_path / "run/checkpoints")
     assert export([str(tmp_path / "end"), "--checkpoint", checkpoints, "--format", "hf"]) == 0
     assert export([str(tmp_path / "plain.safetensors"), "--checkpoint", checkpoints]) == 0
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end").eval()
+    merged = hugging_face().AutoModelForCausalLM.from_pretrained(tmp_path / "end").eval()
     for name, parameter in merged.named_parameters():
         is_equal = torch.equal(parameter, dict(theirs.named_parameters())[name])
         assert is_equal == ("self_attn" not in name), name

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainers.ranks import Ranks
@@ -47,6 +46,8 @@ def test_blocks_are_gathered_for_each_pass_and_the_rest_once(ranks: Ranks, resha
     options = StrategyOptions(strategy="fsdp", fsdp=FsdpOptions(reshard=reshard))
     strategy, model = create_strategy("fsdp", ranks, options), Model()
     wrapped = strategy.wrap(model)
+    from torch.distributed.tensor.debug import CommDebugMode  # over a second, in every worker if above
+
     with CommDebugMode() as sent, strategy.micro_step(model, last=True):
         wrapped(torch.ones(2, 4, requires_grad=True)).sum().backward()
     gathers = sum(count for name, count in sent.get_comm_counts().items() if "allgather" in str(name))
