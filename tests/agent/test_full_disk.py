@@ -284,14 +284,14 @@ class Rank:
 def test_runner_that_fails_ends_its_program_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path, monkeypatch, run="echo $$ >pid; exec sleep 1000")
     pid = tmp_path / "sky_workdir" / "pid"
-    urge = rank.runner._urge
+    signal_end = rank.runner._signal_end
 
     def fail(*arguments: Any) -> Any:
         if pid.exists() and pid.read_text().endswith("\n"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return urge(*arguments)
+        return signal_end(*arguments)
 
-    rank.runner._urge = fail
+    rank.runner._signal_end = fail
     rank.runner.run()
     outcome = rank.read("outcome.json")
     assert (outcome["status"], outcome["returncode"]) == ("FAILED", None)
@@ -335,8 +335,8 @@ def test_notice_reaches_the_program_though_the_disk_is_full(tmp_path: Path, monk
     signals: list[int] = []
     rank.runner._signal = lambda pid, phase, number: signals.append(number)
     rank.runner._handle({"type": "notice", "notice_s": 1000.0})
-    kill_s = rank.runner._urge(1, "run", None)
-    assert kill_s is not None and rank.runner._urge(1, "run", kill_s) == kill_s
+    kill_s = rank.runner._signal_end(1, "run", None)
+    assert kill_s is not None and rank.runner._signal_end(1, "run", kill_s) == kill_s
     assert signals == [signal.SIGTERM], "once"
 
 
