@@ -84,11 +84,11 @@ class RendezvousServer:
         # Nodes of a new gang may arrive minutes apart; only returning members are known to be quick.
         return_s = RETURN_S_MAX if self._rendezvous.generation else WAIT_S_MAX
         self._timers = [
-            self._loop.call_later(return_s, self._come_late),
+            self._loop.call_later(return_s, self._mark_late),
             self._loop.call_later(return_s + WAIT_S_MAX, self._give_up),
         ]
 
-    def _come_late(self) -> None:
+    def _mark_late(self) -> None:
         if self._rendezvous.is_gathering:
             self._rendezvous.is_late = True
             self._rendezvous.consider()

@@ -82,14 +82,14 @@ def test_node_with_a_full_disk_and_a_dead_runner_ends_when_its_lease_does(
     assert node.runner is not None
     os.close(node.runner)
     disk.fill()
-    assert agent.look(None) is None and not shutdowns
+    assert agent.watch_once(None) is None and not shutdowns
     assert disk.refusals, "the outcome could not be written"
     assert not files.is_locked(folder / "runner.lock"), "the run must not count as live"
     node.uptime_s += 900
-    agent.look(None)
+    agent.watch_once(None)
     assert len(shutdowns) == 1
     disk.is_full = lambda: False
-    agent.look(None)
+    agent.watch_once(None)
     assert files.read_json(folder / "outcome.json")["reason"] == "the runner died"  # type: ignore[index]
 
 
@@ -142,7 +142,7 @@ def test_fault_of_one_part_of_the_watcher_does_not_stop_the_others(
 
     monkeypatch.setattr(agent, part, fail)
     for _ in range(2):
-        agent.look(None)
+        agent.watch_once(None)
     assert shutdowns
 
 
@@ -156,9 +156,9 @@ def test_autostop_that_fails_is_tried_again(
     (node.state / "boot").touch()
     os.utime(node.state / "boot", (time.time() - 100, time.time() - 100))
     for left in (1, 0):
-        agent.look(None)
+        agent.watch_once(None)
         assert len(codes) == left
-    agent.look(None)
+    agent.watch_once(None)
     assert not (node.state / "autostop.json").exists()
 
 
