@@ -102,7 +102,7 @@ def sweep(
     begun = sum(point in results for point in plan)
     progress.report(step=begun, event="resumed" if begun else "started", checkpoint_step=begun or None)
     for line in (HEADER, UNITS_LINE):
-        progress.say(line)
+        progress.print_text(line)
     for done, (name, size) in enumerate(plan, start=1):
         is_new = (name, size) not in results
         if is_new:
@@ -154,7 +154,7 @@ def find_bus_factor(name: str, ranks: int) -> float:
 
 def report(progress: "Progress", result: Result, step: int | None) -> None:
     """Print a row of the table; for a new result, also append a progress line for broker."""
-    progress.say(
+    progress.print_text(
         f"{result.collective:<15}{result.size:>13,}{result.time_us:>13,.1f}"
         f"{result.algorithm_gb_s:>12.3f}{result.bus_gb_s:>12.3f}  {result.wrong}"
     )

@@ -41,19 +41,19 @@ class BucketStorage:
 
     def list_names(self, path: str) -> list[str]:
         """Return the names of objects and prefixes directly under `path`."""
-        listing = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
+        listing = self._call("list", self._library.list_with_delimiter, self._store, path or None)
         paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
     def list_sizes(self) -> dict[str, int]:
         """Return the size in bytes of each object directly under the prefix, by name."""
-        listing = self._ask("list", self._library.list_with_delimiter, self._store)
+        listing = self._call("list", self._library.list_with_delimiter, self._store)
         return {entry["path"].rsplit("/", 1)[-1]: entry["size"] for entry in listing["objects"]}
 
     def read(self, path: str) -> bytes | None:
         """Return the content of an object, or None if it does not exist."""
         try:
-            return bytes(self._ask("read from", lambda: self._library.get(self._store, path).bytes()))
+            return bytes(self._call("read from", lambda: self._library.get(self._store, path).bytes()))
         except FileNotFoundError:
             return None
 
@@ -63,7 +63,7 @@ class BucketStorage:
         The condition is If-None-Match on S3 and Azure, generation 0 on Google.
         """
         try:
-            self._ask("write to", lambda: self._library.put(self._store, path, content, mode="create"))
+            self._call("write to", lambda: self._library.put(self._store, path, content, mode="create"))
         except self._library.exceptions.AlreadyExistsError:
             return False
         except FileNotFoundError as error:  # the bucket itself
@@ -75,7 +75,7 @@ class BucketStorage:
 
         A single request would hit the library's limit of 30 s per request, however fast the data arrives.
         """
-        size: int = self._ask("read from", self._library.head, self._store, path)["size"]
+        size: int = self._call("read from", self._library.head, self._store, path)["size"]
         with ThreadPoolExecutor(READS_AHEAD) as pool:
             coming: deque[Future[bytes]] = deque()
             for start in range(0, size, READ_BYTES):
@@ -88,7 +88,7 @@ class BucketStorage:
     def read_range(self, path: str, start: int, length: int) -> bytes:
         """Return `length` bytes of an object from `start`."""
         get = self._library.get_range
-        return bytes(self._ask("read from", lambda: get(self._store, path, start=start, length=length)))
+        return bytes(self._call("read from", lambda: get(self._store, path, start=start, length=length)))
 
     def checksum(self, path: str) -> tuple[str, int] | None:
         """Read the whole object; return its SHA-256 and size in bytes, or None if it does not exist."""
@@ -109,7 +109,7 @@ class BucketStorage:
         """Delete an object, or all objects under a prefix."""
         names = [entry["path"] for page in self._library.list(self._store, path) for entry in page]
         with contextlib.suppress(FileNotFoundError):
-            self._ask("delete from", self._library.delete, self._store, names or [path])
+            self._call("delete from", self._library.delete, self._store, names or [path])
 
     def open_writer(self, path: str) -> Any:
         """Return a writer of one object for each rank, which is sent in parts as it is produced."""
@@ -119,7 +119,7 @@ class BucketStorage:
         writer.fs, writer.path = BucketFiles(self._store, self._seals), path
         return writer
 
-    def _ask(self, verb: str, call: Any, *arguments: Any) -> Any:
+    def _call(self, verb: str, call: Any, *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except (FileNotFoundError, self._library.exceptions.AlreadyExistsError):

@@ -95,7 +95,7 @@ class CheckpointManager:
         self.step_committed: int | None = None
         self._find_buffers = buffers
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
-        self.stall_s = 0.0  # time that the last `save`, and the `settle` after it, blocked their caller
+        self.stall_s = 0.0  # time that the last `save`, and the `wait_for_copy` after it, blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
         self._run = ranks.share(uuid.uuid4().hex[:8])
         decide(ranks, self._register)
@@ -122,22 +122,22 @@ class CheckpointManager:
     def find_newest_step(self) -> int:
         """Return the step of the newest checkpoint with a manifest; -1 if there is none. A collective call."""
 
-        def look() -> int:
+        def find() -> int:
             for name in list_checkpoints(self._storage):
                 with suppress(Damage):
                     read_manifest(self._storage, name)
                     return name.step
             return -1
 
-        return decide(self._ranks, look)
+        return decide(self._ranks, find)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Copy and write the state in the background. Wait for a save in progress first.
 
         A failed save is only a warning, because training is worth more than one checkpoint; it raises if the attempt is
         stale or several consecutive saves failed. `is_last`: no other save follows, so this one is tried even after
-        that; the storage may be available again. No tensor of the state may change before `settle` returns: forward
-        and backward may run, but not the optimizer. Saving the step that was saved last has no effect.
+        that; the storage may be available again. No tensor of the state may change before `wait_for_copy` returns:
+        forward and backward may run, but not the optimizer. Saving the step that was saved last has no effect.
         """
         begin = time.perf_counter()
         try:
@@ -166,14 +166,14 @@ class CheckpointManager:
         self._thread.start()
         self.stall_s = time.perf_counter() - begin
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Block until the state may change: it has been copied, though perhaps not written.
 
         On a GPU the device orders the change after the copy, and the host does not wait for it.
         """
-        if not self._snapshot.is_settled:
+        if not self._snapshot.is_copied:
             begin = time.perf_counter()
-            self._snapshot.settle()
+            self._snapshot.wait_for_copy()
             self.stall_s += time.perf_counter() - begin
 
     def wait(self) -> None:

@@ -119,17 +119,17 @@ class Leases:
         cost money. Leases that an earlier attempt of this worker held are reclaimed.
         """
         if not self.view.free:
-            self.look()
+            self.refresh()
         for _ in range(10 * len(self._plan.shards) + 10):
             if not self.view.free:
                 return None
             lease = self._take(*self._pop())
             if lease is not None and not self._is_given_up(lease):
                 return lease
-            self.look()  # another worker was faster, or the shard is given up: the view is outdated
+            self.refresh()  # another worker was faster, or the shard is given up: the view is outdated
         return None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the state of all shards."""
         clock = f"{CLOCK}/{self._worker.replace('/', '-')}"
         self._place.write(clock, b"")

@@ -143,34 +143,34 @@ class BucketPlace:
         self._store, self._url, self._library = store, url, obstore
 
     def list_entries(self, folder: str) -> list[Entry]:
-        def look() -> list[Entry]:
+        def list_pages() -> list[Entry]:
             pages = self._library.list(self._store, folder or None, chunk_size=1000)
             return [
                 Entry(each["path"], each["size"], each["last_modified"].timestamp()) for page in pages for each in page
             ]
 
-        return self._ask("list", look)
+        return self._call("list", list_pages)
 
     def list_files(self) -> list[str]:
-        listing = self._ask("list", lambda: self._library.list_with_delimiter(self._store, None))
+        listing = self._call("list", lambda: self._library.list_with_delimiter(self._store, None))
         return sorted(each["path"] for each in listing["objects"])
 
     def has(self, key: str) -> bool:
         try:
-            self._ask("look up a key in", lambda: self._library.head(self._store, key))
+            self._call("look up a key in", lambda: self._library.head(self._store, key))
         except FileNotFoundError:
             return False
         return True
 
     def read(self, key: str) -> bytes | None:
         try:
-            return self._ask("read from", lambda: bytes(self._library.get(self._store, key).bytes()))
+            return self._call("read from", lambda: bytes(self._library.get(self._store, key).bytes()))
         except FileNotFoundError:
             return None
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         get = self._library.get_range
-        return self._ask("read from", lambda: bytes(get(self._store, key, start=start, end=end)))
+        return self._call("read from", lambda: bytes(get(self._store, key, start=start, end=end)))
 
     def create(self, key: str, content: bytes) -> bool:
         def put() -> bool:
@@ -180,16 +180,16 @@ class BucketPlace:
                 return False
             return True
 
-        return self._ask("write to", put)
+        return self._call("write to", put)
 
     def write(self, key: str, content: bytes) -> None:
-        self._ask("write to", lambda: self._library.put(self._store, key, content))
+        self._call("write to", lambda: self._library.put(self._store, key, content))
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask("delete from", lambda: self._library.delete(self._store, key))
+            self._call("delete from", lambda: self._library.delete(self._store, key))
 
-    def _ask(self, verb: str, call: Callable[[], Answer]) -> Answer:
+    def _call(self, verb: str, call: Callable[[], Answer]) -> Answer:
         try:
             return call()
         except FileNotFoundError:

@@ -105,7 +105,7 @@ class PeerCheckpoint:
     def begin(self, step: int) -> None:
         """Copy the state of this step in the background. Wait for a copy in progress first. All ranks call it.
 
-        No tensor of the state may change before `settle` returns. Raises the error of the copy before this one: a peer
+        No tensor of the state may change before `wait_for_copy` returns. Raises the error of the previous copy: a peer
         was lost.
         """
         self.wait()
@@ -130,9 +130,9 @@ class PeerCheckpoint:
         self._snapshots[self._turn].begin()
         self._thread.start()
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Block until the state may change: it has been copied, though perhaps not sent."""
-        self._snapshots[self._turn].settle()
+        self._snapshots[self._turn].wait_for_copy()
 
     def wait(self) -> None:
         """Wait until all ranks have the current copy; raise its error."""

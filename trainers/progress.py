@@ -72,7 +72,7 @@ class Progress:
                 print(f"warning: progress is not recorded: {error}", file=sys.stderr, flush=True)
             self._has_failed = True
 
-    def say(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         """Print text on stdout only."""
         if not self._is_silent:
             self._write_line(text)

@@ -111,7 +111,7 @@ class Places:
     def _is_better(self, place: int, is_before: bool) -> bool:
         wire = self._dial(place)
         try:
-            status = ask(wire)
+            status = request_status(wire)
         finally:
             wire.close()
         if status.is_over or (status.generation > self._past.generation and not status.is_gathering):
@@ -129,7 +129,7 @@ class Places:
             return None, ValueError(f"{os.environ.get(VARIABLE)} names no leader")
         try:
             wire = self._dial(leader.rank)
-            status = ask(wire)
+            status = request_status(wire)
         except (OSError, ValueError) as error:
             return None, error
         if status.epoch != leader.epoch:
@@ -147,7 +147,7 @@ class Places:
                 wire = self._dial(place)
                 if self.is_one:
                     return (place, wire), None
-                status = ask(wire)
+                status = request_status(wire)
             except (OSError, ValueError) as error:
                 problem = error
                 continue
@@ -182,7 +182,7 @@ class Places:
             raise
 
 
-def ask(wire: Wire) -> Status:
+def request_status(wire: Wire) -> Status:
     """Ask a launcher for its state. Raises OSError, or ValueError for an invalid answer."""
     wire.limit(DIAL_S)
     wire.send(kind="where")

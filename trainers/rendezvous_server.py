@@ -84,11 +84,11 @@ class RendezvousServer:
         # Nodes of a new gang may arrive minutes apart; only returning members are known to be quick.
         return_s = RETURN_S_MAX if self._rendezvous.generation else WAIT_S_MAX
         self._timers = [
-            self._loop.call_later(return_s, self._come_late),
+            self._loop.call_later(return_s, self._mark_late),
             self._loop.call_later(return_s + WAIT_S_MAX, self._give_up),
         ]
 
-    def _come_late(self) -> None:
+    def _mark_late(self) -> None:
         if self._rendezvous.is_gathering:
             self._rendezvous.is_late = True
             self._rendezvous.consider()
@@ -162,7 +162,7 @@ class RendezvousServer:
                 elif message["kind"] == "hello":
                     member = self._admit(read_member(message, address, writer))
                 elif member:
-                    self._hear(message, member)
+                    self._handle(message, member)
                 if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
                     raise ValueError("does not read")
         except (OSError, TimeoutError, ValueError):
@@ -191,7 +191,7 @@ class RendezvousServer:
         rendezvous.arrive(member)
         return member
 
-    def _hear(self, message: dict[str, Any], member: Member) -> None:
+    def _handle(self, message: dict[str, Any], member: Member) -> None:
         """Handle a message. Raises ValueError if it is invalid; unknown kinds are from another version and ignored."""
         if message["kind"] == "vote":
             if not isinstance(message.get("is_leaving"), bool):

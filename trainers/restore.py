@@ -181,12 +181,12 @@ def name_own(ranks: Ranks) -> str:
     return f"rank-{ranks.rank}"
 
 
-def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
-    """Call `look` on the first rank; return its result, or raise its error, on every rank."""
+def decide(ranks: Ranks, find: Callable[[], Decision]) -> Decision:
+    """Call `find` on the first rank; return its result, or raise its error, on every rank."""
     answer: tuple[Any, CheckpointError | None] = None, None
     if ranks.is_first:
         try:
-            answer = look(), None
+            answer = find(), None
         except CheckpointError as error:
             answer = None, error
         except OSError as error:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-LOOK_S = 2.0
+UPDATE_S = 2.0
 REPORT_S = 10.0  # time between lines in the progress file; a shorter restore reports only its result
 
 
@@ -68,17 +68,17 @@ class RestoreProgress:
     def follow(self, step: int, name: str) -> Iterator[None]:
         """Follow the restore of one checkpoint while the body runs. A new name starts at 0."""
         self._step, self._name, self._last, self._reported_s = step, name, -1, self._now_s()
-        self.look()
+        self.update()
         is_over = threading.Event()
 
-        def look_again() -> None:
-            while not is_over.wait(LOOK_S):
+        def update_until_over() -> None:
+            while not is_over.wait(UPDATE_S):
                 try:
-                    self.look()
+                    self.update()
                 except RuntimeError:  # the store ended with the first rank; the main thread raises as well
                     return
 
-        thread = threading.Thread(target=look_again, name="progress", daemon=True)
+        thread = threading.Thread(target=update_until_over, name="progress", daemon=True)
         thread.start()
         try:
             yield
@@ -96,7 +96,7 @@ class RestoreProgress:
         with self._lock:
             self._read += count
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Add new bytes to the shared counters; beat and report if the sum grew."""
         with self._lock:
             read, wanted, self._read, self._wanted = self._read, self._wanted, 0, 0

@@ -150,7 +150,7 @@ class Session:
             member.finish()
         if code == 0 and state.recipe.demonstrate is not None:
             self.watchdog.beat("demonstrating the trained model")
-            progress.say(state.recipe.demonstrate(state.wrapped))
+            progress.print_text(state.recipe.demonstrate(state.wrapped))
         return code
 
     def _open_compile_cache(self, storage: "Storage") -> "CompileCache | None":
@@ -265,16 +265,16 @@ class Session:
             compiled=compiled,
         )
 
-        settle = partial(self._settle, checkpoints, peers)
-        return supervisor.drive(self._iterate(state, settle, precision, supervisor.is_read_due, clock))
+        wait_for_copies = partial(self._wait_for_copies, checkpoints, peers)
+        return supervisor.drive(self._iterate(state, wait_for_copies, precision, supervisor.is_read_due, clock))
 
-    def _settle(self, checkpoints: "CheckpointManager", peers: "PeerCheckpoint | None") -> None:
+    def _wait_for_copies(self, checkpoints: "CheckpointManager", peers: "PeerCheckpoint | None") -> None:
         """Return when the state may change."""
         if self.member is not None and self.member.keeps_state:
             self.ranks.wait_for_device()
-        checkpoints.settle()
+        checkpoints.wait_for_copy()
         if peers is not None:
-            peers.settle()
+            peers.wait_for_copy()
 
     def _iterate(
         self,

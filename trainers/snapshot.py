@@ -106,7 +106,7 @@ class HostStreams:
 
 
 class Snapshot:
-    """Takes one copy at a time. The training thread calls `begin` and `settle`, another thread calls `take`."""
+    """Takes one copy at a time. The training thread calls `begin` and `wait_for_copy`, another thread calls `take`."""
 
     def __init__(
         self,
@@ -148,11 +148,11 @@ class Snapshot:
         return state
 
     @property
-    def is_settled(self) -> bool:
-        """Return whether `settle` would return at once."""
+    def is_copied(self) -> bool:
+        """Return whether `wait_for_copy` would return at once."""
         return self._is_issued.is_set() and self._copied is None
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Order every later change of the state after the copy. The host waits until all copies are issued."""
         self._is_issued.wait()
         if self._streams is not None and self._copied is not None:

@@ -280,33 +280,33 @@ def watch() -> None:
     import agent_flush  # noqa: F401
     import agent_samples  # type: ignore[import-not-found]
 
-    survive(start_notices)
+    run_safely(start_notices)
     threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
     threading.Thread(target=agent_samples.sample_forever, daemon=True).start()
     flush: agent_flush.Flush | None = None
     while True:
-        flush = look(flush)
+        flush = watch_once(flush)
         time.sleep(WATCH_S)
 
 
-def look(flush: agent_flush.Flush | None) -> agent_flush.Flush | None:
+def watch_once(flush: agent_flush.Flush | None) -> agent_flush.Flush | None:
     """Clean up, and power off once that is due; return the wait for uploads before it, if there is one."""
-    survive(clean_up)
-    reason = survive(decide_power_off)
+    run_safely(clean_up)
+    reason = run_safely(decide_power_off)
     if reason and reason != "lease":  # files may come from outside a run, or from one whose runner was killed
         import agent_flush
 
         flush = flush or agent_flush.Flush()
-        reason = "" if survive(flush.poll) == "waiting" else reason
+        reason = "" if run_safely(flush.poll) == "waiting" else reason
     else:
         flush = None
     if reason:
-        survive(partial(power_off, reason))
+        run_safely(partial(power_off, reason))
         time.sleep(POWER_OFF_S)
     return flush
 
 
-def survive(step: Callable[[], str | None]) -> str | None:
+def run_safely(step: Callable[[], str | None]) -> str | None:
     """Return what `step` returns, or None if it fails: nothing but the watcher ends a node whose broker is gone."""
     try:
         return step()

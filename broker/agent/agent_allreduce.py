@@ -193,7 +193,7 @@ def measure_tcp(order: dict[str, Any], end_s: float, on_link: Any) -> Found:
             now_s = time.monotonic()
             give_up_s = now_s + (end_s - now_s) / (len(neighbours) - number)
             try:
-                connection = others.meet(peer, give_up_s)
+                connection = others.connect(peer, give_up_s)
                 links[str(peer)] = exchange(connection, give_up_s)
                 on_link(links)
             except OSError:
@@ -232,8 +232,8 @@ class Neighbours:
                     raise
                 time.sleep(CONNECT_S)
 
-    def meet(self, peer: int, give_up_s: float) -> socket.socket:
-        """Return a connection on which both ends begin now. Raises OSError if the peer does not come in time."""
+    def connect(self, peer: int, give_up_s: float) -> socket.socket:
+        """Return a connection on which both ends begin now. Raises OSError if the peer does not connect in time."""
         if peer > self._rank:
             with self._changed:
                 self._changed.wait_for(lambda: peer in self._arrived, max(0.0, give_up_s - time.monotonic()))

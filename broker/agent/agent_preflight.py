@@ -83,7 +83,7 @@ class Preflight:
         found = agent_files.read_json(self._folder / agent_allreduce.RESULT)
         return found or {"unmeasured": f"no result on rank {order['rank']}"}
 
-    def blame(self, message: Message) -> None:
+    def take_verdict(self, message: Message) -> None:
         """Take the coordinator's verdict that the network of this node is at fault; all its GPUs are remembered."""
         reason = (message.get("faults") or {}).get(str(self._spec["rank"]))
         if reason and not self.fault:

@@ -165,7 +165,7 @@ class Runner:
         elif kind == "measure":
             self._preflight.request(message)
         elif kind in ("kill", "end"):
-            self._preflight.blame(message)
+            self._preflight.take_verdict(message)
             self._verdict = message if message.get("unflushed") else self._verdict or message
             self._is_ended = self._is_ended or kind == "end"
         elif kind == "lost" and not self._is_ended:
@@ -305,7 +305,7 @@ class Runner:
         kill_s = None if limit_s is None else time.monotonic() + limit_s
         give_up_s = float("inf") if kill_s is None else kill_s + GRACE_S  # a call into a driver may not end at all
         while process.poll() is None and time.monotonic() < give_up_s:
-            kill_s = self._urge(process.pid, phase, kill_s)
+            kill_s = self._signal_end(process.pid, phase, kill_s)
             self._pause()
         if process.poll() is None:
             return RETURNCODE_OF_KILL
@@ -315,7 +315,7 @@ class Runner:
         pump.join(GRACE_S)  # a daemon started by setup may hold the pipe open as long as it lives
         return returncode if returncode >= 0 else 128 - returncode
 
-    def _urge(self, pid: int, phase: str, kill_s: float | None) -> float | None:
+    def _signal_end(self, pid: int, phase: str, kill_s: float | None) -> float | None:
         """Send SIGTERM when the processes must end; return when (monotonic) they will be killed."""
         preempted = self._folder / "preemption"
         if self._notice_s is not None and not (self._is_urged or preempted.exists()):

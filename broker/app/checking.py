@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from broker.app.container import Context
 from broker.clouds import CHECKS, CLOUDS
-from broker.clouds.findings import CanGlance
+from broker.clouds.findings import CanInspectQuickly
 from broker.errors import CloudError, StateError, UsageError
 from broker.frozen import frozen
 from broker.task.reading import suggest
@@ -99,9 +99,9 @@ def _list_missing_programs(name: str, context: Context) -> Sequence[CheckResult]
 
 async def _summarize(name: str, context: Context) -> CloudSummary:
     inspector = find_inspector(name)
-    look = inspector.glance if isinstance(inspector, CanGlance) else inspector.inspect
+    inspect = inspector.inspect_quickly if isinstance(inspector, CanInspectQuickly) else inspector.inspect
     try:
-        findings = [*await look(context.config, clock=context.clock), *_list_missing_programs(name, context)]
+        findings = [*await inspect(context.config, clock=context.clock), *_list_missing_programs(name, context)]
     except CloudError as error:
         return CloudSummary(name=name, can_launch=False, note=error.message)
     wrong = next((finding for finding in findings if finding.is_needed and not finding.is_ok), None)
@@ -111,7 +111,7 @@ async def _summarize(name: str, context: Context) -> CloudSummary:
 
 
 def _can_glance(name: str) -> bool:
-    return ":" in CHECKS[name] and isinstance(find_inspector(name), CanGlance)
+    return ":" in CHECKS[name] and isinstance(find_inspector(name), CanInspectQuickly)
 
 
 def _explain(name: str) -> str:

@@ -61,13 +61,13 @@ def forward(
             found = session.call(show_job, job=str(found.id)).job
             if found.progress is not None and found.progress != sent:
                 sent, count = found.progress, count + 1
-                tell(trackers, found, sent, now_s=session.clock.now_s())
+                send_to_trackers(trackers, found, sent, now_s=session.clock.now_s())
             if found.status.is_terminal:
                 break
             pause(LOOK_S)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    tell(trackers, found, None, now_s=session.clock.now_s())
+    send_to_trackers(trackers, found, None, now_s=session.clock.now_s())
     print_line(f"Job {found.id} ended with status {found.status.value}; {count} progress lines were forwarded")
 
 
@@ -98,7 +98,7 @@ def make_trackers(
     return found
 
 
-def tell(trackers: Sequence[Tracker], job: Job, progress: Progress | None, *, now_s: float) -> None:
+def send_to_trackers(trackers: Sequence[Tracker], job: Job, progress: Progress | None, *, now_s: float) -> None:
     """Send a progress line, or the end of the job, to every tracker; one that fails is reported."""
     for tracker in trackers:
         try:

@@ -155,9 +155,13 @@ def _rehearse_job(
     """Rehearse a job, and show the verdict. Raises BrokerError if it fails or does not recover."""
     from broker.rehearsal.staging import raise_failure
 
-    result, page, log = play(stage, plan, preemptions=preemptions, notice_s=notice_s, speed=speed, is_quiet=as_json)
+    result, page, log = run_rehearsal(
+        stage, plan, preemptions=preemptions, notice_s=notice_s, speed=speed, is_quiet=as_json
+    )
     if is_verified:
-        unbroken, _, _ = play(stage, plan, preemptions=0, notice_s=None, speed=speed, is_quiet=as_json, is_calm=True)
+        unbroken, _, _ = run_rehearsal(
+            stage, plan, preemptions=0, notice_s=None, speed=speed, is_quiet=as_json, is_calm=True
+        )
         result = result.compare(unbroken)
     if as_json:
         print_json(result.describe())
@@ -208,7 +212,7 @@ def show_stage(stage: Stage, speed: float | None) -> None:
     print_line(f"Simulated: {clouds}; steps run {pace}, everything else in real time")
 
 
-def play(
+def run_rehearsal(
     stage: Stage,
     plan: Plan,
     *,
@@ -226,7 +230,7 @@ def play(
     from broker.dashboard.model import read_job
     from broker.rehearsal.context import RehearsalContext
     from broker.rehearsal.market import SeededMarket
-    from broker.rehearsal.result import draw_up
+    from broker.rehearsal.result import make_rehearsal
     from broker.rehearsal.run import JobDriver
 
     def tell(text: str) -> None:
@@ -243,6 +247,6 @@ def play(
             asyncio.run(driver.run())
         job = driver.job
         log = [line for chunk in read_chunks(context, job.id) for line in chunk.lines]
-        return draw_up(context, driver, job, plan), read_job(context, job), log
+        return make_rehearsal(context, driver, job, plan), read_job(context, job), log
     finally:
         shutil.rmtree(home, ignore_errors=True)

@@ -36,7 +36,7 @@ def rehearse_service(
     def tell(text: str) -> None:
         (print_note if as_json else print_line)(strip_control(text))
 
-    result = play_service(
+    result = run_service_rehearsal(
         stage, duration_s=duration_s, preemptions=preemptions, notice_s=notice_s, speed=speed, tell=tell
     )
     if as_json:
@@ -51,7 +51,7 @@ def rehearse_service(
     raise_service_failure(result, preemptions)
 
 
-def play_service(
+def run_service_rehearsal(
     stage: Stage,
     *,
     duration_s: float,
@@ -62,7 +62,7 @@ def play_service(
 ) -> ServiceRehearsal:
     """Run the service in a temporary state folder until its time is over; return the result."""
     from broker.rehearsal.service_context import ServiceRehearsalContext
-    from broker.rehearsal.service_result import draw_up_service
+    from broker.rehearsal.service_result import make_service_rehearsal
     from broker.rehearsal.service_run import ServiceDriver
 
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
@@ -75,6 +75,6 @@ def play_service(
                 context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None, duration_s=duration_s
             )
             asyncio.run(driver.run())
-        return draw_up_service(driver)
+        return make_service_rehearsal(driver)
     finally:
         shutil.rmtree(home, ignore_errors=True)

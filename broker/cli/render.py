@@ -29,19 +29,19 @@ def print_error(error: Exception) -> int:
         from broker.task.diagnostics import render_issue
 
         for issue in error.issues:
-            _say(f"{_error()} {render_issue(issue)}\n")
+            _write_error(f"{_error()} {render_issue(issue)}\n")
         return error.exit_code
     if isinstance(error, BrokerError):
-        _say(f"{_error()} {error.message}")
+        _write_error(f"{_error()} {error.message}")
         for detail in error.details:
-            _say(f"  {detail}")
+            _write_error(f"  {detail}")
         for hint in error.hints:
-            _say(f"\n{_hint()} {hint}")
+            _write_error(f"\n{_hint()} {hint}")
         return error.exit_code
     if isinstance(error, OSError) and error.strerror:
         return _print_os_error(error)
-    _say(f"{_error()} {type(error).__name__}: {error}")
-    _say(f"\n{_hint()} this is a bug in broker; run `broker --debug ...` for the stack trace")
+    _write_error(f"{_error()} {type(error).__name__}: {error}")
+    _write_error(f"\n{_hint()} this is a bug in broker; run `broker --debug ...` for the stack trace")
     return 1
 
 
@@ -58,8 +58,8 @@ def _print_os_error(error: OSError) -> int:
     home = find_home()
     path = Path(str(error.filename)) if isinstance(error.filename, str | bytes | Path) else None
     is_ours = path is not None and (path == home or home in path.parents)
-    _say(f"{_error()} cannot use {path or 'a file'}: {error.strerror}")
-    _say(f"\n{_hint()} check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
+    _write_error(f"{_error()} cannot use {path or 'a file'}: {error.strerror}")
+    _write_error(f"\n{_hint()} check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
     return StateError.exit_code if is_ours or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else 1
 
 
@@ -70,7 +70,7 @@ def note_damage(error: BrokerError) -> None:
         print_note(f"hint: {hint}")
 
 
-def _say(text: str) -> None:
+def _write_error(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 

@@ -179,8 +179,8 @@ class SupportsConsole(Protocol):
 class CanObserve(Protocol):
     """A cloud whose library can report its requests and responses."""
 
-    def observe(self, hear: Listener) -> None:
-        """Report every request and response to `hear` from now on, from the thread in which the response arrives."""
+    def observe(self, listener: Listener) -> None:
+        """Report every request and response to `listener` from now on, in the thread that receives the response."""
         ...
 
 

@@ -79,8 +79,8 @@ def _find_price(offer: Offer) -> float:
 
 
 @runtime_checkable
-class CanGlance(Protocol):
-    """An inspector whose full check is slow: `broker check` without a cloud calls `glance` instead."""
+class CanInspectQuickly(Protocol):
+    """An inspector whose full check is slow: `broker check` without a cloud calls `inspect_quickly` instead."""
 
-    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+    async def inspect_quickly(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """Return quick findings that do not query every region."""

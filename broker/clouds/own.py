@@ -57,15 +57,15 @@ def find_inspector(cloud: str) -> Inspector:
 
 
 class OwnInspector:
-    """`Inspector` and `CanGlance` of a cloud that is native or behind SkyPilot."""
+    """`Inspector` and `CanInspectQuickly` of a cloud that is native or behind SkyPilot."""
 
     def __init__(self, cloud: str) -> None:
         self._cloud = cloud
 
-    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+    async def inspect_quickly(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """Return the full findings of the native cloud; without its file, the result of SkyPilot's last check."""
         if find_file(self._cloud, config.home) is None:
-            return await SkyInspector(self._cloud).glance(config, clock=clock)
+            return await SkyInspector(self._cloud).inspect_quickly(config, clock=clock)
         return await self._find_native().inspect(config, clock=clock)
 
     async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:

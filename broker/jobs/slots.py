@@ -249,10 +249,10 @@ class JobQueue:
 
     def _find_facts(self, job_id: int) -> _Facts:
         if job_id not in self._facts:
-            self._learn(job_id)
+            self._read_facts(job_id)
         return self._facts.get(job_id, _UNKNOWN)
 
-    def _learn(self, first_id: int) -> None:
+    def _read_facts(self, first_id: int) -> None:
         """Read the unchanging facts about live jobs, starting at this ID."""
         for each in self._store.queue.list_tasks(first_id):
             task = each.task

@@ -322,7 +322,7 @@ class Life:
             return
         if self.is_learner:
             age, met = self.hour - self.since[index], self.met[index]
-            self.seen[index] = self.seen[index].fade(age - met).with_period(age, is_open=was_open, from_hours=met)
+            self.seen[index] = self.seen[index].discount(age - met).with_period(age, is_open=was_open, from_hours=met)
         self.met[index] = 0.0
         self.since[index] = self.hour
         self._foresee(index)

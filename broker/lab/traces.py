@@ -205,17 +205,17 @@ def make_trace(
 
 
 def _draw_weather(chance: random.Random) -> Weather:
-    def around(value: float) -> float:
+    def perturb(value: float) -> float:
         return value * math.exp(chance.gauss(0, 0.5))
 
     plain = Weather()
     return Weather(
-        calm_hours=around(plain.calm_hours),
-        stormy_hours=around(plain.stormy_hours),
-        open_calm_hours=around(plain.open_calm_hours),
-        closed_calm_hours=around(plain.closed_calm_hours),
-        open_stormy_hours=around(plain.open_stormy_hours),
-        closed_stormy_hours=around(plain.closed_stormy_hours),
+        calm_hours=perturb(plain.calm_hours),
+        stormy_hours=perturb(plain.stormy_hours),
+        open_calm_hours=perturb(plain.open_calm_hours),
+        closed_calm_hours=perturb(plain.closed_calm_hours),
+        open_stormy_hours=perturb(plain.open_stormy_hours),
+        closed_stormy_hours=perturb(plain.closed_stormy_hours),
         price_share=min(plain.price_share * math.exp(chance.gauss(0, 0.15)), 0.9),
     )
 

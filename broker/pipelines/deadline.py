@@ -116,11 +116,11 @@ def _raise_prices(
         times = root.times
         bound = root.bound + offset
         choice = [kept[i] for kept, i in zip(root.kept, root.round_off(), strict=True)]
-        mended = moves.mend(choice)
-        if mended is not None:
-            mended, usd = moves.improve(mended, problem.add_cost(mended))
+        repaired = moves.repair(choice)
+        if repaired is not None:
+            repaired, usd = moves.improve(repaired, problem.add_cost(repaired))
             if usd < value:
-                best, value = mended, usd
+                best, value = repaired, usd
         if bound > top:
             top, top_prices, idle = bound, _Prices(by_path=dict(prices.by_path)), 0
         else:

@@ -48,7 +48,7 @@ class TimelyMoves:
                 break
         return choice, self._problem.add_cost(choice)
 
-    def mend(self, choice: Sequence[int]) -> list[int] | None:
+    def repair(self, choice: Sequence[int]) -> list[int] | None:
         """Repair a late choice by changes that each cost the least per hour gained; None if that fails."""
         choice = list(choice)
         for _ in range(MENDS_MAX):

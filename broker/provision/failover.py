@@ -246,7 +246,7 @@ class _FailoverSearch:
 
     def _finish(self, running: Launch) -> FailoverResult:
         placement = running.actual_placement
-        self._offers.forgive(placement)
+        self._offers.clear(placement)
         took_s = self._clock.now_s() - running.begun_s
         self._report(EventKind.PLACE_WHOLE, place=make_place(running.placement), took_s=took_s)
         surplus = tuple(launch for launch in self._launches if launch is not running)

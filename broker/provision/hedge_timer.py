@@ -58,7 +58,7 @@ class HedgeTimer:
         answer that took a day, which dozens of normal answers would not undo.
         """
         learned_s = min(LIMITS[answer].most_s, max(0.0, took_s))
-        self._response_times.learn(cloud, answer, lambda known: learn(known, learned_s))
+        self._response_times.update(cloud, answer, lambda known: update_response_time(known, learned_s))
 
 
 def bound(known: ResponseTime | None, limits: HedgeLimits) -> float:
@@ -69,7 +69,7 @@ def bound(known: ResponseTime | None, limits: HedgeLimits) -> float:
     return min(limits.most_s, max(limits.least_s, known.mean_s + 4.0 * known.deviation_s))
 
 
-def learn(known: ResponseTime | None, took_s: float) -> ResponseTime:
+def update_response_time(known: ResponseTime | None, took_s: float) -> ResponseTime:
     """Update mean and deviation with a measurement in seconds, with the weights 1/8 and 1/4 of RFC 6298."""
     if known is None:
         return ResponseTime(mean_s=took_s, deviation_s=took_s / 2)

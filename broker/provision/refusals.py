@@ -88,9 +88,9 @@ class UnavailableOffers:
             reask_after_s_max=REASK_S_MAX if isinstance(error, CapacityError) else math.inf,
         )
 
-    def forgive(self, placement: Placement) -> None:
+    def clear(self, placement: Placement) -> None:
         """Delete the refusals that cover a placement, after it has provided nodes."""
-        self._store.refusals.forgive(placement)
+        self._store.refusals.clear(placement)
 
     def note_failed_call(self, cloud: str) -> None:
         """Take one token from the retry budget that all jobs share: a call was refused, throttled or lost."""

@@ -100,19 +100,21 @@ class Trial:
     async def run(self) -> Sequence[Step]:
         """Run all steps in order. A failed step is reported, not raised; steps that depend on it are skipped."""
         try:
-            await self._play("login", self._log_in)
-            await self._play("bucket", self._write_from_here)  # before any money is spent
-            await self._play("create", self._create)
-            await self._play("connect", self._connect)
-            await self._play("run", self._run)
-            await self._play("bucket from the node", self._write_from_node)
-            await self._play("stop", self._stop)
+            await self._run_step("login", self._log_in)
+            await self._run_step("bucket", self._write_from_here)  # before any money is spent
+            await self._run_step("create", self._create)
+            await self._run_step("connect", self._connect)
+            await self._run_step("run", self._run)
+            await self._run_step("bucket from the node", self._write_from_node)
+            await self._run_step("stop", self._stop)
         finally:
-            await self._play("terminate", self._terminate, is_last=True)
-            await self._play("leaks", self._find_leaks, is_last=True)
+            await self._run_step("terminate", self._terminate, is_last=True)
+            await self._run_step("leaks", self._find_leaks, is_last=True)
         return self.steps
 
-    async def _play(self, name: str, work: Callable[[], Coroutine[Any, Any, str]], *, is_last: bool = False) -> None:
+    async def _run_step(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, str]], *, is_last: bool = False
+    ) -> None:
         """Run one step. `is_last`: run it even after a failure, without the spending limit."""
         begun_s = self._clock.now_s()
         outcome, note, hints = StepOutcome.OK, "", tuple[str, ...]()

@@ -119,7 +119,7 @@ class Rehearsal:
         return data
 
 
-def draw_up(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) -> Rehearsal:
+def make_rehearsal(context: RehearsalContext, driver: JobDriver, job: Job, plan: Plan) -> Rehearsal:
     """Collect the result from the store, the clouds and the progress files before they are deleted."""
     store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
     paid = store.bills.spend_usd(job_id=job.id, now_s=now_s)

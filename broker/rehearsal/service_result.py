@@ -83,7 +83,7 @@ class ServiceRehearsal:
         return {**data, "findings": to_plain(self.findings)}
 
 
-def draw_up_service(driver: ServiceDriver) -> ServiceRehearsal:
+def make_service_rehearsal(driver: ServiceDriver) -> ServiceRehearsal:
     """Collect the result from the driver, the store and the clouds before the state folder is deleted."""
     context, watch = driver.context, driver.watch
     task, clouds = context.stage.task, list(context.rehearsed.values())

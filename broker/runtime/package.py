@@ -85,7 +85,7 @@ def _read_requires() -> Sequence[str]:
     except metadata.PackageNotFoundError:
         raise StateError(
             "broker is not installed as a package here, so the packages that it needs are unknown",
-            hints=("install it: `pip install intercloud-broker`",),
+            hints=("install it: `pip install .` in a clone",),
         ) from None
 
 

@@ -11,7 +11,7 @@ import ssl
 import time
 from pathlib import Path
 
-WARN_S = 14 * 86400.0  # Let's Encrypt's clients renew 30 days before the end: in two weeks, a failure can be mended
+WARN_S = 14 * 86400.0  # Let's Encrypt's clients renew 30 days before the end: in two weeks, a failure can be fixed
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 VERSION, UTC_TIME, GENERALIZED_TIME = 0xA0, 0x17, 0x18  # tags of DER
 

@@ -373,7 +373,7 @@ def _check_protocol(request: web.Request) -> None:
         older = "client" if re.fullmatch("[0-9]{1,9}", given) and int(given) < PROTOCOL else "server"
         raise UsageError(
             f"the client speaks protocol {given}, this server ({__version__}) speaks {PROTOCOL}",
-            hints=[f"upgrade the {older}: `pip install --upgrade intercloud-broker`"],
+            hints=[f"upgrade the {older}: `pip install .` in an up-to-date clone"],
         )
 
 

@@ -38,7 +38,7 @@ class Durations:
             )
         return Durations(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
 
-    def fade(self, hours: float) -> Durations:
+    def discount(self, hours: float) -> Durations:
         """Return the observations discounted by `hours` because the behaviour of a market changes from day to day."""
         share = 0.5 ** (hours / HALF_LIFE_HOURS)
         return Durations(

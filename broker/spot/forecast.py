@@ -119,7 +119,7 @@ class SpotMarket:
         hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
         return self.price + hazard / self.speed * loss + self.move_price / stay
 
-    def appeal(self, best: SpotMarket, work_hours: float) -> float:
+    def rate_saving(self, best: SpotMarket, work_hours: float) -> float:
         """Return the share of the best market's saving over on-demand that this one offers, after a move from there.
 
         0.02 to 1, or 0 if the move costs more than a stay saves.
@@ -167,19 +167,19 @@ def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket, work_h
     none_open = 1.0
     for each in markets:
         if each.cohort != best.cohort:
-            none_open *= 1 - each.expect_open(best.stint_hours) * each.appeal(best, work_hours)
+            none_open *= 1 - each.expect_open(best.stint_hours) * each.rate_saving(best, work_hours)
     return 1 - none_open
 
 
-def count_cohorts_once(markets: Sequence[SpotMarket], appeals: Sequence[float]) -> list[float]:
-    """Return the appeals with 0 for each market that changes together with a more appealing one."""
+def count_cohorts_once(markets: Sequence[SpotMarket], shares: Sequence[float]) -> list[float]:
+    """Return the shares with 0 for each market that changes together with one with a larger share."""
     best = dict[int | tuple[bool, int], int]()
     for index, market in enumerate(markets):
-        if appeals[index] > appeals[best.setdefault(market.cohort, index)]:
+        if shares[index] > shares[best.setdefault(market.cohort, index)]:
             best[market.cohort] = index
     return [
-        appeal if best[market.cohort] == index else 0.0
-        for index, (market, appeal) in enumerate(zip(markets, appeals, strict=True))
+        share if best[market.cohort] == index else 0.0
+        for index, (market, share) in enumerate(zip(markets, shares, strict=True))
     ]
 
 

@@ -45,12 +45,11 @@ class Outlooks:
     def _find(self, best: SpotMarket, *, is_alone: bool) -> ValueFunction:
         markets, left = self._markets, self._left
         chance = expect_second_chance(markets, best, left)
-        appeals = [float(each is best) if is_alone else each.appeal(best, left) for each in markets]
+        shares = [float(each is best) if is_alone else each.rate_saving(best, left) for each in markets]
         if not is_alone:
-            appeals = count_cohorts_once(markets, appeals)
+            shares = count_cohorts_once(markets, shares)
         reopening = tuple(
-            sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True))
-            for half in (0, 1)
+            sum(each.closed_paces[half] * share for each, share in zip(markets, shares, strict=True)) for half in (0, 1)
         )
         return _solve(
             self._prior,

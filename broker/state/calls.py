@@ -29,10 +29,10 @@ class ResponseTimeRows:
         )
         return ResponseTime(mean_s=row["mean_s"], deviation_s=row["deviation_s"]) if row else None
 
-    def learn(self, cloud: str, answer: str, learn: Callable[[ResponseTime | None], ResponseTime]) -> None:
-        """Update a response time with `learn`, in one transaction, because commands and the daemon share the row."""
+    def update(self, cloud: str, answer: str, compute: Callable[[ResponseTime | None], ResponseTime]) -> None:
+        """Update a response time with `compute`, in one transaction, because commands and the daemon share the row."""
         with self._database.transaction(is_durable=False):
-            response_time = learn(self.get(cloud, answer))
+            response_time = compute(self.get(cloud, answer))
             self._database.execute(
                 "INSERT INTO paces (cloud, answer, mean_s, deviation_s) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (cloud, answer) "

@@ -195,7 +195,7 @@ def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKe
         age_s = now_s - stay.end_s
         if stay.is_over and stay.hours > 0 and age_s <= PERIOD_DAYS * 86400:
             period = NOTHING_SEEN.with_period(stay.hours, is_open=True, is_ended=stay.is_preempted)
-            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + period.fade(max(age_s, 0.0) / 3600)
+            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + period.discount(max(age_s, 0.0) / 3600)
     return found
 
 

@@ -91,14 +91,14 @@ class RefusalRows:
                 (*key, now_s + held_s, reason, count, now_s + pause_s, json.dumps(list(hints)), now_s),
             )
 
-    def forgive(self, placement: Placement) -> None:
+    def clear(self, placement: Placement) -> None:
         """Delete the refusals that cover a placement because it provided a whole gang."""
         self._database.write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
         """Half-open the circuit breaker: during one probe, the place is refused for other launches, even after expiry.
 
-        The probe ends with a call of `forgive` or `add`; a process that dies in between blocks the others for at most
+        The probe ends with a call of `clear` or `add`; a process that dies in between blocks the others for at most
         `lasts_s`.
         """
         now_s = self._database.clock.now_s()

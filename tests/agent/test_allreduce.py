@@ -169,17 +169,17 @@ class SkippingClock:
 def test_peer_that_never_comes_costs_its_own_pairs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is longer than any stall; the clock skips what is left of a share once all else is measured."""
     clock, limit_s, ports = SkippingClock(), 1200.0, find_ports(4)
-    meetings, links, results = set[tuple[int, int]](), dict[int, set[str]](), dict[int, Any]()
-    begin = allreduce.Neighbours.meet
+    connected, links, results = set[tuple[int, int]](), dict[int, set[str]](), dict[int, Any]()
+    begin = allreduce.Neighbours.connect
 
-    def meet(neighbours: Any, peer: int, give_up_s: float) -> socket.socket:
-        meetings.add((neighbours._rank, peer))
+    def connect(neighbours: Any, peer: int, give_up_s: float) -> socket.socket:
+        connected.add((neighbours._rank, peer))
         return begin(neighbours, peer, give_up_s)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(allreduce, "time", clock)
     threads_with = SimpleNamespace(**{**vars(threading), "Condition": clock.make_condition})
     monkeypatch.setattr(allreduce, "threading", threads_with)
-    monkeypatch.setattr(allreduce.Neighbours, "meet", meet)
+    monkeypatch.setattr(allreduce.Neighbours, "connect", connect)
     end_s = clock.monotonic() + limit_s
 
     def run(rank: int) -> None:
@@ -189,13 +189,13 @@ def test_peer_that_never_comes_costs_its_own_pairs_only(monkeypatch: pytest.Monk
     def wait_until(is_so: Callable[[], bool]) -> None:
         give_up_s = time.monotonic() + 300
         while not is_so():
-            assert time.monotonic() < give_up_s, (meetings, links)
+            assert time.monotonic() < give_up_s, (connected, links)
             time.sleep(0.02)
 
     threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in (0, 1, 3)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: links == {0: {"1"}, 1: {"0"}} and {(0, 3), (1, 2), (3, 2)} <= meetings)
+    wait_until(lambda: links == {0: {"1"}, 1: {"0"}} and {(0, 3), (1, 2), (3, 2)} <= connected)
     clock.skipped_s += limit_s / 2  # of rank 3, half is for rank 2 and the rest for rank 0
     wait_until(lambda: links == {0: {"1", "3"}, 1: {"0"}, 3: {"0"}})
     clock.skipped_s += limit_s

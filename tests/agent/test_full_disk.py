@@ -82,14 +82,14 @@ def test_node_with_a_full_disk_and_a_dead_runner_ends_when_its_lease_does(
     assert node.runner is not None
     os.close(node.runner)
     disk.fill()
-    assert agent.look(None) is None and not shutdowns
+    assert agent.watch_once(None) is None and not shutdowns
     assert disk.refusals, "the outcome could not be written"
     assert not files.is_locked(folder / "runner.lock"), "the run must not count as live"
     node.uptime_s += 900
-    agent.look(None)
+    agent.watch_once(None)
     assert len(shutdowns) == 1
     disk.is_full = lambda: False
-    agent.look(None)
+    agent.watch_once(None)
     assert files.read_json(folder / "outcome.json")["reason"] == "the runner died"  # type: ignore[index]
 
 
@@ -142,7 +142,7 @@ def test_fault_of_one_part_of_the_watcher_does_not_stop_the_others(
 
     monkeypatch.setattr(agent, part, fail)
     for _ in range(2):
-        agent.look(None)
+        agent.watch_once(None)
     assert shutdowns
 
 
@@ -156,9 +156,9 @@ def test_autostop_that_fails_is_tried_again(
     (node.state / "boot").touch()
     os.utime(node.state / "boot", (time.time() - 100, time.time() - 100))
     for left in (1, 0):
-        agent.look(None)
+        agent.watch_once(None)
         assert len(codes) == left
-    agent.look(None)
+    agent.watch_once(None)
     assert not (node.state / "autostop.json").exists()
 
 
@@ -284,14 +284,14 @@ class Rank:
 def test_runner_that_fails_ends_its_program_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path, monkeypatch, run="echo $$ >pid; exec sleep 1000")
     pid = tmp_path / "sky_workdir" / "pid"
-    urge = rank.runner._urge
+    signal_end = rank.runner._signal_end
 
     def fail(*arguments: Any) -> Any:
         if pid.exists() and pid.read_text().endswith("\n"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return urge(*arguments)
+        return signal_end(*arguments)
 
-    rank.runner._urge = fail
+    rank.runner._signal_end = fail
     rank.runner.run()
     outcome = rank.read("outcome.json")
     assert (outcome["status"], outcome["returncode"]) == ("FAILED", None)
@@ -335,8 +335,8 @@ def test_notice_reaches_the_program_though_the_disk_is_full(tmp_path: Path, monk
     signals: list[int] = []
     rank.runner._signal = lambda pid, phase, number: signals.append(number)
     rank.runner._handle({"type": "notice", "notice_s": 1000.0})
-    kill_s = rank.runner._urge(1, "run", None)
-    assert kill_s is not None and rank.runner._urge(1, "run", kill_s) == kill_s
+    kill_s = rank.runner._signal_end(1, "run", None)
+    assert kill_s is not None and rank.runner._signal_end(1, "run", kill_s) == kill_s
     assert signals == [signal.SIGTERM], "once"
 
 

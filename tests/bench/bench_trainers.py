@@ -154,7 +154,7 @@ def measure_stall() -> None:
             pass_begin = time.thread_time()
             model(torch.randn(SAMPLE_COUNT, LAYER_WIDTH)).square().mean().backward()
             copies.append(time.thread_time() - pass_begin)
-            manager.settle()
+            manager.wait_for_copy()
             stalls.append(manager.stall_s)
             optimizer.step()
             beside.append([])

@@ -120,4 +120,4 @@ class _Production(Life):
         if was_here and self.current is None:
             self.ends[index] = self._make_attempt(index, lost_s=self.hour * 3600)
             age = self.hour - self.began
-            self.stays[index] = self.stays.get(index, NOTHING_SEEN).fade(age).with_period(age, is_open=True)
+            self.stays[index] = self.stays.get(index, NOTHING_SEEN).discount(age).with_period(age, is_open=True)

@@ -122,5 +122,5 @@ def test_the_mean_spell_by_the_shape_is_that_of_constant_hazards() -> None:
 
 def test_observations_a_day_old_count_half() -> None:
     seen = NOTHING_SEEN.with_period(3.0, is_open=True)
-    faded = seen.fade(HALF_LIFE_HOURS)
+    faded = seen.discount(HALF_LIFE_HOURS)
     assert sum(faded.open_hours) == pytest.approx(1.5) and sum(faded.open_ends) == pytest.approx(0.5)

@@ -27,11 +27,14 @@ from tests.mutation.survey import FOLDERS, RUNTIME, list_folders, read_line
 TEST = "tests/mutation/probes.py::test_the_answer_time_is_learned"
 PROBES = """
 import subprocess, sys
-from broker.provision.hedge_timer import learn
+from broker.provision.hedge_timer import update_response_time
 
 def test_the_answer_time_is_learned():
-    assert learn(None, 8.0).deviation_s == 4.0
-    code = "from broker.provision.hedge_timer import learn; print(learn(None, 8.0).deviation_s)"
+    assert update_response_time(None, 8.0).deviation_s == 4.0
+    code = (
+        "from broker.provision.hedge_timer import update_response_time; "
+        "print(update_response_time(None, 8.0).deviation_s)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).stdout == b"4.0\\n"
 """
 
@@ -82,7 +85,7 @@ def make_judge(shadow: Shadow, function: str) -> Judge:
 def test_a_planted_fault_is_detected_and_the_work_tree_is_unchanged(shadow: Shadow) -> None:
     before = hashlib.sha256((ROOT / "broker/provision/hedge_timer.py").read_bytes()).hexdigest()
     mutant = find("broker/provision/hedge_timer.py", "arithmetic: / -> *")
-    verdict = make_judge(shadow, "broker/provision/hedge_timer.py learn").judge(mutant)
+    verdict = make_judge(shadow, "broker/provision/hedge_timer.py update_response_time").judge(mutant)
     assert verdict.by == "test" and TEST in verdict.where
     assert hashlib.sha256((ROOT / "broker/provision/hedge_timer.py").read_bytes()).hexdigest() == before
     assert (shadow.folder / "broker/provision/hedge_timer.py").read_text() == shadow.read(
@@ -206,9 +209,9 @@ def test_other_child_processes_are_neither_measured_nor_killed(tmp_path: Path, m
 def test_functions_that_a_process_enters_are_recorded(tmp_path: Path) -> None:
     with make_shadow() as shadow:
         log = shadow.record_reach()
-        code = "from broker.provision.hedge_timer import learn; learn(None, 1.0)"
+        code = "from broker.provision.hedge_timer import update_response_time; update_response_time(None, 1.0)"
         subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
-        assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
+        assert "broker/provision/hedge_timer.py update_response_time" in Reader(log).read()
 
 
 def test_functions_of_the_trainers_are_recorded_too(tmp_path: Path) -> None:
@@ -222,14 +225,14 @@ def test_functions_of_the_trainers_are_recorded_too(tmp_path: Path) -> None:
 def test_entered_functions_are_recorded_even_if_a_test_forbids_opening_files(tmp_path: Path) -> None:
     code = """
 import os
-from broker.provision.hedge_timer import learn
+from broker.provision.hedge_timer import update_response_time
 del os.open
-learn(None, 1.0)
+update_response_time(None, 1.0)
 """
     with make_shadow() as shadow:
         log = shadow.record_reach()
         subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
-        assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
+        assert "broker/provision/hedge_timer.py update_response_time" in Reader(log).read()
 
 
 def test_entered_functions_are_recorded_for_each_test_even_if_a_test_loads_agent_modules(tmp_path: Path) -> None:
@@ -295,7 +298,7 @@ def test_a_test_that_starts_nodes_comes_after_those_that_only_compute() -> None:
 
 def test_tests_of_the_mutants_room_come_first() -> None:
     mutant = find("broker/provision/hedge_timer.py", "arithmetic: / -> *")
-    functions = frozenset({"broker/provision/hedge_timer.py learn"})
+    functions = frozenset({"broker/provision/hedge_timer.py update_response_time"})
     names = ("tests/jobs/test_a.py::a", "tests/provision/test_b.py::b", "tests/state/test_c.py::c")
     found = [Reached(name=name, cpu_s=1.0, functions=functions) for name in names]
     assert [each.name for each in choose(found, mutant, 9.0)] == [names[1], names[0], names[2]]

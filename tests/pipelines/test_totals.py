@@ -272,7 +272,7 @@ def test_no_move_of_one_task_lowers_an_improved_total(seed: int) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_local_moves_keep_the_deadline_and_restore_it(share: float) -> None:
-    mended = 0
+    repaired = 0
     for seed in range(25):
         each = draw_dense(seed)
         names = [task.name for task in each.tasks]
@@ -289,12 +289,12 @@ def test_local_moves_keep_the_deadline_and_restore_it(share: float) -> None:
                 list(choice),
                 math.inf,
             )
-            found = moves.mend(choice)
-            mended += found is not None
+            found = moves.repair(choice)
+            repaired += found is not None
             assert found is None or problem.measure_hours(found) <= limit
         timely = [choice for choice, taken in zip(everything, hours, strict=True) if taken <= limit]
         for choice in (timely[0], timely[-1]):
-            assert moves.mend(choice) == list(choice)
+            assert moves.repair(choice) == list(choice)
             better, usd = moves.improve(list(choice), moves.evaluate(choice))
             assert problem.measure_hours(better) <= limit and usd == near(problem.add_usd(better))
             assert usd <= problem.add_usd(choice) + 1e-12
@@ -302,7 +302,7 @@ def test_local_moves_keep_the_deadline_and_restore_it(share: float) -> None:
                 other = [*better[:v], i, *better[v + 1 :]]
                 if i < len(problem.states[v]) and problem.measure_hours(other) <= limit:
                     assert problem.add_usd(other) >= usd - 1e-9
-    assert share == 1.0 or mended > 10
+    assert share == 1.0 or repaired > 10
 
 
 def test_an_estimate_without_hours_or_without_a_total_counts_as_one_hour() -> None:

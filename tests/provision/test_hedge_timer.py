@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, learn
+from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, update_response_time
 from broker.state.calls import ResponseTime
 from broker.state.store import Store
 from tests.state.samples import Hands
@@ -19,11 +19,11 @@ def store(tmp_path: Path) -> Store:
 
 def test_latency_is_learned_by_the_rule_of_tcp() -> None:
     """RFC 6298: the deviation starts at half the first sample; gains are 1/8 for the mean and 1/4 for the deviation."""
-    first = learn(None, 8.0)
+    first = update_response_time(None, 8.0)
     assert first == ResponseTime(mean_s=8.0, deviation_s=4.0)
-    assert learn(first, 16.0) == ResponseTime(mean_s=9.0, deviation_s=5.0)
-    assert learn(first, 0.0) == ResponseTime(mean_s=7.0, deviation_s=5.0)
-    assert learn(first, 8.0) == ResponseTime(mean_s=8.0, deviation_s=3.0)
+    assert update_response_time(first, 16.0) == ResponseTime(mean_s=9.0, deviation_s=5.0)
+    assert update_response_time(first, 0.0) == ResponseTime(mean_s=7.0, deviation_s=5.0)
+    assert update_response_time(first, 8.0) == ResponseTime(mean_s=8.0, deviation_s=3.0)
 
 
 def test_the_timer_is_the_mean_plus_four_deviations_within_limits() -> None:
@@ -50,6 +50,7 @@ def test_the_timer_is_separate_per_cloud_and_answer(store: Store) -> None:
     ("answer", "prior_s", "least_s", "most_s"), [(Answer.CREATED, 20.0, 5.0, 60.0), (Answer.WHOLE, 120.0, 30.0, 300.0)]
 )
 def test_the_limits_equal_the_documented_ones(answer: Answer, prior_s: float, least_s: float, most_s: float) -> None:
-    assert [bound(pace, LIMITS[answer]) for pace in (None, learn(None, 0.0), learn(None, 1e6))] == [
+    paces = (None, update_response_time(None, 0.0), update_response_time(None, 1e6))
+    assert [bound(pace, LIMITS[answer]) for pace in paces] == [
         prior_s, least_s, most_s,
     ]  # fmt: skip

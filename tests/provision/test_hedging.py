@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import BrokerError, CapacityError, ThrottledError, TransientError, UnknownOutcomeError
-from broker.provision.hedge_timer import LIMITS, Answer, HedgeTimer, bound, learn
+from broker.provision.hedge_timer import LIMITS, Answer, HedgeTimer, bound, update_response_time
 from broker.provision.launch import Launch, LaunchState
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import FAILURES_MAX, PROBE_S, UnavailableOffers
@@ -308,12 +308,12 @@ def test_the_hedge_timer_is_learned_from_answers_and_bounded() -> None:
     assert bound(None, limits) == limits.prior_s
     pace = None
     for _ in range(50):
-        pace = learn(pace, 8.0)
+        pace = update_response_time(pace, 8.0)
     assert bound(pace, limits) == pytest.approx(8.0, abs=0.1)
     for _ in range(50):
-        pace = learn(pace, 500.0)
+        pace = update_response_time(pace, 500.0)
     assert bound(pace, limits) == limits.most_s
-    assert bound(learn(None, 0.01), limits) == limits.least_s
+    assert bound(update_response_time(None, 0.01), limits) == limits.least_s
 
 
 def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_other_searches_wait_for_the_probe_and_a_success_releases_them(memory: U
     memory.begin(replace(OTHER_ZONE, other_zones=("east1a",)))
     assert covers(memory, PLACEMENT) == [True]
     assert memory.measure_reask_s(PLACEMENT) == PROBE_S == 120.0
-    memory.forgive(PLACEMENT)
+    memory.clear(PLACEMENT)
     assert covers(memory, PLACEMENT) == [False]
 
 

@@ -207,7 +207,7 @@ def test_a_market_appeals_by_its_share_of_the_best_saving(
 ) -> None:
     best = read_market(read(age_hours=9.0), SURE, MEASURED)
     other = read_market(make_candidate("b", is_spot=True, usd=usd, age_hours=9.0, move_usd=move_usd), SURE, MEASURED)
-    assert other.appeal(best, work) == pytest.approx(share)
+    assert other.rate_saving(best, work) == pytest.approx(share)
 
 
 def test_where_spot_saves_nothing_only_markets_without_a_move_appeal() -> None:
@@ -215,7 +215,7 @@ def test_where_spot_saves_nothing_only_markets_without_a_move_appeal() -> None:
     near, far = (
         read_market(make_candidate("b", is_spot=True, usd=1.0, move_usd=each), SURE, MEASURED) for each in (0.0, 0.1)
     )
-    assert (near.appeal(best, 10.0), far.appeal(best, 10.0)) == (1.0, 0.0)
+    assert (near.rate_saving(best, 10.0), far.rate_saving(best, 10.0)) == (1.0, 0.0)
 
 
 def test_on_spot_a_job_awaits_the_cheapest_closed_place_below_its_own_price_and_the_cheapest_nearer_one() -> None:

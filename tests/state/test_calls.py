@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.provision.hedge_timer import learn
+from broker.provision.hedge_timer import update_response_time
 from broker.state.calls import ResponseTime
 from broker.state.store import Store
 from tests.state.samples import Hands
@@ -40,10 +40,10 @@ def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: 
 
 
 def test_paces_are_kept_by_cloud_and_answer(store: Store) -> None:
-    store.response_times.learn("x", "created", lambda pace: learn(pace, 8.0))
-    store.response_times.learn("x", "whole", lambda pace: learn(pace, 80.0))
-    store.response_times.learn("y", "created", lambda pace: learn(pace, 2.0))
-    store.response_times.learn("x", "created", lambda pace: learn(pace, 16.0))
+    store.response_times.update("x", "created", lambda pace: update_response_time(pace, 8.0))
+    store.response_times.update("x", "whole", lambda pace: update_response_time(pace, 80.0))
+    store.response_times.update("y", "created", lambda pace: update_response_time(pace, 2.0))
+    store.response_times.update("x", "created", lambda pace: update_response_time(pace, 16.0))
     assert store.response_times.get("x", "created") == ResponseTime(mean_s=9.0, deviation_s=5.0)
     assert store.response_times.get("x", "whole") == ResponseTime(mean_s=80.0, deviation_s=40.0)
     assert store.response_times.get("y", "created") == ResponseTime(mean_s=2.0, deviation_s=1.0)

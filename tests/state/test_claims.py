@@ -57,7 +57,7 @@ def test_a_takeover_fences_every_write_of_the_first(store: Store, open_store: Op
         for write in (
             lambda: store.jobs.set_status(job, JobStatus.FAILED),
             lambda: store.intents.is_open("t"),
-            lambda: store.response_times.learn("x", "y", lambda pace: pytest.fail("is not reached")),
+            lambda: store.response_times.update("x", "y", lambda pace: pytest.fail("is not reached")),
         ):
             with pytest.raises(FencedError):
                 write()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
-from broker.provision.hedge_timer import learn
+from broker.provision.hedge_timer import update_response_time
 from broker.state.base import draw_uid
 from broker.state.jobs import LogOffset
 from broker.state.people import Owned, Role
@@ -87,7 +87,7 @@ DURABLE: dict[str, Action] = {
     "lead": lambda store: store.leader.lead(),
     "resign": lambda store: store.leader.resign(),
     "add_refusal": lambda store: store.refusals.add("x", "", None, "", True, 1.0, "full"),
-    "forgive": lambda store: store.refusals.forgive(PLACEMENT),
+    "clear": lambda store: store.refusals.clear(PLACEMENT),
     "begin_probe": lambda store: store.refusals.begin_probe(PLACEMENT, lasts_s=1.0),
     "add_service_version": lambda store: store.services.add_version("s", Task()),
     "draw_replica_number": lambda store: store.services.draw_number("s"),
@@ -105,7 +105,9 @@ NOT_DURABLE: dict[str, Action] = {
     "set_log_offset": lambda store: store.jobs.set_log_offset(1, LogOffset(attempt=1)),
     "beat": lambda store: store.leader.beat(),
     "is_intent_open": lambda store: store.intents.is_open("t"),
-    "learn_pace": lambda store: store.response_times.learn("x", "created", lambda pace: learn(pace, 1.0)),
+    "update_response_time": lambda store: store.response_times.update(
+        "x", "created", lambda pace: update_response_time(pace, 1.0)
+    ),
     "take_retry": lambda store: store.retries.take("x", tokens_max=5.0, refill_s=1.0),
 }
 
@@ -155,7 +157,7 @@ def test_reading_writes_nothing(store: Recording) -> None:
     assert store.commits == []
 
 
-@pytest.mark.parametrize("name", [name for name in DURABLE if name not in ("forgive",)])
+@pytest.mark.parametrize("name", [name for name in DURABLE if name not in ("clear",)])
 def test_a_failed_commit_leaves_nothing(store: Recording, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def dump() -> list[str]:
         return list(store._connection.iterdump())

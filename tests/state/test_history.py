@@ -100,7 +100,7 @@ def test_durations_come_from_stays_that_ended_within_a_week() -> None:
     left = gather_durations([replace(STAY, is_preempted=False)], now_s=NOW_S)[PLACE]
     assert left == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=False)
     faded = gather_durations([STAY], now_s=NOW_S + 5 * HOUR_S)[PLACE]
-    assert faded == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True).fade(5.0)
+    assert faded == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True).discount(5.0)
     edge_s = NOW_S + PERIOD_DAYS * DAY_S
     assert gather_durations([STAY], now_s=edge_s) and not gather_durations([STAY], now_s=edge_s + 1.0)
     assert not gather_durations([replace(STAY, is_over=False)], now_s=NOW_S)

@@ -104,7 +104,7 @@ def test_a_gang_that_came_up_clears_refusals_of_its_place_and_wider_ones_only(st
     refuse(store)
     refuse(store, zone=None)
     refuse(store, zone="elsewhere")
-    store.refusals.forgive(replace(PLACEMENT, is_spot=False))
+    store.refusals.clear(replace(PLACEMENT, is_spot=False))
     assert len(store.refusals.list_active(START_S)) == 3
-    store.refusals.forgive(PLACEMENT)
+    store.refusals.clear(PLACEMENT)
     assert [each.zone for each in store.refusals.list_active(START_S)] == ["elsewhere"]

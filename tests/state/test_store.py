@@ -184,7 +184,7 @@ def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: P
         clock.time_s += lasting[-1]
         assert not store.refusals.list_active(clock.now_s()), "one attempt is allowed"
     assert lasting == [100.0, 200.0, 300.0, 300.0]
-    store.refusals.forgive(PLACEMENT)
+    store.refusals.clear(PLACEMENT)
     assert refuse() == 100.0
     clock.time_s += 100.0 + 3600.0
     assert refuse() == 100.0, "an old refusal is forgotten"

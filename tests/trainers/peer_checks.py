@@ -41,7 +41,7 @@ def keep_parts(arguments: Sequence[str]) -> int:
             tensor.copy_(expected)
         shared["position"].steps_done = step
         peers.begin(step)
-        peers.settle()
+        peers.wait_for_copy()
     peers.wait()
     last = ranks.world_size - 1
     assert peers.secure(STEPS[-1], is_leaving=False)

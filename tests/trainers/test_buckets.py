@@ -83,7 +83,7 @@ def save_steps(storage: Storage, *steps: int, count: int = 1000, attempt: int = 
     for step in steps:
         weights.values.fill_(step)
         manager.save(step)
-        manager.settle()
+        manager.wait_for_copy()
     manager.wait()
     assert manager.step_committed == steps[-1]
 

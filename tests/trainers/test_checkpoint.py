@@ -56,7 +56,7 @@ def save_steps(path: Path, *steps: int, attempt: int = 1, keep: int = 3) -> None
     for step in steps:
         counter.set(step)
         manager.save(step)
-        manager.settle()
+        manager.wait_for_copy()
         counter.set(-1)  # training continues while the background writes
     manager.wait()
     assert manager.step_committed == steps[-1]
@@ -152,21 +152,21 @@ def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return is_released
 
 
-def test_save_returns_before_the_state_is_copied_and_settle_does_not(
+def test_save_returns_before_the_state_is_copied_and_wait_for_copy_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_released = hold_copies(monkeypatch)
     counter = Counter()
     counter.set(5)
     manager = open_manager(tmp_path, counter)
-    manager.settle()  # nothing to wait for
+    manager.wait_for_copy()  # nothing to wait for
     manager.save(5)
-    settling = threading.Thread(target=manager.settle)
-    settling.start()
-    settling.join(timeout=0.05)
-    assert settling.is_alive()
+    waiting = threading.Thread(target=manager.wait_for_copy)
+    waiting.start()
+    waiting.join(timeout=0.05)
+    assert waiting.is_alive()
     is_released.set()
-    settling.join(timeout=300)
+    waiting.join(timeout=300)
     counter.set(-1)
     manager.wait()
     assert restore(tmp_path) == 5
@@ -184,7 +184,7 @@ def test_buffers_that_the_next_pass_changes_are_those_of_the_saved_step(
     manager.save(1)
     model(torch.full((4, 3), 5.0))
     is_released.set()
-    manager.settle()
+    manager.wait_for_copy()
     manager.wait()
     assert open_model(tmp_path, other, attempt=2).restore() == 1
     assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())

@@ -58,7 +58,7 @@ def test_twenty_damaged_checkpoints_are_skipped(tmp_path: Path, capsys: pytest.C
         counter.values.uniform_()
         counter.count = step
         manager.save(step)
-        manager.settle()
+        manager.wait_for_copy()
     manager.wait()
     newest_first = list_checkpoints(FolderStorage(tmp_path))
     draw = random.Random(SEED)

@@ -375,9 +375,9 @@ def test_update_of_a_state_that_is_handed_over_waits_for_the_gradients_of_all(ke
         ranks=SimpleNamespace(wait_for_device=lambda: done.append("device")),
     )
     checkpoints, peers = (
-        SimpleNamespace(settle=lambda name=name: done.append(name)) for name in ("checkpoint", "peers")
+        SimpleNamespace(wait_for_copy=lambda name=name: done.append(name)) for name in ("checkpoint", "peers")
     )
-    Session._settle(session, checkpoints, peers)  # type: ignore[arg-type]
+    Session._wait_for_copies(session, checkpoints, peers)  # type: ignore[arg-type]
     assert done == ["device"] * keeps_state + ["checkpoint", "peers"]
 
 

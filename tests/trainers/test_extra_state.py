@@ -90,7 +90,7 @@ def test_extra_state_that_the_next_pass_changes_is_that_of_the_saved_step(
     model.layer.value["seen"].append(2)
     model.layer.value["sums"] += 1
     is_released.set()
-    manager.settle()
+    manager.wait_for_copy()
     manager.wait()
     assert open_manager(tmp_path, other, attempt=2).restore() == 1
     assert other.layer.value["seen"] == [1] and other.layer.value["sums"].tolist() == [1.0, 1.0]
@@ -121,7 +121,7 @@ def test_buffer_that_a_pass_put_in_place_of_another_is_that_of_the_saved_step(
     manager.save(1)
     model()
     is_released.set()
-    manager.settle()
+    manager.wait_for_copy()
     manager.wait()
     assert open_manager(tmp_path, other, attempt=2).restore() == 1
     assert other.counts.tolist() == [1.0, 1.0, 1.0] and model.counts.tolist() == [2.0, 2.0, 2.0]

@@ -37,7 +37,7 @@ def checkpoints(disk: FullDisk) -> CheckpointManager:
     manager = CheckpointManager(disk, ALONE, attempt=1, keep=3, shared={"counter": Counter()}, own={})
     for step in range(1, STEP):
         manager.save(step)
-        manager.settle()
+        manager.wait_for_copy()
     return manager
 
 

@@ -360,7 +360,7 @@ def test_failed_saves_are_warnings_until_too_many_fail_in_a_row(
     )
     for step in (*range(1, most), 50, *range(51, 51 + most)):  # one before the limit, a success, and the limit
         manager.save(step)
-        manager.settle()
+        manager.wait_for_copy()
     assert capsys.readouterr().err.count("no space left; training continues until the next checkpoint") == 2 * most - 2
     with pytest.raises(CheckpointError, match="was not written: no space left"):
         manager.save(99)

@@ -74,7 +74,7 @@ def test_long_restore_is_not_a_stall_to_watchdog_or_broker(tmp_path: Path, monke
 
     def look(path: str) -> None:
         clock.now_s += 15.0
-        progress.look()
+        progress.update()
         assert watchdog.find_hang() is None
         lines = progress_lines(tmp_path)
         line = parse_progress(lines[-1]) if lines else None
@@ -82,7 +82,7 @@ def test_long_restore_is_not_a_stall_to_watchdog_or_broker(tmp_path: Path, monke
         stalls_s.append(watch.measure_stall_s(report, clock.now_s))
 
     progress = RestoreProgress(LocalCounter(), beat=watchdog.beat, report=report_status, now_s=clock)
-    monkeypatch.setattr(restore_progress, "LOOK_S", 3600.0)  # the slow folder looks instead
+    monkeypatch.setattr(restore_progress, "UPDATE_S", 3600.0)  # the slow folder updates it instead
     counter = Counter()
     manager = CheckpointManager(
         SlowFolder(tmp_path / "checkpoints", look),
@@ -115,14 +115,14 @@ def test_rank_that_waits_for_others_hangs_only_if_they_do(monkeypatch: pytest.Mo
     for _ in range(100):
         clock.now_s += 20.0
         reading.note_read(10)
-        reading.look()
-        waiting.look()
+        reading.update()
+        waiting.update()
         assert not any(each.find_hang() for each in watchdogs)
     assert statuses[-1] == RestoreStatus(step=0, read_bytes=1000, wanted_bytes=1000)
     for _ in range(4):
         clock.now_s += 20.0
-        reading.look()
-        waiting.look()
+        reading.update()
+        waiting.update()
     assert all(each.find_hang() for each in watchdogs)
 
 
@@ -185,7 +185,7 @@ def save_two(path: Path, ranks: Ranks) -> None:
     for step in (5, 10):
         counter.set(step)
         manager.save(step)
-        manager.settle()
+        manager.wait_for_copy()
     manager.wait()
 
 

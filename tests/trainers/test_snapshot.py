@@ -84,8 +84,8 @@ def test_copy_is_of_the_step_taken_though_the_device_is_behind_and_the_host_ahea
         streams.finish_copies = wait_for_host  # type: ignore[method-assign]
         thread = threading.Thread(target=lambda into=copied: into.update(snapshot.take({"weight": weight, "step": 1})))
         thread.start()
-        snapshot.settle()
-        assert snapshot.is_settled
+        snapshot.wait_for_copy()
+        assert snapshot.is_copied
         streams.train(lambda: weight.fill_(99.0))
         issued.set()
         thread.join()
@@ -95,7 +95,7 @@ def test_copy_is_of_the_step_taken_though_the_device_is_behind_and_the_host_ahea
         assert weight.tolist() == [99.0] * 3 and copied["weight"].tolist() == [step] * 3
 
 
-def test_the_simulation_detects_a_missing_settle_time() -> None:
+def test_the_simulation_detects_a_missing_wait() -> None:
     streams, weight = LateStreams(), torch.ones(3)
     snapshot = Snapshot(streams, is_pinned=False)
     snapshot.begin()
@@ -111,7 +111,7 @@ def test_buffers_are_allocated_once() -> None:
     for _ in range(2):
         snapshot.begin()
         state = take_in_thread(snapshot, live)
-        snapshot.settle()
+        snapshot.wait_for_copy()
         places.append([state[key]["weight"].data_ptr() for key in live])
     assert places[0] == places[1] and places[0][0] != places[0][1]
 
@@ -126,5 +126,5 @@ def test_failed_copy_does_not_stop_training(streams: LateStreams | None) -> None
     snapshot.begin()
     with pytest.raises(MemoryError):
         snapshot.take(Broken())
-    snapshot.settle()
-    assert snapshot.is_settled
+    snapshot.wait_for_copy()
+    assert snapshot.is_copied

@@ -18,7 +18,7 @@ from trainers.bridge_torch import agree
 from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
 
-def learn(config: dict[str, Any]) -> None:
+def train_worker(config: dict[str, Any]) -> None:
     """Train in one worker process. All workers report each step, as Ray requires; the first one saves."""
     rank, ranks = train.get_context().get_world_rank(), train.get_context().get_world_size()
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def main() -> None:
         checkpoint_config=train.CheckpointConfig(num_to_keep=3),
         callbacks=[BridgeRayCallback()],
     )
-    TorchTrainer(learn, scaling_config=scaling, run_config=run).fit()
+    TorchTrainer(train_worker, scaling_config=scaling, run_config=run).fit()
 
 
 if __name__ == "__main__":

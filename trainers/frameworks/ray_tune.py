@@ -19,7 +19,7 @@ RATES = [0.3 / 2**place for place in range(8)]
 TRIAL_STEPS = STEPS // len(RATES)
 
 
-def learn(config: dict[str, float]) -> None:
+def run_trial(config: dict[str, float]) -> None:
     """Train one trial, from its newest checkpoint."""
     step, saved = 0, tune.get_checkpoint()
     weights, moment = np.zeros((WIDTH, 1), np.float32), np.zeros((WIDTH, 1), np.float32)
@@ -79,7 +79,7 @@ def floor(step: int) -> int:
 def make_tuner() -> tune.Tuner:
     """Return the tuner of an earlier attempt, or a new one. Trials that have finished are not run again."""
     gpus = int(os.environ["SKYPILOT_NUM_GPUS_PER_NODE"])
-    trainable = tune.with_resources(learn, {"cpu": 1, "gpu": 1 if gpus else 0})
+    trainable = tune.with_resources(run_trial, {"cpu": 1, "gpu": 1 if gpus else 0})
     space = {"rate": tune.grid_search(RATES)}
     place = bridge.checkpoint_dir()
     if tune.Tuner.can_restore(f"{place}/{NAME}"):

@@ -50,7 +50,7 @@ class ContextParallel(Strategy):
             )
             for micro_batch in passes.micro_batches
         ]
-        return dataclasses.replace(passes, micro_batches=micro_batches, forward=self._surround(passes.forward))
+        return dataclasses.replace(passes, micro_batches=micro_batches, forward=self._wrap_forward(passes.forward))
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
@@ -72,7 +72,7 @@ class ContextParallel(Strategy):
         positions = self._sequence.ring.find_positions(length // self._count, tensor.device)
         return tensor.index_select(1, positions)
 
-    def _surround(self, forward: Forward) -> Forward:
+    def _wrap_forward(self, forward: Forward) -> Forward:
         def run(model: nn.Module, inputs: Any) -> Any:
             with self._sequence.active():
                 return forward(model, inputs)

@@ -27,17 +27,17 @@ class Diloco(Strategy):
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
         """Update this island's parameters; synchronize when due, and after the last step of the run."""
-        self._is_met = False
+        self._is_synchronized = False
         if self.grid.size("island") == 1:
             optimizer.step()
             return
         if not self._outer.is_begun:
             self._outer.begin(model)
         optimizer.step()
-        self._is_met = optimizer.is_finished or optimizer.steps_done % self.options.diloco.every_steps == 0
-        if self._is_met:
+        self._is_synchronized = optimizer.is_finished or optimizer.steps_done % self.options.diloco.every_steps == 0
+        if self._is_synchronized:
             asked = self.options.diloco
-            self._outer.meet(
+            self._outer.synchronize(
                 model,
                 group=self.grid.group("island"),
                 count=self.grid.size("island"),
@@ -47,7 +47,7 @@ class Diloco(Strategy):
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
         """Return the loss of all islands at a synchronization, and that of this island otherwise."""
-        if self._is_met or self.grid.size("island") == 1:
+        if self._is_synchronized or self.grid.size("island") == 1:
             return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
         totals = torch.stack([loss, torch.full_like(loss, weight)]) * float(self.share.is_counted)
         for axis in self.grid.axes:
@@ -81,7 +81,7 @@ class Outer:
         self.is_begun = True
         torch._foreach_copy_(self._list(self._anchor), list_local(model))
 
-    def meet(self, model: nn.Module, *, group: Any, count: int, learning_rate: float, momentum: float) -> None:
+    def synchronize(self, model: nn.Module, *, group: Any, count: int, learning_rate: float, momentum: float) -> None:
         """Update the anchor with the mean change of the islands as its gradient, and copy it to every island."""
         parameters, anchor, velocity = list_local(model), self._list(self._anchor), self._list(self._momentum)
         mean = torch.cat([tensor.reshape(-1) for tensor in parameters])

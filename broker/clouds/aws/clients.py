@@ -39,7 +39,7 @@ class Clients:
         """Make a call that changes nothing; botocore retries it. Raises ApiError."""
         return await self._in_thread(self._call, service, region, operation, parameters, READ_TRIES)
 
-    async def glance(self, service: str, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
+    async def read_once(self, service: str, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """Like `read`, but without retries: optional information must not delay a launch."""
         return await self._in_thread(self._call, service, region, operation, parameters, 1)
 
@@ -64,10 +64,10 @@ class Clients:
         """Return the region of the login."""
         return await self._in_thread(self._find_home)
 
-    def observe(self, hear: Listener) -> None:
-        """Report all requests and responses to `hear` from now on."""
+    def observe(self, listener: Listener) -> None:
+        """Report all requests and responses to `listener` from now on."""
         with self._lock:
-            self._listener = hear
+            self._listener = listener
             self._session = None
             self._clients.clear()  # existing clients would not report
 

@@ -78,9 +78,9 @@ class AwsCloud:
         """Start importing the SDK in a thread, and return at once. Idempotent."""
         self._clients.prepare()
 
-    def observe(self, hear: Listener) -> None:
-        """Report every request and response of boto3 to `hear`."""
-        self._clients.observe(hear)
+    def observe(self, listener: Listener) -> None:
+        """Report every request and response of boto3 to `listener`."""
+        self._clients.observe(listener)
 
     @property
     def user(self) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from broker.clouds.tape import Exchange, Listener
 
 
-def listen(session: Any, hear: Listener) -> None:
-    """Report each response of any client of this boto3 session to `hear`; calls without a response are not reported."""
+def listen(session: Any, listener: Listener) -> None:
+    """Report each response of any client of this session to `listener`; calls without a response are not reported."""
     sent = threading.local()
 
     def note_region(context: Any, **_: Any) -> None:
@@ -22,7 +22,7 @@ def listen(session: Any, hear: Listener) -> None:
 
     def note_answer(response_dict: Any, **_: Any) -> None:
         service, operation, body, begun_s = sent.what
-        hear(
+        listener(
             Exchange(
                 service=service,
                 operation=operation,

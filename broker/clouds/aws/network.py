@@ -85,7 +85,7 @@ class Network:
         name = f"group-{request.spec.group}"  # no cluster has this name, so that the sweeper always tries
         shared = replace(request, cluster=name)
         group_id = await self._find_or_create(shared, site, f"broker: all nodes of {request.spec.group}")
-        await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_ingress")
+        await self._add_rule(site.region, group_id, _allow_group(group_id), "authorize_security_group_ingress")
         return group_id
 
     async def _ensure_group(self, request: NodeRequest, site: RegionNetwork) -> str:
@@ -95,7 +95,7 @@ class Network:
             await self._add_rule(site.region, group_id, rule, "authorize_security_group_ingress")
         if request.spec.network_tier == "best":
             # EFA's traffic has no IP addresses, so the usual rule to everywhere does not cover it (EC2 guide, EFA).
-            await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_egress")
+            await self._add_rule(site.region, group_id, _allow_group(group_id), "authorize_security_group_egress")
         return group_id
 
     async def _find_or_create(self, request: NodeRequest, site: RegionNetwork, description: str) -> str:
@@ -136,7 +136,9 @@ class Network:
         groups = await self._clients.read_all(region, "describe_security_groups", "SecurityGroups", Filters=filters)
         blocks = self._settings.ssh_from or await self._find_own_block()
         added = [
-            await self._add_rule(region, group["GroupId"], _let_in(22, 22, [block]), "authorize_security_group_ingress")
+            await self._add_rule(
+                region, group["GroupId"], _allow_ports(22, 22, [block]), "authorize_security_group_ingress"
+            )
             for group in groups
             for block in blocks
         ]
@@ -192,18 +194,18 @@ def _join_name(owner: str, cluster: str) -> str:
 
 def make_rules(group_id: str, ports: Sequence[str], ssh_from: Sequence[str]) -> list[dict[str, Any]]:
     """Make the ingress rules: ssh from these blocks, the task's ports from anywhere, all traffic between nodes."""
-    rules = [_among_themselves(group_id), _let_in(22, 22, ssh_from)]
+    rules = [_allow_group(group_id), _allow_ports(22, 22, ssh_from)]
     for port in ports:
         first, _, last = port.partition("-")
-        rules.append(_let_in(int(first), int(last or first), ANYWHERE))
+        rules.append(_allow_ports(int(first), int(last or first), ANYWHERE))
     return rules
 
 
-def _among_themselves(group_id: str) -> dict[str, Any]:
+def _allow_group(group_id: str) -> dict[str, Any]:
     return {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
 
 
-def _let_in(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
+def _allow_ports(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
     rule: dict[str, Any] = {"IpProtocol": "tcp", "FromPort": first, "ToPort": last}
     old = [{"CidrIp": block} for block in blocks if ":" not in block]
     new = [{"CidrIpv6": block} for block in blocks if ":" in block]

@@ -66,7 +66,7 @@ class Quotas:
         if now_s - known_s < KNOWN_S:
             return known
         try:
-            answer = await self._clients.glance(
+            answer = await self._clients.read_once(
                 "service-quotas", region, "get_service_quota", ServiceCode="ec2", QuotaCode=code
             )
             quota = Quota(code=code, region=region, vcpus=float(answer["Quota"]["Value"]))

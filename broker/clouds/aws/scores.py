@@ -35,12 +35,12 @@ class Scores:
             return known
         try:
             response, names = await asyncio.gather(
-                self._clients.glance(
+                self._clients.read_once(
                     "ec2", offer.region, "get_spot_placement_scores",
                     InstanceTypes=[offer.instance_type], TargetCapacity=placement.node_count,
                     SingleAvailabilityZone=True, RegionNames=[offer.region],
                 ),
-                self._clients.glance("ec2", offer.region, "describe_availability_zones"),
+                self._clients.read_once("ec2", offer.region, "describe_availability_zones"),
             )  # fmt: skip
         except ApiError as refusal:
             if find_kind(refusal.code, refusal.status) == "login":

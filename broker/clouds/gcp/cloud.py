@@ -83,9 +83,9 @@ class GcpCloud:
         """Start importing Google's library, which takes seconds; return at once."""
         self._sdk.prepare()
 
-    def observe(self, hear: Listener) -> None:
-        """Report every request and response of Google's library to `hear`."""
-        self._sdk.observe(hear)
+    def observe(self, listener: Listener) -> None:
+        """Report every request and response of Google's library to `listener`."""
+        self._sdk.observe(listener)
 
     async def check(self) -> None:
         """Verify login, project and API. Raises AuthError with the failed finding."""

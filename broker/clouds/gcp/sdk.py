@@ -21,13 +21,13 @@ WAIT_TIMEOUT_S = 150.0
 Result = TypeVar("Result")
 
 
-def listen(session: Any, hear: Listener) -> None:
-    """Report each response of a `requests` session to `hear`."""
+def listen(session: Any, listener: Listener) -> None:
+    """Report each response of a `requests` session to `listener`."""
 
     def note(response: Any, **_: Any) -> None:
         request, url = response.request, urlsplit(response.request.url)
         body = request.body.decode(errors="replace") if isinstance(request.body, bytes) else request.body or ""
-        hear(
+        listener(
             Exchange(
                 service=url.hostname or "",
                 operation=f"{request.method} {url.path}{f'?{url.query}' if url.query else ''}",
@@ -97,10 +97,10 @@ class Sdk:
         self._clients: Clients | None = None
         self._listener: Listener | None = None
 
-    def observe(self, hear: Listener) -> None:
-        """Report all requests and responses to `hear` from now on."""
+    def observe(self, listener: Listener) -> None:
+        """Report all requests and responses to `listener` from now on."""
         with self._lock:
-            self._listener = hear
+            self._listener = listener
             self._clients = None  # existing clients would not report
 
     def prepare(self) -> None:

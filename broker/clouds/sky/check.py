@@ -33,7 +33,7 @@ class Survey:
 
 
 class SkyInspector:
-    """`Inspector` and `CanGlance` for one cloud. Inspectors in one command share the first one's survey."""
+    """`Inspector` and `CanInspectQuickly` for one cloud. Inspectors in one command share the first one's survey."""
 
     _surveys: ClassVar[dict[str, Survey]] = {}
 
@@ -41,7 +41,7 @@ class SkyInspector:
         self._cloud = cloud
         self._engine = engine
 
-    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+    async def inspect_quickly(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """Report SkyPilot's last check. Enabled clouds are remembered: launches may use them from now on."""
         engine = self._find_engine()
         if engine is None:

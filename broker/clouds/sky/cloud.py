@@ -13,7 +13,7 @@ from broker.clouds.sky.errors import CHECK_HINT, ClusterNotFoundError
 from broker.clouds.sky.gangs import (
     FAILED,
     NAME,
-    Look,
+    ServerState,
     SkyGang,
     adopt,
     is_broken,
@@ -74,10 +74,10 @@ class SkyCloud:
             gang = make_gang(request, task=task, now_s=self._clock.now_s())
         if gang.ended_s is None:
             gang = await self._launch(gang)
-        look, gang, state = await self._wait_for_verdict(gang)
-        is_refused = look.read_status(gang.request_id) in FAILED and not gang.is_down_asked and not gang.was_up
-        if is_refused and (state is NodeState.TERMINATED or is_broken(gang, look)):
-            raise await self._read_refusal(gang, look)
+        observed, gang, state = await self._wait_for_verdict(gang)
+        is_refused = observed.read_status(gang.request_id) in FAILED and not gang.is_down_asked and not gang.was_up
+        if is_refused and (state is NodeState.TERMINATED or is_broken(gang, observed)):
+            raise await self._read_refusal(gang, observed)
         return list_nodes_of(gang, state or NodeState.PENDING)
 
     async def list_nodes(self, owner: str) -> NodeList:
@@ -90,18 +90,18 @@ class SkyCloud:
         waiting = [
             gang.request_id for gang in recorded.values() if gang.request_id and not gang.was_up and not gang.ended_s
         ]
-        look = await self._engine.look(make_prefix(owner), waiting)
-        gangs = {**self._adopt_strangers(owner, look), **recorded}
+        observed = await self._engine.fetch_state(make_prefix(owner), waiting)
+        gangs = {**self._adopt_strangers(owner, observed), **recorded}
         nodes: list[Node] = []
         changed: list[SkyGang] = []
         for before in gangs.values():
-            gang, state = judge(before, look, now_s=self._clock.now_s())
-            gang, state = await self._reach(gang, state, look)
+            gang, state = judge(before, observed, now_s=self._clock.now_s())
+            gang, state = await self._reach(gang, state, observed)
             if state is None:
                 continue
             if gang != recorded.get(gang.name):
                 changed.append(gang)
-            if is_broken(gang, look):
+            if is_broken(gang, observed):
                 await self._engine.end(gang.name)
             nodes.extend(list_nodes_of(gang, state))
         self._state_file.note(changed, now_s=self._clock.now_s())
@@ -127,7 +127,7 @@ class SkyCloud:
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         """Stop whole clusters: SkyPilot cannot stop single nodes. Already stopped is success."""
         for name in self._list_names(ids):
-            seen = (await self._engine.look(name, [])).find(name)
+            seen = (await self._engine.fetch_state(name, [])).find(name)
             if seen is not None and seen.status != "STOPPED":
                 await self._engine.stop(name)
 
@@ -136,11 +136,11 @@ class SkyCloud:
         themselves."""
         for name in self._list_names(ids):
             gang = self._state_file.read().get(name)
-            look = await self._engine.look(name, [])
-            seen = look.find(name)
+            observed = await self._engine.fetch_state(name, [])
+            seen = observed.find(name)
             if seen is None:
                 raise InvalidRequestError(f"SkyPilot has no cluster `{name}` to start")
-            if seen.status != "STOPPED" or look.is_launching(name):
+            if seen.status != "STOPPED" or observed.is_launching(name):
                 continue
             if gang is None or not gang.task:
                 raise InvalidRequestError(
@@ -154,34 +154,36 @@ class SkyCloud:
 
     async def _launch(self, gang: SkyGang) -> SkyGang:
         """Launch once: adopt a cluster that SkyPilot already has or is creating."""
-        look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
-        if look.find(gang.name) is None and not look.is_launching(gang.name) and not gang.was_seen:
-            if look.read_status(gang.request_id) in FAILED:
+        observed = await self._engine.fetch_state(gang.name, [gang.request_id] if gang.request_id else [])
+        if observed.find(gang.name) is None and not observed.is_launching(gang.name) and not gang.was_seen:
+            if observed.read_status(gang.request_id) in FAILED:
                 return gang
             self._state_file.note([gang], now_s=self._clock.now_s())
             gang = replace(gang, request_id=await self._engine.launch(gang.name, gang.task))
         elif not gang.request_id:
-            request_id = next((request.id for request in look.requests if request.cluster == gang.name), "")
+            request_id = next((request.id for request in observed.requests if request.cluster == gang.name), "")
             gang = replace(gang, request_id=request_id)
         self._state_file.note([gang], now_s=self._clock.now_s())
         return gang
 
-    async def _wait_for_verdict(self, gang: SkyGang) -> tuple[Look, SkyGang, NodeState | None]:
+    async def _wait_for_verdict(self, gang: SkyGang) -> tuple[ServerState, SkyGang, NodeState | None]:
         start_s, look_s = self._clock.now_s(), LOOK_S
         while True:
-            look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
-            gang, state = judge(gang, look, now_s=self._clock.now_s())
-            gang, state = await self._reach(gang, state, look)
+            observed = await self._engine.fetch_state(gang.name, [gang.request_id] if gang.request_id else [])
+            gang, state = judge(gang, observed, now_s=self._clock.now_s())
+            gang, state = await self._reach(gang, state, observed)
             is_late = self._clock.now_s() - start_s >= VERDICT_S
-            if state not in (None, NodeState.PENDING) or is_broken(gang, look) or is_late:
+            if state not in (None, NodeState.PENDING) or is_broken(gang, observed) or is_late:
                 self._state_file.note([gang], now_s=self._clock.now_s())
-                return look, gang, state
+                return observed, gang, state
             await self._clock.sleep(look_s)
             look_s = min(LOOK_S_MAX, look_s * 1.5)
 
-    async def _reach(self, gang: SkyGang, state: NodeState | None, look: Look) -> tuple[SkyGang, NodeState | None]:
+    async def _reach(
+        self, gang: SkyGang, state: NodeState | None, observed: ServerState
+    ) -> tuple[SkyGang, NodeState | None]:
         """Count a gang that is up as RUNNING once its ssh addresses are known, and again after each start elsewhere."""
-        seen = look.find(gang.name)
+        seen = observed.find(gang.name)
         if state is not NodeState.RUNNING or seen is None or seen.launched_at == gang.reached_at:
             return gang, state
         path = await self._engine.write_ssh(gang.name)
@@ -190,7 +192,7 @@ class SkyCloud:
         self._state_file.keep_ssh(gang.name, path)
         return replace(gang, reached_at=seen.launched_at), state
 
-    async def _read_refusal(self, gang: SkyGang, look: Look) -> CloudError:
+    async def _read_refusal(self, gang: SkyGang, observed: ServerState) -> CloudError:
         """Return why the launch failed, once nothing is left of it; TransientError if that is not known yet."""
         try:
             await self._engine.fetch(gang.request_id)
@@ -198,24 +200,24 @@ class SkyCloud:
         except CloudError as error:
             reason = error
         start_s = self._clock.now_s()
-        while look.find(gang.name) is not None:
+        while observed.find(gang.name) is not None:
             if self._clock.now_s() - start_s >= GONE_S:
                 return TransientError(f"a failed launch is not cleaned up yet: {reason.message}")
             await self._engine.end(gang.name)
             await self._clock.sleep(LOOK_S_MAX)
-            look = await self._engine.look(gang.name, [])
+            observed = await self._engine.fetch_state(gang.name, [])
         self._state_file.forget(gang.name)
         if isinstance(reason, CapacityError) and self.name not in await self._engine.list_enabled():
             return AuthError(f"SkyPilot has not enabled {self.name}", hints=(CHECK_HINT,))
         return reason
 
-    def _adopt_strangers(self, owner: str, look: Look) -> dict[str, SkyGang]:
+    def _adopt_strangers(self, owner: str, observed: ServerState) -> dict[str, SkyGang]:
         """Adopt clusters that are ours by name but not recorded: the state folder was lost, or a command died
         mid-call."""
-        names = {cluster.name for cluster in look.clusters}
-        names |= {request.cluster for request in look.requests if look.is_launching(request.cluster)}
+        names = {cluster.name for cluster in observed.clusters}
+        names |= {request.cluster for request in observed.requests if observed.is_launching(request.cluster)}
         ours = [name for name in names if (found := NAME.fullmatch(name)) and found["cloud"] == self.name]
-        adopted = [adopt(name, owner, look.find(name)) for name in ours]
+        adopted = [adopt(name, owner, observed.find(name)) for name in ours]
         return {gang.name: gang for gang in adopted if gang is not None}
 
     async def _refresh(self, spot: Sequence[Node]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from broker.clock import within
 from broker.clouds.sky.errors import SkyError, translate
-from broker.clouds.sky.gangs import Look, Request, Seen
+from broker.clouds.sky.gangs import Request, Seen, ServerState
 from broker.errors import AuthError, TransientError, UnknownOutcomeError
 
 log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class Engine(Protocol):
     async def launch(self, name: str, task: Mapping[str, Any], *, is_dry: bool = False) -> str:
         """Start a launch and return the request's id. UnknownOutcomeError: the server may have accepted it."""
 
-    async def look(self, prefix: str, request_ids: Sequence[str]) -> Look:
+    async def fetch_state(self, prefix: str, request_ids: Sequence[str]) -> ServerState:
         """Return clusters and live requests by cluster name prefix, and the status of `request_ids`."""
 
     async def refresh(self, names: Sequence[str]) -> None:
-        """Ask SkyPilot to query the clouds about these clusters; a later `look` shows the result."""
+        """Ask SkyPilot to query the clouds about these clusters; a later `fetch_state` shows the result."""
 
     async def fetch(self, request_id: str) -> None:
         """Wait until a request ends; raise its error."""
@@ -108,11 +108,11 @@ class WorkerEngine:
         """Submit a launch; a lost answer raises UnknownOutcomeError."""
         return str(await self._call("launch", name=name, task=task, is_dry=is_dry, does_change=True))
 
-    async def look(self, prefix: str, request_ids: Sequence[str]) -> Look:
+    async def fetch_state(self, prefix: str, request_ids: Sequence[str]) -> ServerState:
         """Return the server's clusters and requests by one call to the worker."""
-        reply = await self._call("look", prefix=prefix, request_ids=list(request_ids))
+        reply = await self._call("fetch_state", prefix=prefix, request_ids=list(request_ids))
         clusters = [Seen(**each) for each in reply["clusters"]]
-        return Look(clusters=clusters, requests=[Request(**each) for each in reply["requests"]])
+        return ServerState(clusters=clusters, requests=[Request(**each) for each in reply["requests"]])
 
     async def refresh(self, names: Sequence[str]) -> None:
         """Make SkyPilot query the clouds about these clusters, without waiting."""

@@ -78,7 +78,7 @@ class Request:
 
 
 @frozen
-class Look:
+class ServerState:
     """SkyPilot's clusters and requests at one moment."""
 
     clusters: Sequence[Seen] = ()
@@ -149,7 +149,7 @@ def adopt(name: str, owner: str, seen: Seen | None) -> SkyGang | None:
     )
 
 
-def judge(gang: SkyGang, look: Look, *, now_s: float) -> tuple[SkyGang, NodeState | None]:
+def judge(gang: SkyGang, observed: ServerState, *, now_s: float) -> tuple[SkyGang, NodeState | None]:
     """Return the gang's state; None if nothing proves that SkyPilot received its request.
 
     A gang has ended when its cluster has left SkyPilot's table, where it stays until confirmed gone, and no request for
@@ -157,15 +157,15 @@ def judge(gang: SkyGang, look: Look, *, now_s: float) -> tuple[SkyGang, NodeStat
     """
     if gang.ended_s is not None:
         return gang, NodeState.TERMINATED
-    seen = look.find(gang.name)
+    seen = observed.find(gang.name)
     if seen is not None:
         is_up = seen.status == "UP" or gang.was_up
         addresses = tuple(seen.addresses) or gang.addresses
         updated = replace(gang, was_seen=True, was_up=is_up, addresses=addresses)
         return updated, STATES.get(seen.status, NodeState.PENDING)
-    if look.is_launching(gang.name):
+    if observed.is_launching(gang.name):
         return gang, NodeState.PENDING
-    status = look.read_status(gang.request_id)
+    status = observed.read_status(gang.request_id)
     if not gang.was_seen and not status:
         return gang, None
     return replace(gang, ended_s=now_s, reason=_classify_end(gang, status)), NodeState.TERMINATED
@@ -179,13 +179,13 @@ def _classify_end(gang: SkyGang, status: str) -> str:
     return "refused"
 
 
-def is_broken(gang: SkyGang, look: Look) -> bool:
+def is_broken(gang: SkyGang, observed: ServerState) -> bool:
     """Return whether a launch failed half-way and left something behind."""
     return (
-        look.find(gang.name) is not None
-        and not look.is_launching(gang.name)
+        observed.find(gang.name) is not None
+        and not observed.is_launching(gang.name)
         and not gang.was_up
-        and look.read_status(gang.request_id) in FAILED
+        and observed.read_status(gang.request_id) in FAILED
     )
 
 

@@ -127,7 +127,7 @@ def is_valid(task: dict[str, Any]) -> bool:
     return True
 
 
-def look(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
+def fetch_state(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
     """Return clusters and live requests whose cluster name has the prefix, and the status of these requests."""
     from sky.client import sdk
 
@@ -214,7 +214,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "list_enabled": list_enabled,
     "check": check,
     "launch": launch,
-    "look": look,
+    "fetch_state": fetch_state,
     "refresh": refresh,
     "fetch": fetch,
     "end": end,

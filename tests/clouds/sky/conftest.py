@@ -13,7 +13,7 @@ import pytest
 
 from broker.clouds.sky.cloud import SkyCloud
 from broker.clouds.sky.errors import SkyError, translate
-from broker.clouds.sky.gangs import Look, Request, Seen
+from broker.clouds.sky.gangs import Request, Seen, ServerState
 from broker.clouds.sky.state_file import SkyStateFile
 from broker.errors import UnknownOutcomeError
 from broker.types import Node, Offer
@@ -75,11 +75,11 @@ class FakeEngine:
             raise UnknownOutcomeError("SkyPilot did not answer `launch` within 120 s")
         return job.id
 
-    async def look(self, prefix: str, request_ids: Sequence[str]) -> Look:
+    async def fetch_state(self, prefix: str, request_ids: Sequence[str]) -> ServerState:
         await asyncio.sleep(0)
         self._advance()
         shown = [job for job in self.jobs if job.id in request_ids or job.status == "RUNNING"]
-        return Look(
+        return ServerState(
             clusters=[seen for seen in self.clusters.values() if seen.name.startswith(prefix)],
             requests=[
                 Request(id=job.id, verb=job.verb, cluster=job.cluster, status=job.status)

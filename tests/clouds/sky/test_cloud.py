@@ -134,7 +134,7 @@ def test_a_cancelled_launch_never_comes_up(bed: Any) -> None:
         (ended,) = await wait_state(bed, request.token, TERMINATED)
         assert ended.reason == "terminated"
         await bed.clock.sleep(600)
-        assert not (await bed.engine.look("", [])).clusters
+        assert not (await bed.engine.fetch_state("", [])).clusters
 
     asyncio.run(act())
 
