@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -48,33 +49,67 @@ def is_remote(home: Path | None) -> bool:
 async def call_server(
     home: Path | None, on_note: Notes | None, verb: Callable[Concatenate[Context, P], T], **named: Any
 ) -> T:
-    """Run a verb on the server of the login, in a separate thread. A cancelled call continues on the server."""
+    """Run a verb on the server of the login, in a separate thread. A cancelled call continues on the server.
+
+    The thread is not of the loop's executor: the end of the loop would wait for the response, perhaps for hours.
+    """
     path = find_login(home)
     assert path is not None
     from broker.client.remote import RemoteSession
 
     session = RemoteSession.open(path, on_note=on_note or (lambda text: None))
     call: Callable[..., T] = partial(session.call, verb)
-    return await asyncio.to_thread(call, **named)
+    return await _run_in_own_thread(partial(call, **named))
+
+
+async def _run_in_own_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread that neither a cancellation nor the end of the process waits for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_outcome: Callable[[], None]) -> None:
+        if not done.done():
+            set_outcome()
+
+    def run() -> None:
+        try:
+            outcome = partial(done.set_result, work())
+        except BaseException as error:  # the edge of the thread
+            outcome = partial(done.set_exception, error)
+        with suppress(RuntimeError):  # the loop was closed after a cancellation
+            loop.call_soon_threadsafe(finish, outcome)
+
+    threading.Thread(target=run, name="server call", daemon=True).start()
+    return await done
 
 
 async def list_remote_lines(home: Path | None, verb: Callable[..., None], **named: Any) -> AsyncIterator[str]:
-    """Yield the lines that a verb passes to `on_chunk` on the server. Raises the error that ends them."""
-    loop, chunks = asyncio.get_running_loop(), asyncio.Queue[LogChunk | None]()
+    """Yield the lines that a verb passes to `on_chunk` on the server. Raises the error that ends them.
+
+    After `aclose` or a cancellation, the thread disconnects at the next lines.
+    """
+    loop, chunks, is_closed = asyncio.get_running_loop(), asyncio.Queue[LogChunk | None](), threading.Event()
+
+    def pass_on(chunk: LogChunk) -> None:
+        if is_closed.is_set():
+            raise asyncio.CancelledError
+        loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
     async def work() -> None:
         try:
-            await call_server(
-                home, None, verb, **named, on_chunk=lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-            )
+            await call_server(home, None, verb, **named, on_chunk=pass_on)
         finally:
-            loop.call_soon_threadsafe(chunks.put_nowait, None)
+            chunks.put_nowait(None)
 
     working = asyncio.ensure_future(work())
-    while (chunk := await chunks.get()) is not None:
-        for line in chunk.lines:
-            yield line
-    await working
+    try:
+        while (chunk := await chunks.get()) is not None:
+            for line in chunk.lines:
+                yield line
+        await working
+    finally:
+        is_closed.set()
+        working.cancel()
 
 
 def make_sync(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
@@ -86,9 +121,35 @@ def make_sync(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
         if not _has_loop():
             return asyncio.run(work)
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, work).result()
+            runner = thread.submit(asyncio.Runner).result()
+            try:
+                return _wait_for(work, thread, runner)
+            finally:
+                thread.submit(runner.close).result()
 
     return run
+
+
+def _wait_for(work: Coroutine[Any, Any, T], thread: ThreadPoolExecutor, runner: asyncio.Runner) -> T:
+    """Run a coroutine in the thread. Ctrl-C in the caller cancels it; the thread would run, and be waited for."""
+    task: asyncio.Task[Any] | None = None
+    is_interrupted = False
+
+    async def follow() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        if is_interrupted and task is not None:
+            task.cancel()
+        return await work
+
+    try:
+        return thread.submit(runner.run, follow()).result()
+    except BaseException:
+        is_interrupted = True  # before `task` is read: `follow` does so in the other order
+        if task is not None:
+            with suppress(RuntimeError):
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        raise
 
 
 def _has_loop() -> bool:
@@ -109,7 +170,7 @@ def make_sync_iterator(call: Callable[P, AsyncIterator[T]]) -> Callable[P, Itera
             runner = thread.submit(asyncio.Runner).result()
 
             def wait(work: Coroutine[Any, Any, Any]) -> Any:
-                return thread.submit(runner.run, work).result()
+                return _wait_for(work, thread, runner)
 
             end: Any = object()
 
