@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
 
 from broker.frozen import frozen
@@ -16,13 +16,16 @@ class Filter:
     """A filter. `make_test` returns the test for a request, None if it does not apply; `show` describes what a rejected
     offer has.
 
-    `fields` are the fields of Resources that activate it: without them it keeps every offer.
+    `fields` are the fields of Resources that activate it: without them it keeps every offer. `measure` tells how far
+    what a rejected offer has is from the request, if that is a matter of degree; of equally near ones, the nearest is
+    the cheapest.
     """
 
     name: str
     fields: tuple[str, ...]
     make_test: Callable[[Resources], Test | None]
     show: Callable[[Offer], str]
+    measure: Callable[[Resources, Offer], float] | None = None
 
 
 def _test_cloud(resources: Resources) -> Test | None:
@@ -84,6 +87,12 @@ def _test_memory(resources: Resources) -> Test | None:
     return None if quantity is None else lambda offer: quantity.admits(offer.memory_gib)
 
 
+def _find_least_gib(resources: Resources, offer: Offer) -> float:
+    if resources.memory_gib_per_vcpu is not None:
+        return resources.memory_gib_per_vcpu * offer.vcpus
+    return resources.memory_gib.value if resources.memory_gib else 0.0
+
+
 FILTERS: tuple[Filter, ...] = (
     Filter(name="cloud", fields=("cloud",), make_test=_test_cloud, show=lambda offer: offer.cloud),
     Filter(
@@ -97,6 +106,7 @@ FILTERS: tuple[Filter, ...] = (
         fields=("accelerator_count",),
         make_test=_test_count,
         show=lambda offer: f"{offer.accelerator}:{offer.accelerator_count:g} ({offer.instance_type})",
+        measure=lambda resources, offer: abs(offer.accelerator_count - resources.accelerator_count),
     ),
     Filter(
         name="instance type",
@@ -111,12 +121,14 @@ FILTERS: tuple[Filter, ...] = (
         fields=("cpus",),
         make_test=_test_cpus,
         show=lambda offer: f"{offer.vcpus:g} vCPU ({offer.instance_type})",
+        measure=lambda resources, offer: abs(offer.vcpus - resources.cpus.value) if resources.cpus else 0.0,
     ),
     Filter(
         name="memory",
         fields=("memory_gib", "memory_gib_per_vcpu"),
         make_test=_test_memory,
         show=lambda offer: f"{offer.memory_gib:g} GiB ({offer.instance_type})",
+        measure=lambda resources, offer: abs(offer.memory_gib - _find_least_gib(resources, offer)),
     ),
 )
 
@@ -149,10 +161,17 @@ def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[O
             continue
         passed = list(filter(test, kept))
         if len(passed) < len(kept):
-            nearest = min(filterfalse(test, kept), key=find_least_usd)
+            nearest = _find_nearest(each, resources, filterfalse(test, kept))
             rejections.append(Rejection(filter=each.name, count=len(kept) - len(passed), nearest=each.show(nearest)))
         kept = passed
     return kept, rejections
+
+
+def _find_nearest(each: Filter, resources: Resources, missed: Iterable[Offer]) -> Offer:
+    measure = each.measure
+    if measure is None:
+        return min(missed, key=find_least_usd)
+    return min(missed, key=lambda offer: (measure(resources, offer), find_least_usd(offer)))
 
 
 def find_alternative(task: Task, placement: Placement) -> int:

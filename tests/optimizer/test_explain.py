@@ -83,6 +83,28 @@ def test_every_filter_reports_its_count_and_nearest_miss() -> None:
     assert "nearest H100:4 (half)" in error.message
 
 
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ("accelerators: H100:64", "nearest H100:8"),
+        ("accelerators: H100:3", "nearest H100:4"),
+        ("accelerators: H100:8, cpus: 900+", "nearest 208 vCPU"),
+        ("accelerators: H100:8, memory: 9000+", "nearest 1800 GiB"),
+    ],
+)
+def test_nearest_miss_is_the_nearest_and_not_the_cheapest(resources: str, expected: str) -> None:
+    large = {"spot_usd_hour": 30.0, "ondemand_usd_hour": 60.0}
+    offers = [
+        offer(instance_type="one", accelerator_count=1, vcpus=26, memory_gib=200, spot_usd_hour=2.0),
+        offer(instance_type="four", accelerator_count=4, vcpus=104, memory_gib=800, spot_usd_hour=9.0),
+        offer(instance_type="small", accelerator_count=8, vcpus=64, memory_gib=500),
+        offer(instance_type="large", accelerator_count=8, vcpus=208, memory_gib=1800, **large),
+    ]
+    with pytest.raises(NoOfferError) as caught:
+        plan(f"resources: {{{resources}}}", offers)
+    assert expected in caught.value.message
+
+
 def test_rejected_placement_names_the_cause_of_its_cost() -> None:
     slow = offer("aws", accelerator="A100", instance_type="old", spot_usd_hour=5.0, ondemand_usd_hour=15.0)
     fast = offer("gcp", spot_usd_hour=10.0)
