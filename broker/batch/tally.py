@@ -82,9 +82,16 @@ def explain_failures(bucket: Bucket, tally: Tally) -> Sequence[str]:
     """Return the reasons for which the first 20 of the failed shards were skipped, the most frequent first."""
     reasons = Counter[str]()
     for number in sorted(tally.failed)[:20]:
-        report = json.loads(bucket.read(tally.failed[number][0]) or b"{}")
-        reasons[str(report.get("reason", "unknown")).strip().split("\n")[-1]] += 1
+        reasons[_read_reason(bucket.read(tally.failed[number][0]))] += 1
     return [reason for reason, _ in reasons.most_common()]
+
+
+def _read_reason(report: bytes | None) -> str:
+    """Return the last line of a report's reason; "unknown" for a damaged report."""
+    try:
+        return str(json.loads(report or b"{}")["reason"]).strip().split("\n")[-1]
+    except (ValueError, KeyError, TypeError):
+        return "unknown"
 
 
 def forget_failures(bucket: Bucket, tally: Tally) -> None:

@@ -27,10 +27,13 @@ class AccessRenewer:
         self._clouds = clouds
         self._clock = clock
         self._started_s: dict[tuple[str, str, str], float] = {}
-        self._running: dict[tuple[str, str, str], asyncio.Task[bool]] = {}
+        self._running: dict[tuple[str, str, str], asyncio.Task[bool | CloudError]] = {}
 
     async def renew(self, node: Node) -> bool:
-        """Return whether a rule was just changed, so that another connection is worth trying. Never raises."""
+        """Return whether a rule was just changed, so that another connection is worth trying.
+
+        Raises CloudError if the cloud refuses to change it, also within RENEW_EVERY_S of the refusal.
+        """
         cloud = self._clouds.get(node.cloud)
         if not isinstance(cloud, RenewsAccess):
             return False
@@ -38,6 +41,7 @@ class AccessRenewer:
         running = self._running.get(key)
         if running is None or running.done():
             if 0.0 <= self._clock.now_s() - self._started_s.get(key, float("-inf")) < RENEW_EVERY_S:
+                _read(running)
                 return False
             self._started_s[key] = self._clock.now_s()
             running = self._running[key] = asyncio.ensure_future(self._renew(cloud, node))
@@ -46,14 +50,24 @@ class AccessRenewer:
             await asyncio.wait({running, timer}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             timer.cancel()
-        return running.done() and not running.cancelled() and running.result()
+        return _read(running)
 
-    async def _renew(self, cloud: RenewsAccess, node: Node) -> bool:
+    async def _renew(self, cloud: RenewsAccess, node: Node) -> bool | CloudError:
         try:
             has_changed = await cloud.renew_access([node])
         except CloudError as error:
             log.info("cannot check the firewall of %s: %s", node.id, error.message)
-            return False
+            return error
         if has_changed:
             log.info("ssh to %s is now allowed from this machine's current address", node.cluster)
         return has_changed
+
+
+def _read(renewal: asyncio.Task[bool | CloudError] | None) -> bool:
+    """Return whether a renewal has ended and changed a rule. Raises CloudError if it was refused."""
+    if renewal is None or not renewal.done() or renewal.cancelled():
+        return False
+    outcome = renewal.result()
+    if isinstance(outcome, CloudError):
+        raise outcome
+    return outcome

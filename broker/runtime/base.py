@@ -53,7 +53,8 @@ class Transport(Protocol):
 class AsksForAccess(Protocol):
     """A transport that a firewall may block.
 
-    `renew_access` is called before giving up on a node, and returns whether to try again.
+    `renew_access` is called before giving up on a node, and returns whether to try again. It raises CloudError if the
+    cloud refuses to admit this machine.
     """
 
     renew_access: Callable[[Node], Awaitable[bool]]

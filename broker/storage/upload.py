@@ -13,6 +13,7 @@ from broker.storage import open_bucket
 from broker.storage.base import Bucket, StoredKey
 
 WORKERS = 16
+TRIES = 3  # for a file that changes while it is sent
 # scheme -> function that creates an empty bucket by name. Other clouds require a project or an account: the user
 # creates it.
 CREATORS: dict[str, str] = {
@@ -85,5 +86,15 @@ def is_changed(file: Path, there: StoredKey | None) -> bool:
 
 
 def _send(bucket: Bucket, key: str, file: Path) -> int:
-    bucket.upload(file, key)
-    return file.stat().st_size
+    """Upload a file, again if it changed meanwhile: half of it would be old, and look newer than the file."""
+    for _ in range(TRIES):
+        before = file.stat()
+        bucket.upload(file, key)
+        after = file.stat()
+        if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
+            return after.st_size
+    bucket.delete(key)
+    raise InvalidRequestError(
+        f"`{file}` changed during each of {TRIES} uploads",
+        hints=("run the command again when no program writes to it, or name another file",),
+    )

@@ -50,10 +50,16 @@ class NumberRange:
     def place(self, share: float) -> str:
         """Return the value at a share of the range, `0 <= share < 1`."""
         if self.scale == "log":
-            return f"{self.low * (self.high / self.low) ** share:.6g}"
+            return self._show(self.low * (self.high / self.low) ** share)
         if self.scale == "int":
             return str(int(self.low) + math.floor(share * (int(self.high) - int(self.low) + 1)))
-        return f"{self.low + (self.high - self.low) * share:.6g}"
+        return self._show(self.low + (self.high - self.low) * share)
+
+    def _show(self, value: float) -> str:
+        """Return the value with six digits, more in a narrow range, and never rounded out of the range."""
+        narrowness = max(abs(self.low), abs(self.high)) / (self.high - self.low)
+        text = f"{value:.{min(17, 6 + math.floor(math.log10(max(1.0, narrowness))))}g}"
+        return text if self.low <= float(text) <= self.high else repr(min(self.high, max(self.low, value)))
 
 
 Parameter = Values | NumberRange

@@ -112,7 +112,10 @@ def test_a_shard_on_which_the_program_fails_three_times_is_left_out(tmp_path: Pa
     found = tally.take(open_bucket(f"file://{tmp_path}/out"), plan)
     (number,) = found.failed
     assert pool.mapped.count(number) == 3 and found.left == 0
-    assert tally.explain_failures(open_bucket(f"file://{tmp_path}/out"), found) == ["AssertionError: bad item"]
+    bucket = open_bucket(f"file://{tmp_path}/out")
+    assert tally.explain_failures(bucket, found) == ["AssertionError: bad item"]
+    bucket.write(found.failed[number][0], b'{"reason": "a truncated rep')
+    assert tally.explain_failures(bucket, found) == ["unknown"], "a damaged report does not end the command"
 
 
 def test_a_program_that_fails_on_every_shard_ends_the_driver(tmp_path: Path) -> None:

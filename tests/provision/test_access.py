@@ -54,13 +54,27 @@ def test_nodes_of_a_gang_that_fail_together_share_one_renewal(caplog: pytest.Log
     )
 
 
-def test_renewal_survives_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall() -> None:
+def test_refusal_is_raised_for_every_caller_until_the_next_renewal() -> None:
     clock = VirtualClock()
-    refusing = Fortress(clock, AuthError("no"))
+    renewer = AccessRenewer({"cloud": (refusing := Fortress(clock, AuthError("no"), False))}, clock=clock)
+
+    async def act() -> None:
+        refusals = await asyncio.gather(*(renewer.renew(NODE) for _ in range(3)), return_exceptions=True)
+        assert [str(refusal) for refusal in refusals] == ["no"] * 3
+        with pytest.raises(AuthError, match="no"):
+            await renewer.renew(NODE)
+        assert len(refusing.asked) == 1
+        await clock.sleep(RENEW_EVERY_S)
+        assert await renewer.renew(NODE) is False and len(refusing.asked) == 2
+
+    clock.run(act)
+
+
+def test_renewal_survives_a_hanging_cloud_and_a_cloud_without_firewall() -> None:
+    clock = VirtualClock()
     hanging = Fortress(clock, True, takes_s=1000.0)
 
     async def act() -> None:
-        assert await AccessRenewer({"cloud": refusing}, clock=clock).renew(NODE) is False
         begun_s = clock.now_s()
         assert await AccessRenewer({"cloud": hanging}, clock=clock).renew(NODE) is False
         assert clock.now_s() - begun_s == WAIT_S_MAX

@@ -14,7 +14,7 @@ import pytest
 from sshd import REASON, SSHD, START_S_MAX, Sshd
 
 from broker.clock import SystemClock
-from broker.errors import StateError, TransientError, UnreachedError
+from broker.errors import AuthError, StateError, TransientError, UnreachedError
 from broker.runtime.keys import HOST, LOGIN, Keys
 from broker.runtime.transports.ssh import SshTransport, is_listening
 from broker.runtime.transports.ssh_options import parse_handle
@@ -119,6 +119,17 @@ def test_host_that_stays_silent_after_a_firewall_update_is_an_error(sshd: Sshd, 
     with pytest.raises(UnreachedError, match="cannot be reached"):
         asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
     assert asked == [sshd.node.id]
+
+
+def test_refused_firewall_update_is_part_of_the_error(sshd: Sshd, keys: Keys) -> None:
+    transport = SshTransport(keys, clock=JumpingClock(), patience_s=0)
+
+    async def refuse(node: Node) -> bool:
+        raise AuthError("ec2:AuthorizeSecurityGroupIngress is denied")
+
+    transport.renew_access = refuse
+    with pytest.raises(UnreachedError, match="its firewall cannot be changed: ec2:AuthorizeSecurityGroupIngress is"):
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=300))
 
 
 def test_host_that_never_comes_up_is_distinguished_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:

@@ -6,11 +6,12 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import open_bucket
+from broker.storage import open_bucket, upload
 from broker.storage.r2 import find_login
 from broker.storage.upload import ensure_bucket, send_files
 from tests.testbed.s3 import S3Server, serve_s3
@@ -75,3 +76,37 @@ def test_r2_login_comes_from_variables_then_from_skypilots_files(tmp_path: Path)
     expected = {"endpoint": "https://acc.r2.cloudflarestorage.com", "access_key_id": "k", "secret_access_key": "s"}
     assert find_login({}, tmp_path) == expected
     assert find_login({"R2_ACCOUNT_ID": "other"}, tmp_path)["endpoint"] == "https://other.r2.cloudflarestorage.com"
+
+
+class Interfering:
+    """A bucket that keeps what is uploaded, while a program writes to the file during the first `writes` uploads."""
+
+    def __init__(self, writes: int) -> None:
+        self.writes, self.kept = writes, dict[str, bytes]()
+
+    def upload(self, file: Path, key: str) -> None:
+        content = file.read_bytes()
+        self.kept[key] = content
+        if self.writes:
+            self.writes -= 1
+            stamp_ns = file.stat().st_mtime_ns + 1_000_000
+            file.write_bytes(content[::-1])  # of the same size
+            os.utime(file, ns=(stamp_ns, stamp_ns))
+
+    def delete(self, key: str) -> None:
+        del self.kept[key]
+
+
+def test_file_that_changes_while_it_is_sent_is_sent_again(tmp_path: Path) -> None:
+    (file := tmp_path / "data").write_text("one and two")
+    bucket: Any = Interfering(writes=1)
+    assert upload._send(bucket, "data", file) == 11
+    assert bucket.kept["data"] == file.read_bytes() == b"owt dna eno"
+
+
+def test_file_that_never_stops_changing_is_refused_and_leaves_no_mixture(tmp_path: Path) -> None:
+    (file := tmp_path / "data").write_text("one and two")
+    bucket: Any = Interfering(writes=1000)
+    with pytest.raises(InvalidRequestError, match="changed during each of 3 uploads"):
+        upload._send(bucket, "data", file)
+    assert bucket.kept == {}

@@ -73,6 +73,17 @@ def test_invalid_parameters_are_refused(text: str) -> None:
         draw(parse_parameters([text]), runs=2, seed=0)
 
 
+@pytest.mark.parametrize(
+    "text", ["x=1234567..1234569", "x=0.12345649..1", "x=1..1.0000004", "x=100000.1..100000.2:log", "x=-3..-2.9999999"]
+)
+def test_values_of_a_range_are_inside_it_and_differ(text: str) -> None:
+    parameter = parse_parameter(text)
+    assert isinstance(parameter, NumberRange)
+    values = [parameter.place(number / 8) for number in range(8)]
+    assert all(parameter.low <= float(value) <= parameter.high for value in values)
+    assert len({float(value) for value in values}) == 8
+
+
 def test_a_range_needs_a_number_of_runs() -> None:
     with pytest.raises(UsageError, match="requires `--runs`"):
         draw(parse_parameters(PARAMETERS), runs=None, seed=0)

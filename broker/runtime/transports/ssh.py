@@ -15,7 +15,7 @@ from typing import IO
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import StateError, TransientError, UnreachedError
+from broker.errors import CloudError, StateError, TransientError, UnreachedError
 from broker.runtime.base import Shell
 from broker.runtime.keys import Keys
 from broker.runtime.streams import Stream, open_program
@@ -64,6 +64,7 @@ class SshTransport:
         self._clock = clock
         self._patience_s = patience_s
         # Called before giving up on a node: returns whether this machine's current address was added to its firewall.
+        # Raises CloudError if the cloud refuses that.
         self.renew_access: Callable[[Node], Awaitable[bool]] = renew_nothing
         self._locks: dict[str, asyncio.Lock] = {}
         self._reached: set[str] = set()
@@ -158,9 +159,12 @@ class SshTransport:
             is_renewed = False
             while (problem := await self._try_connect(node, route)) is not None:
                 if self._clock.now_s() >= give_up_s:
-                    if not is_renewed and await self.renew_access(node):
-                        is_renewed, give_up_s = True, self._clock.now_s() + RENEWED_S
-                        continue
+                    try:
+                        if not is_renewed and await self.renew_access(node):
+                            is_renewed, give_up_s = True, self._clock.now_s() + RENEWED_S
+                            continue
+                    except CloudError as error:
+                        problem += f"; its firewall cannot be changed: {error.message}"
                     if not is_known:
                         raise UnreachedError(f"node `{node.id}` cannot be reached{problem}", node_id=node.id)
                     raise TransientError(f"node `{node.id}` cannot be reached{problem}")
