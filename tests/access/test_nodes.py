@@ -127,6 +127,7 @@ def test_program_mount_outcome_and_log_reach_the_bucket_through_the_grant(
         assert b"session-secret" not in content, f"a session is left in {path}"
 
 
+@pytest.mark.long
 def test_renewed_grant_is_used_by_a_running_program(rig: Rig, config: Config, store: FakeStore) -> None:
     store.life_s = 560.0  # libraries request another session in the last ten minutes of one
     task = make_task(LONG, checkpoint=CheckpointSpec(to=PLACE))

@@ -91,7 +91,7 @@ def test_parameters_are_those_of_the_trainers_network() -> None:
         assert whole == pytest.approx(real, rel=0.003)  # biases and norms
 
 
-@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("expert", spread([2, 1], every=2))
 def test_parameters_of_a_mixture_are_those_of_the_trainers_network(expert: int) -> None:
     from trainers.config import ModelConfig
     from trainers.models import create_language_model

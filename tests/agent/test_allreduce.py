@@ -166,6 +166,7 @@ class SkippingClock:
         return Condition()
 
 
+@pytest.mark.long
 def test_peer_that_never_comes_costs_its_own_pairs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is longer than any stall; the clock skips what is left of a share once all else is measured."""
     clock, limit_s, ports = SkippingClock(), 1200.0, find_ports(4)

@@ -21,7 +21,7 @@ from broker.agent import agent
 from broker.runtime.reports import GangReport
 from broker.storage.mounts import MountStep, make_script
 from broker.types import Cluster, NodeEnd, RunStatus, Task
-from tests.tiers import long
+from tests.tiers import long, spread
 
 files, agent_flush = agent.files, importlib.import_module("agent_flush")
 Flush, Pending, list_pending = agent_flush.Flush, agent_flush.Pending, agent_flush.list_pending
@@ -156,11 +156,14 @@ async def wait_for_flush(rig: Rig, cluster: Cluster) -> GangReport:
 
 @pytest.mark.parametrize(
     ("cause", "status", "reason"),
-    [
-        ("", RunStatus.SUCCEEDED, ""),
-        ("cancel", RunStatus.CANCELLED, ""),
-        ("notice", RunStatus.FAILED, NodeEnd.PREEMPTED),
-    ],
+    spread(
+        [
+            ("", RunStatus.SUCCEEDED, ""),
+            ("cancel", RunStatus.CANCELLED, ""),
+            ("notice", RunStatus.FAILED, NodeEnd.PREEMPTED),
+        ],
+        every=2,
+    ),
 )
 def test_run_ends_when_its_files_have_arrived(
     rig: Rig, tmp_path: Path, cause: str, status: RunStatus, reason: str
@@ -207,6 +210,7 @@ def test_run_whose_files_do_not_arrive_fails_with_a_reason(rig: Rig, tmp_path: P
     asyncio.run(act())
 
 
+@pytest.mark.long
 def test_a_programs_own_exit_code_does_not_mean_that_files_did_not_arrive(rig: Rig, tmp_path: Path) -> None:
     task = make_writing_task(tmp_path, "rclone put ~/out a one; exit 74", BROKER_FLUSH_HOLD_S="0.5")
 

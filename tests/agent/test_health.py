@@ -16,6 +16,7 @@ from local_gang import Rig, make_task
 from broker.agent import FOLDER
 from broker.types import NodeFault, RunStatus
 from tests.agent.fake_gpus import FakeGpus
+from tests.tiers import spread
 
 sys.path.insert(0, str(FOLDER))  # as on a node: siblings by bare names
 agent_health: Any = importlib.import_module("agent_health")
@@ -146,12 +147,15 @@ def test_gang_with_healthy_gpus_starts(rig: Rig, gpus: FakeGpus) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        ("missing", "1 of 2 GPUs are present"),
-        ("ecc", "has 2 uncorrected ECC errors"),
-        ("xid", "Xid 79 in the kernel log (fell off the bus)"),
-        ("slow", "of 312 TFLOP/s"),
-    ],
+    spread(
+        [
+            ("missing", "1 of 2 GPUs are present"),
+            ("ecc", "has 2 uncorrected ECC errors"),
+            ("xid", "Xid 79 in the kernel log (fell off the bus)"),
+            ("slow", "of 312 TFLOP/s"),
+        ],
+        every=2,
+    ),
 )
 def test_fault_ends_the_run_before_its_first_step(rig: Rig, gpus: FakeGpus, fault: str, reason: str) -> None:
     gpus.plant(fault)

@@ -119,7 +119,7 @@ def test_archive_travels_through_a_bucket_to_every_node_of_the_next_gang(rig: Ri
             ("echo x > ~/made", {"starts": 0.0}, "no further start is expected"),
             ("echo x > ~/made", {"usd_gib_kept": 1e9}, "expected starts would save 0.00 USD"),
         ],
-        every=3,
+        every=6,
     ),
 )
 def test_reason_why_a_setup_is_not_kept(
@@ -153,6 +153,7 @@ def test_fresh_start_runs_setup_and_replaces_the_archive(rig: Rig, tmp_path: Pat
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_bucket_that_refuses_or_is_unreachable_does_not_affect_the_start(rig: Rig, bucket: BucketServer) -> None:
     async def scenario() -> None:
         envs = {**bucket.variables, "AWS_ACCESS_KEY_ID": "WRONG"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from tests.cli.screens import TextExtension
 ROOT = typer.main.get_command(app)
 
 
+@cache
 def find_command(line: str) -> Any:
-    found: Any = ROOT
-    for name in line.split():
-        found = found.get_command(None, name)
-    return found
+    group, _, name = line.rpartition(" ")
+    return find_command(group).get_command(None, name) if line else ROOT
 
 
 def list_commands(line: str = "") -> Iterator[str]:

@@ -147,6 +147,7 @@ def test_an_interrupted_launch_lists_remaining_nodes_and_how_to_terminate_them(s
     assert not shell.find_processes()
 
 
+@pytest.mark.long
 def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(shell: Shell) -> None:
     task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: echo hi\n")
     both = [shell.open("launch", task, "-c", "dev") for _ in range(2)]

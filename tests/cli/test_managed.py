@@ -240,6 +240,7 @@ def test_a_killed_rank_costs_a_restart_and_why_names_the_cause(shell: Shell) -> 
         assert "(rank1) broker: the kernel's OOM killer ended" in story
 
 
+@pytest.mark.long
 def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
     task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
     for _ in range(2):
@@ -287,6 +288,7 @@ def test_every_jobs_command_answers_in_json(shell: Shell) -> None:
     assert read("cancel", "2") == [{"id": 2, "name": "fail", "status": "FAILED", "is_cancelling": False}]
 
 
+@pytest.mark.long
 def test_cost_is_shown_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:
     shell.run(
         "jobs", "launch", shell.write("hello.yaml", "name: hi\nresources: {infra: local}\nrun: echo hi\n"), "--yes"

@@ -116,6 +116,7 @@ def test_options_that_do_not_fit_are_refused(shell: Shell, options: tuple[str, .
     assert message in shell.run("rehearse", shell.write("web.yaml", task), *options, code=2).stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_service_over_grpc_is_called_until_it_ends(shell: Shell) -> None:
     pytest.importorskip("grpc", reason="grpcio is not installed: `pip install grpcio`")

@@ -24,7 +24,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", spread(list(TARGETS), every=2))
+@pytest.mark.parametrize("name", spread(list(TARGETS), every=4))
 def test_target_survives_a_seeded_run(name: str) -> None:
     target, seeds = load_target(name)
     for number, data in enumerate(itertools.islice(make_inputs(seeds, seed=13), len(seeds) + COUNTS[name])):

@@ -92,6 +92,7 @@ def test_trainers_come_first_inside_and_the_folder_for_state_exists(
     asyncio.run(act())
 
 
+@pytest.mark.long
 def test_gangs_credential_can_be_read_inside(rig: Rig, docker: FakeDocker) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster()

@@ -276,6 +276,7 @@ def test_runner_killed_from_outside_is_a_failure(rig: Rig) -> None:
     asyncio.run(act())
 
 
+@pytest.mark.long
 def test_failed_setup_of_a_new_node_is_reported_while_the_others_work(rig: Rig, tmp_path: Path) -> None:
     fit = tmp_path / "fit"
     fit.touch()
@@ -364,6 +365,7 @@ def test_unreachable_nodes_are_reported_not_raised(rig: Rig) -> None:
     asyncio.run(act())
 
 
+@pytest.mark.long
 def test_advice_to_leave_a_node_is_reported_and_ends_nothing(rig: Rig) -> None:
     """EC2's rebalance recommendation, as the node's listener records it; most such nodes live on."""
 

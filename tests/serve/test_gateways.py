@@ -187,6 +187,7 @@ def test_gateway_that_stays_silent_counts_with_its_last_load(tmp_path: Path) -> 
     assert len(world.list_ready()) == 2, "for the three that it had, and one"
 
 
+@pytest.mark.long
 def test_gateway_that_stays_silent_counts_with_its_last_load_at_the_next_controller(tmp_path: Path) -> None:
     world, first, _ = make_loaded_pair(tmp_path, 3, 1)
     world.silent.add(first)

@@ -101,6 +101,7 @@ def test_pod_without_room_ends_after_a_while_with_the_schedulers_reason(
     bed.run(act())
 
 
+@pytest.mark.long
 def test_autoscaled_pool_keeps_its_pods_waiting(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     bed = KubernetesBed(server, is_autoscaled=True)
     bed.fill()
@@ -160,6 +161,7 @@ def test_failed_list_is_not_an_empty_list(bed: KubernetesBed) -> None:
             bed.run(bed.cloud.list_nodes(OWNER))
 
 
+@pytest.mark.long
 def test_terminate_attempts_every_pod_and_raises_the_first_failure(bed: KubernetesBed) -> None:
     async def act() -> None:
         request = make_request(bed, node_count=2)
@@ -211,6 +213,7 @@ def test_unclaimed_pod_ends_itself(bed: KubernetesBed, monkeypatch: pytest.Monke
     bed.run(act())
 
 
+@pytest.mark.long
 def test_sweep_keeps_recent_records_of_living_clusters(bed: KubernetesBed) -> None:
     async def act() -> None:
         request = make_request(bed)

@@ -97,6 +97,7 @@ def test_silent_host_is_unseen_and_not_terminated(bed: PoolBed) -> None:
         asyncio.run(bed.pool.list_nodes(OWNER))
 
 
+@pytest.mark.long
 def test_silent_host_without_a_fence_cannot_be_ended(bed: PoolBed) -> None:
     nodes = asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
     bed.dead = {"h1"}
@@ -171,6 +172,7 @@ def test_node_on_a_host_that_left_the_file_counts_as_gone(bed: PoolBed) -> None:
     bed.hosts[0] = kept
 
 
+@pytest.mark.long
 def test_host_that_is_avoided_is_not_claimed_until_its_time_is_over(bed: PoolBed) -> None:
     (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
     assert node.handle.startswith("pool://lab/h1/")
@@ -186,6 +188,7 @@ def test_host_that_is_avoided_is_not_claimed_until_its_time_is_over(bed: PoolBed
     assert again.handle.startswith("pool://lab/h1/")
 
 
+@pytest.mark.long
 def test_hosts_that_share_a_home_leave_each_others_claims_alone(tmp_path: Path) -> None:
     bed = SharedHomeBed(tmp_path, host_count=2)
     (tmp_path / "home").mkdir()
