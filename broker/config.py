@@ -163,13 +163,12 @@ def _is_used(folder: Path) -> bool:
     return is_used and not (folder / "owner").exists()
 
 
-def find_checkpoint_url(config: Config) -> str | None:
+def find_checkpoint_url(home: Path) -> str | None:
     """Return the default checkpoint location. Raises UsageError that names an invalid setting."""
     text: object = os.environ.get("BROKER_CHECKPOINTS")
     source = "BROKER_CHECKPOINTS"
     if not text:
-        source = f"{config.home / SETTINGS}: `checkpoints`"
-        text = _read_settings(config.home / SETTINGS).get("checkpoints")
+        source, text = f"{home / SETTINGS}: `checkpoints`", _read_settings(home / SETTINGS).get("checkpoints")
     if text is None:
         return None
     if not re.fullmatch(CHECKPOINT_URL, str(text)):
@@ -312,19 +311,23 @@ def _find_setting(home: Path, name: str) -> object:
 
 
 def _read_settings(path: Path) -> dict[str, object]:
-    import tomllib  # 5 ms that most commands do not need
-
     try:
-        found: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path}: {error}") from error
     except OSError as error:
         raise StateError(
             f"cannot read {path}: {error.strerror or error}",
             hints=("make it a readable file, or remove it",),
         ) from error
+    import tomllib  # 5 ms that commands without a file do not need
+
+    try:
+        found: dict[str, object] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: {error}") from error
     unknown = sorted(set(found) - set(SETTING_NAMES))
     if unknown:
         raise UsageError(

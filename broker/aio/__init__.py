@@ -25,7 +25,7 @@ from broker.app.clusters import Status
 from broker.app.container import Context
 from broker.app.launching import ClusterTarget, Ready, exec_task, prepare, start_cluster
 from broker.app.market import Market, find_cache
-from broker.app.planning import TaskLike, read_task
+from broker.app.planning import TaskLike, apply_checkpoint_default, read_task
 from broker.app.simulating import Simulation, SimulationRequest
 from broker.app.simulating import simulate as replay
 from broker.app.verbs import clusters as verbs
@@ -60,7 +60,7 @@ async def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: 
 
     def rank() -> Plan:
         market = Market(cache or find_cache(), home=find_home())
-        resolved = market.resolve(read_task(task))
+        (resolved,) = apply_checkpoint_default(find_home(), [market.resolve(read_task(task))])
         return market.plan(resolved, usable_clouds=None if clouds is None else frozenset(clouds))
 
     return await asyncio.to_thread(rank)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
-from broker.app.launching import apply_checkpoint_default
 from broker.app.limits import LaunchSize
-from broker.app.planning import plan_launch
+from broker.app.planning import apply_checkpoint_default, plan_launch
 from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
 from broker.frozen import frozen
@@ -47,7 +46,7 @@ class JobTarget:
                 f"task {name} has no `run:`; a managed job requires one, because it ends when its program ends",
                 hints=["add `run:` to the task", "or start a cluster without a program: `broker launch TASK.yaml`"],
             )
-        tasks = apply_checkpoint_default(self.context, tasks)
+        tasks = apply_checkpoint_default(self.context.config.home, tasks)
         return apply_unattended_default(tasks, read_unattended_s(self.context.config))
 
     def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:

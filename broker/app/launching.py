@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
 from broker.app.limits import LaunchSize
-from broker.app.planning import anchor, check_notices, check_plans, check_programs, plan_launch, warn_of_more_nodes
+from broker.app.planning import (
+    anchor,
+    apply_checkpoint_default,
+    check_notices,
+    check_plans,
+    check_programs,
+    plan_launch,
+    warn_of_more_nodes,
+)
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
@@ -168,7 +176,7 @@ class ClusterTarget:
     def apply_defaults(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Fill in the checkpoint folders, and print a note about limits that do not apply to clusters."""
         note_job_limits(self.context, tasks)
-        return apply_checkpoint_default(self.context, tasks)
+        return apply_checkpoint_default(self.context.config.home, tasks)
 
     def place(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
         """Return the plans unchanged: a cluster runs one task."""
@@ -220,14 +228,6 @@ def note_job_limits(context: Context, tasks: Sequence[Task]) -> None:
         context.note(f"`max_duration` has no effect on a cluster: {remedy}")
     if any(task.goal is not None and task.goal.budget_usd is not None for task in tasks):
         context.note(f"`budget` is enforced for managed jobs only, so this cluster may cost more: {remedy}")
-
-
-def apply_checkpoint_default(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Write the user's default checkpoint destination into tasks that do not set one."""
-    from broker.config import find_checkpoint_url
-    from broker.jobs.checkpoints import apply_default_checkpoints
-
-    return apply_default_checkpoints(tasks, find_checkpoint_url(context.config))
 
 
 async def start_cluster(
@@ -300,7 +300,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
     note_job_limits(context, [task])
-    (task,) = fetch_repositories(context, apply_checkpoint_default(context, [task]))
+    (task,) = fetch_repositories(context, apply_checkpoint_default(context.config.home, [task]))
     return await start_run(context, match_alternative(cluster, task), task)
 
 

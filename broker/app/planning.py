@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.app.container import Context, load_entry
 from broker.app.known_starts import plan_with_known_starts
-from broker.config import find_home
+from broker.config import find_checkpoint_url, find_home
 from broker.errors import NoOfferError, UnknownNameError, UsageError
 from broker.formatting import format_count
 from broker.types import Notice, Plan, Task
@@ -72,6 +72,15 @@ def anchor(task: Task) -> Task:
 
     mounts = {target: fix(source) for target, source in task.file_mounts.items()}
     return replace(task, workdir=fix(task.workdir) if task.workdir else None, file_mounts=mounts)
+
+
+def apply_checkpoint_default(home: Path, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Write the user's default checkpoint location into tasks that set none: it is part of what a job costs."""
+    if (url := find_checkpoint_url(home)) is None:
+        return tuple(tasks)
+    from broker.jobs.checkpoints import apply_default_checkpoints
+
+    return apply_default_checkpoints(tasks, url)
 
 
 def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Plan:

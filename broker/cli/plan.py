@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from broker.app.container import Context
-from broker.app.planning import check_notices, check_plans
+from broker.app.planning import apply_checkpoint_default, check_notices, check_plans
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_note
+from broker.config import find_home
 from broker.errors import UsageError
 from broker.types import Objective, PipelinePlan, Plan, Task
 
@@ -65,7 +66,7 @@ def plan(
     """Rank placements for a task by cost, without starting anything."""
     context = make_context()
     overrides = replace(overrides, max_price=max_price)
-    tasks = [context.resolve(each) for each in _read(task, overrides)]
+    tasks = apply_checkpoint_default(find_home(), [context.resolve(each) for each in _read(task, overrides)])
     check_notices(tasks, is_launch=False, note=print_note)
     plans, missing = _plan_all(context, tasks)
     whole = None

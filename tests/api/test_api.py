@@ -166,6 +166,18 @@ def test_a_task_without_a_program_cannot_be_a_job(home: Path) -> None:
     assert broker.jobs.queue() == ()
 
 
+def test_a_plan_prices_the_users_default_checkpoint_location(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launch does: the data of every checkpoint may have to leave the cloud."""
+    task = "resources: {accelerators: A100:8, use_spot: true, cloud: gcp}\ngoal: {work: 40h}\n"
+    size = "checkpoint: {size: 500GB, every: 30m%s}\n"
+    without = broker.plan(task + size % "")
+    explicit = broker.plan(task + size % ", to: s3://bucket/runs")
+    monkeypatch.setenv("BROKER_CHECKPOINTS", "s3://bucket/runs")
+    default = broker.plan(task + size % "")
+    assert default.task.checkpoint.to == "s3://bucket/runs"
+    assert default.choice.expected_usd == explicit.choice.expected_usd != without.choice.expected_usd
+
+
 def test_advice_takes_numbers_or_texts_and_its_task_can_be_planned(home: Path) -> None:
     advice = broker.advise(params=7e9, tokens="20B", gpus=["H100"])
     assert advice.advice.options[0].layout.hardware.figures.name == "H100"

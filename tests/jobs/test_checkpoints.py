@@ -105,14 +105,14 @@ def test_cached_setup_without_a_place_has_a_notice() -> None:
 def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BROKER_CHECKPOINTS", raising=False)
     config = make_config(tmp_path)
-    assert find_checkpoint_url(config) is None
+    assert find_checkpoint_url(config.home) is None
     (tmp_path / "config.toml").write_text('checkpoints = "gs://b/runs"\n')
-    assert find_checkpoint_url(config) == "gs://b/runs"
+    assert find_checkpoint_url(config.home) == "gs://b/runs"
     monkeypatch.setenv("BROKER_CHECKPOINTS", "/mnt/shared")
-    assert find_checkpoint_url(config) == "/mnt/shared"
+    assert find_checkpoint_url(config.home) == "/mnt/shared"
     monkeypatch.setenv("BROKER_CHECKPOINTS", "ftp://b")
     with pytest.raises(UsageError, match=r"BROKER_CHECKPOINTS must be .*, not `ftp://b`"):
-        find_checkpoint_url(config)
+        find_checkpoint_url(config.home)
     monkeypatch.delenv("BROKER_CHECKPOINTS")
     for text, words in (
         ("checkpoint = 1", "unknown setting `checkpoint`"),
@@ -121,4 +121,4 @@ def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, m
     ):
         (tmp_path / "config.toml").write_text(text)
         with pytest.raises(UsageError, match=words):
-            find_checkpoint_url(config)
+            find_checkpoint_url(config.home)

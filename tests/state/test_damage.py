@@ -191,9 +191,9 @@ def check_reads(home: Path, name: str, content: bytes, whole: Path, ask: Ask) ->
     find_file(home, name).write_bytes(content)
     for arguments in READS:
         ask(*arguments)
-    for read in (find_checkpoint_url, read_keep_days):
+    for read in (lambda: find_checkpoint_url(home), lambda: read_keep_days(load_config(home))):
         try:
-            read(load_config(home))  # type: ignore[operator]
+            read()  # type: ignore[no-untyped-call]
         except BrokerError:
             pass
 
