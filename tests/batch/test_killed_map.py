@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
     with pytest.raises(UsageError, match="no lines"):
         MapDriver(context, MapRequest(task=make_task(), input=str(tmp_path / "missing"), output=out))
     context.close()
+
+
+def test_an_input_that_was_written_again_with_the_same_size_is_refused(tmp_path: Path) -> None:
+    world = MapWorld(tmp_path)
+    world.run(Killer(None))
+    source = tmp_path / "in.jsonl"
+    source.write_text(source.read_text().replace("1", "2"))
+    os.utime(source, (1e9, 1e9))
+    with pytest.raises(UsageError, match=r"before `in\.jsonl` was written again"):
+        world.run(Killer(None))
 
 
 def test_a_map_whose_workers_all_fail_reports_it_and_restarts_with_the_same_command(tmp_path: Path) -> None:
