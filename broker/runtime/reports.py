@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from broker.types import (
 TEXT_MAX = 300  # characters of a reason, a serial or another text from a node
 OWN_S_MAX = 1e6
 NUMBER_MAX = 1e15
+FLOAT_MAX = sys.float_info.max
 SETUP_RESULTS = ("used", "kept", "not_kept")  # as in `agent_setup_steps.py`
 SERIALS_MAX = 32  # two for each GPU
 
@@ -250,8 +252,10 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         return None
 
     def number(name: str) -> float | None:
+        """Return a number; None for NaN and infinity, which the store cannot hold, and for hundreds of digits."""
         value = line.get(name)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= FLOAT_MAX
+        return float(value) if is_valid and isinstance(value, int | float) else None
 
     def whole(name: str) -> int | None:
         """Return a count; None below 0, as -1 often stands for "unknown" or "none yet"."""
