@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -270,4 +271,5 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         checkpoint_step=whole("checkpoint_step"),
         time_s=number("time_s") or number("time") or 0.0,
         busy_s=number("busy_s"),
+        is_diverged=isinstance(line.get("loss"), float) and not math.isfinite(line["loss"]),
     )

@@ -186,10 +186,13 @@ def test_the_head_is_asked_how_long_it_is_idle_and_what_it_ran() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
 def test_progress_can_be_stored_whatever_numbers_a_program_reports(value: float) -> None:
     """The store would read NaN back as null, which is no time: the job's row would count as damaged."""
-    names = ("total", "loss", "tokens_per_s", "checkpoint_step", "time_s", "time", "busy_s")
+    names = ("total", "tokens_per_s", "checkpoint_step", "time_s", "time", "busy_s")
     progress = parse_progress({"step": 3} | dict.fromkeys(names, value))
     assert progress == Progress(step=3) == msgspec.json.decode(msgspec.json.encode(progress), type=Progress)
     assert parse_progress({"step": value}) == Progress()
+    diverged = parse_progress({"step": 3, "loss": value})
+    assert diverged == Progress(step=3, is_diverged=isinstance(value, float))
+    assert diverged == msgspec.json.decode(msgspec.json.encode(diverged), type=Progress)
 
 
 def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
