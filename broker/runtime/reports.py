@@ -118,7 +118,7 @@ def find_newest_progress(runs: Sequence[Mapping[str, Any] | None], head: int) ->
     else:
         found = [run["progress"] for run in runs if run]
     reported = [line for each in found if (line := parse_progress(each)) is not None]
-    return max(reported, key=lambda line: (line.step, line.loss is not None), default=None)
+    return max(reported, key=lambda line: (line.step, line.loss is not None or line.is_diverged), default=None)
 
 
 def gather_runs(cluster: str, answers: Mapping[int, Mapping[str, Any] | None]) -> Sequence[Run]:

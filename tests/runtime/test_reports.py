@@ -18,7 +18,7 @@ from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime.gang import Gang, list_live, sort_nodes
 from broker.runtime.packing import pack_agent
-from broker.runtime.reports import find_checkpoints, find_faults, find_own_times, parse_progress
+from broker.runtime.reports import find_checkpoints, find_faults, find_newest_progress, find_own_times, parse_progress
 from broker.sites.openssh import Completed
 from broker.types import (
     Autostop,
@@ -193,6 +193,12 @@ def test_progress_can_be_stored_whatever_numbers_a_program_reports(value: float)
     diverged = parse_progress({"step": 3, "loss": value})
     assert diverged == Progress(step=3, is_diverged=isinstance(value, float))
     assert diverged == msgspec.json.decode(msgspec.json.encode(diverged), type=Progress)
+
+
+def test_a_loss_that_is_no_number_counts_as_one_when_ranks_are_compared() -> None:
+    runs = [{"head_epoch": 1, "progress": {"step": 3} | loss} for loss in ({}, {"loss": float("nan")})]
+    newest = find_newest_progress(runs, 1)
+    assert newest is not None and newest.is_diverged
 
 
 def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
