@@ -39,6 +39,7 @@ class Shard:
     start: int
     end: int
     size_bytes: int  # size of the file
+    mark: str = ""  # of the file's content when the map began, as `Place.read_range` compares it
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def read_plan(place: Place) -> MapPlan:
     if content is None:
         raise FileNotFoundError(f"no {PLAN} in the output folder")
     plan = json.loads(content)
-    shards = tuple(Shard(plan["files"][file], start, end, plan["sizes"][file]) for file, start, end in plan["shards"])
+    marks = plan.get("marks") or [""] * len(plan["files"])
+    shards = tuple(
+        Shard(plan["files"][file], start, end, plan["sizes"][file], marks[file]) for file, start, end in plan["shards"]
+    )
     return MapPlan(plan["input"], float(plan["lease_s"]), shards)
 
 

@@ -17,6 +17,10 @@ PARTIAL = ".partial"
 Answer = TypeVar("Answer")
 
 
+class ReplacedError(OSError):
+    """The object was written again since the map began, so its parts would be results of two contents."""
+
+
 class Entry(NamedTuple):
     """A key with its size and the time of its last write, by the clock of the place."""
 
@@ -44,8 +48,11 @@ class Place(Protocol):
         """Return the object's bytes; None if it does not exist."""
         ...
 
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to before `end`; fewer at the end of the object."""
+    def read_range(self, key: str, start: int, end: int, mark: str = "") -> bytes:
+        """Return the bytes from `start` to before `end`; fewer at the end of the object.
+
+        Raises ReplacedError if the object's mark is another one: its ETag, or in a folder the second of its last write.
+        """
         ...
 
     def create(self, key: str, content: bytes) -> bool:
@@ -68,6 +75,12 @@ def open_place(url: str) -> Place:
     from trainers.buckets import open_store
 
     return BucketPlace(open_store(url), url)
+
+
+def compare_marks(key: str, planned: str, found: str) -> None:
+    """Raise ReplacedError if an object is not the one that was planned; an unknown mark is accepted."""
+    if planned and found and planned != found:
+        raise ReplacedError(f"`{key}` was written again since the map began: start another map, with another output")
 
 
 class FolderPlace:
@@ -99,10 +112,12 @@ class FolderPlace:
         except FileNotFoundError:
             return None
 
-    def read_range(self, key: str, start: int, end: int) -> bytes:
+    def read_range(self, key: str, start: int, end: int, mark: str = "") -> bytes:
         with (self._root / key).open("rb") as file:
             file.seek(start)
-            return file.read(end - start)
+            content = file.read(end - start)
+            compare_marks(key, mark, str(int(os.fstat(file.fileno()).st_mtime)))  # after reading: a writer may be busy
+            return content
 
     def create(self, key: str, content: bytes) -> bool:
         with self._write_aside(key, content) as aside:
@@ -168,9 +183,13 @@ class BucketPlace:
         except FileNotFoundError:
             return None
 
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        get = self._library.get_range
-        return self._call("read from", lambda: bytes(get(self._store, key, start=start, end=end)))
+    def read_range(self, key: str, start: int, end: int, mark: str = "") -> bytes:
+        def get() -> bytes:
+            answer = self._library.get(self._store, key, options={"range": (start, end)})
+            compare_marks(key, mark, (answer.meta["e_tag"] or "").removeprefix("W/").strip('"'))
+            return bytes(answer.bytes())
+
+        return self._call("read from", get)
 
     def create(self, key: str, content: bytes) -> bool:
         def put() -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 
 from trainers.map_guard import CurrentShard, guard
 from trainers.map_leases import Lease, Leases, MapPlan, Shard, read_plan
-from trainers.map_places import Place, open_place
+from trainers.map_places import Place, ReplacedError, open_place
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 
 READ_BYTES = 1 << 20  # read at a time past the end of a shard, to complete its last line
@@ -77,20 +77,27 @@ def work(
     current = current or CurrentShard()
     report = make_report(len(plan.shards))
     while (lease := leases.acquire()) is not None:
+        error: Exception | None = None
+        results: list[bytes] | None = None
         with keep(leases, lease, every_s=plan.lease_s / RENEWALS) as lost:
             current.note(lease)
             try:
                 results = run(read_lines(source, plan.shards[lease.number]), lambda: lost.is_set() or is_noticed())
             except OverError:
-                results = None
-            except ProgramError as error:
-                print(f"shard {lease.number}: {error}", file=sys.stderr, flush=True)
-                current.note(None)  # before the report: a death after it is not the shard's
-                leases.fail(lease, str(error))
-                failed.add(lease.number)
-                if len(failed) == FAILURES_MAX:
-                    return 1
-                continue
+                pass
+            except (ProgramError, ReplacedError) as raised:
+                error = raised
+        if error is not None:
+            print(f"shard {lease.number}: {error}", file=sys.stderr, flush=True)
+            current.note(None)  # before the report: a death after it is not the shard's
+            if isinstance(error, ReplacedError):
+                leases.release(lease)
+                return 1
+            leases.fail(lease, str(error))
+            failed.add(lease.number)
+            if len(failed) == FAILURES_MAX:
+                return 1
+            continue
         if results is None:
             current.note(None)
             if is_noticed():
@@ -123,20 +130,20 @@ def keep(leases: Leases, lease: Lease, *, every_s: float) -> Iterator[threading.
         yield lost
     finally:
         over.set()
-        thread.join()  # a renewal after the commit would restore the lease
+        thread.join()  # a renewal after the commit or release would restore the lease
 
 
 def read_lines(source: Place, shard: Shard) -> bytes:
     """Return the lines that begin in the shard. A line that began before it belongs to the previous shard."""
     start = max(0, shard.start - 1)
-    content = source.read_range(shard.key, start, shard.end)
+    content = source.read_range(shard.key, start, shard.end, shard.mark)
     if shard.start:
         if (first := content.find(b"\n")) < 0:
             return b""  # the shard lies within one long line that began earlier
         content = content[first + 1 :]
     end = shard.end
     while content and not content.endswith(b"\n") and end < shard.size_bytes:
-        more = source.read_range(shard.key, end, min(shard.size_bytes, end + READ_BYTES))
+        more = source.read_range(shard.key, end, min(shard.size_bytes, end + READ_BYTES), shard.mark)
         cut = more.find(b"\n") + 1
         content += more[:cut] if cut else more
         end += len(more)
@@ -211,7 +218,8 @@ def run_command(words: Sequence[str], content: bytes, is_over: IsOver) -> list[b
         if process.returncode:
             raise ProgramError(f"`{words[0]}` exited with code {process.returncode}")
         made.seek(0)
-        return made.read().splitlines()
+        results = made.read().split(b"\n")  # a carriage return is part of a line
+        return results if results[-1] else results[:-1]
 
 
 def make_report(total: int) -> Callable[[int], None]:

@@ -49,15 +49,24 @@ def _fill(context: Context, task: Task, track: TrackUpload) -> Task:
 
 
 def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
-    """Map keys to files as SkyPilot does: a single folder's content at the top, several paths under their names."""
+    """Map keys to files as SkyPilot does: a single folder's content at the top, several paths under their names.
+
+    Raises UsageError for a missing path, and for paths of the same name: one would replace the other.
+    """
     found: dict[str, Path] = {}
+    names: dict[str, str] = {}
     for source in sources:
         path = Path(source).expanduser()
+        name = path.name if path.name not in ("", "..") else path.resolve().name
         if not path.exists():
             raise UsageError(f"`{source}` does not exist", hints=["paths are relative to the current folder"])
-        found |= (
-            _list_folder(path, "" if len(sources) == 1 else f"{path.name}/") if path.is_dir() else {path.name: path}
-        )
+        if name in names:
+            raise UsageError(
+                f"`{names[name]}` and `{source}` have the same name in the bucket",
+                hints=["rename one of them, or write a mount for each"],
+            )
+        names[name] = source
+        found |= _list_folder(path, "" if len(sources) == 1 else f"{name}/") if path.is_dir() else {name: path}
     return found
 
 

@@ -192,18 +192,20 @@ def _is_live(store: Store, commitment: Commitment, live_jobs: frozenset[str], no
 
 
 def _check(limit: Limit, used: Amounts, requested: Amounts) -> None:
+    """Raise LimitError for a request that exceeds a limit; one that adds nothing does not, even if the limit was
+    lowered below the usage."""
     whose = f"{limit.scope.value} {limit.name}"
     hints = [
         "cancel work that is no longer needed: see `broker status` and `broker jobs queue`",
         "or ask an administrator of the server, who can change the limit with `broker server limits set`",
     ]
-    if limit.usd_month is not None and used.usd + requested.usd > limit.usd_month:
+    if limit.usd_month is not None and requested.usd > 0 and used.usd + requested.usd > limit.usd_month:
         raise LimitError(
             f"over the monthly budget of {whose}: {format_usd(limit.usd_month)} USD, of which "
             f"{format_usd(used.usd)} USD are spent or expected; this would add {format_usd(requested.usd)} USD",
             hints=hints,
         )
-    if limit.gpus is not None and used.gpus + requested.gpus > limit.gpus:
+    if limit.gpus is not None and requested.gpus > 0 and used.gpus + requested.gpus > limit.gpus:
         raise LimitError(
             f"over the limit of {whose}: {format_count(int(limit.gpus), 'GPU')}, of which {used.gpus:g} are in use; "
             f"this would add {requested.gpus:g}",

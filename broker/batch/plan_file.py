@@ -67,6 +67,9 @@ def begin(
     known = decode(content)
     if (known.input, known.split.files, known.split.sizes) != (input_url, wanted.files, wanted.sizes):
         raise _refuse("another input", known)
+    marks = zip(wanted.files, known.split.marks, wanted.marks, strict=False)  # plans of earlier versions have none
+    if written := [file for file, old, new in marks if old != new]:
+        raise _refuse(f"the input before `{written[0]}` was written again", known)
     if known.program != program:
         raise _refuse("another program", known)
     return known, False
@@ -88,7 +91,8 @@ def encode(plan: MapPlan) -> bytes:
     """Return the plan as JSON, in the form that `decode` and the workers read."""
     text = {
         "version": 1, "uid": plan.uid, "input": plan.input, "program": plan.program, "lease_s": plan.lease_s,
-        "files": plan.split.files, "sizes": plan.split.sizes, "shards": plan.split.shards, "code": plan.files,
+        "files": plan.split.files, "sizes": plan.split.sizes, "shards": plan.split.shards, "marks": plan.split.marks,
+        "code": plan.files,
     }  # fmt: skip
     return json.dumps(text, separators=(",", ":")).encode()
 
@@ -103,7 +107,7 @@ def decode(content: bytes) -> MapPlan:
             raise StateError(f"`{PLAN}` has version {read['version']}", hints=("update broker",))
         split = Split(
             files=tuple(read["files"]), sizes=tuple(read["sizes"]),
-            shards=tuple(Shard(*each) for each in read["shards"]),
+            shards=tuple(Shard(*each) for each in read["shards"]), marks=tuple(read.get("marks", ())),
         )  # fmt: skip
         return MapPlan(
             uid=str(read["uid"]), input=str(read["input"]), program=str(read["program"]),

@@ -28,11 +28,15 @@ class Shard(NamedTuple):
 
 @frozen
 class Split:
-    """Keys and sizes (bytes) of the input files, and the shards that cover them."""
+    """Keys and sizes (bytes) of the input files, and the shards that cover them.
+
+    `marks` change if a file is written again: its ETag, or in a folder the second of its last write.
+    """
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
     shards: tuple[Shard, ...]
+    marks: tuple[str, ...] = ()  # none in plans of earlier versions
 
 
 def split(keys: Sequence[StoredKey], *, shard_bytes: int | None = None) -> Split:
@@ -62,4 +66,5 @@ def split(keys: Sequence[StoredKey], *, shard_bytes: int | None = None) -> Split
             for index, each in enumerate(lines)
             for start in range(0, each.size_bytes, step)
         ),
+        marks=tuple(each.etag or str(int(each.modified_s)) for each in lines),
     )

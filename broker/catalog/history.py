@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +23,7 @@ Place = tuple[str, str, str, str]  # cloud, instance type, region, zone
 
 @frozen
 class PricePoint:
-    """Prices of one machine at one place, valid from `day` (ISO)."""
+    """Prices of one machine at one place, valid from `day` (ISO); no price: the place no longer offers it."""
 
     cloud: str
     instance_type: str
@@ -37,19 +37,22 @@ class PricePoint:
 def remember_changes(cache: Path, offers: Sequence[Offer], known: Sequence[Offer], *, day: str) -> int:
     """Record prices that differ from `known`, with their previous values; return the number of changed or new places.
 
-    If the history cannot be written, nothing is recorded: that must not prevent a refresh.
+    A recorded place that is missing from `offers` gets an entry without prices: its last price no longer applies. If
+    the history cannot be written, nothing is recorded: that must not prevent a refresh.
     """
     before = {_name_place(each): each for each in known}
     changed = [
         offer for offer in offers if (old := before.get(_name_place(offer))) is None or _pair(old) != _pair(offer)
     ]
     olds = [before[place] for each in changed if (place := _name_place(each)) in before]
+    gone = before.keys() - {_name_place(each) for each in offers}
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with closing(sqlite3.connect(name_history(cache))) as database, database:
             database.execute(TABLE)
             _add_first(database, olds)
             _add(database, changed, day)
+            _add_gone(database, gone, day)
             _forget(database, day)
     except (sqlite3.Error, OSError):
         pass
@@ -99,6 +102,18 @@ def _add(database: sqlite3.Connection, offers: Iterable[Offer], day: str) -> Non
     database.executemany(
         "INSERT OR REPLACE INTO changes VALUES (?,?,?,?,?,?,?)",
         [(offer.cloud, offer.instance_type, offer.region, offer.zone or "", day, *_pair(offer)) for offer in offers],
+    )
+
+
+def _add_gone(database: sqlite3.Connection, gone: Set[Place], day: str) -> None:
+    """End the history of places that are no longer offered. Others have no entry that could be taken for a price.
+
+    A source that names zones in another way than the one before it would otherwise fill the history.
+    """
+    recorded = database.execute("SELECT DISTINCT cloud, instance_type, region, zone FROM changes").fetchall()
+    database.executemany(
+        "INSERT OR REPLACE INTO changes VALUES (?,?,?,?,?,NULL,NULL)",
+        [(*place, day) for place in sorted(gone & set(recorded))],
     )
 
 

@@ -69,6 +69,7 @@ def history(
 
     context = make_context()
     offers = context.book.find_prices(instance_type)
+    instance_type = offers[0].instance_type  # as the catalog spells it
     points = find_points(find_cache(), instance_type, region=region)
     if as_json:
         print_json(to_plain(list(points)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -177,7 +177,8 @@ def describe(state: SweepState) -> dict[str, Any]:
             "status": each.status.value, "is_stopped_early": each.is_stopped_early,
             "step": each.progress.step if each.progress else None,
             "total": each.progress.total if each.progress else None,
-            "loss": each.progress.loss if each.progress else None, "usd": each.usd,
+            "loss": each.progress.loss if each.progress else None,
+            "is_diverged": each.progress is not None and each.progress.is_diverged, "usd": each.usd,
         }
         for each in state.runs
     ]  # fmt: skip
@@ -186,6 +187,12 @@ def describe(state: SweepState) -> dict[str, Any]:
         "usd": sum(each.usd for each in state.runs),
         "best": None if state.best is None else dict(state.configurations[state.best]), "results": rows,
     }  # fmt: skip
+
+
+def _format_loss(result: Mapping[str, Any]) -> str:
+    if result["loss"] is not None:
+        return f"{result['loss']:.4g}"
+    return "diverged" if result["is_diverged"] else "-"
 
 
 def _show(state: SweepState, *, as_json: bool) -> None:
@@ -198,7 +205,7 @@ def _show(state: SweepState, *, as_json: bool) -> None:
             str(each["run"]), str(each["job"]), *each["parameters"].values(),
             "STOPPED" if each["is_stopped_early"] else each["status"],
             "-" if each["step"] is None else f"{each['step']}/{each['total'] or '-'}",
-            "-" if each["loss"] is None else f"{each['loss']:.4g}", format_usd(each["usd"]),
+            _format_loss(each), format_usd(each["usd"]),
         ]
         for each in found["results"]
     ]  # fmt: skip

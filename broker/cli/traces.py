@@ -14,7 +14,7 @@ from broker.cli.context import make_context
 from broker.cli.render import print_json, print_note, print_table
 from broker.errors import UsageError
 from broker.formatting import format_count, format_hours, format_usd
-from broker.lab.recording import Recorder, choose_places
+from broker.lab.recording import Recorder, check_folder, choose_places
 
 app = typer.Typer(
     help="Record spot availability and describe recordings.",
@@ -86,16 +86,18 @@ def record(
     task = replace(task, goal=None)  # a recording observes the market even where no deadline could be met
     plan = context.plan(task, usable_clouds=frozenset(context.clouds))
     chosen = choose_places(plan, places)
-    ticks = max(1, round(hours * 60 / every)) if every > 0 else 1
-    if ticks > TICKS_MAX:
+    count = hours * 60 / every if every > 0 else 1.0
+    if not count <= TICKS_MAX:
         raise UsageError(
-            f"{ticks:,} observations exceed the limit of {TICKS_MAX:,}",
+            f"{count:,.0f} observations exceed the limit of {TICKS_MAX:,}",
             hints=["pass a larger `--every`, or fewer `--hours`"],
         )
+    ticks = max(1, round(count))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot create folder {out}: {error.strerror}") from None
+    check_folder(out, chosen)
     usd_hour = sum(each.placement.usd_hour for each in chosen)
     print_note(
         f"{format_count(ticks, 'observation')} of {format_count(len(chosen), 'zone')}, {every:g} minutes apart; each "

@@ -15,7 +15,7 @@ from broker.clock import Clock
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, QuotaError, UsageError
 from broker.lab.traces import Trace, write_trace
 from broker.provision.lifecycle import Provisioner
-from broker.types import Estimate, Plan
+from broker.types import Estimate, Offer, Plan
 
 LASTING = (AuthError, InvalidRequestError, QuotaError)  # errors that later samples would repeat
 
@@ -43,13 +43,24 @@ class Recorder:
 
     async def run(self, ticks: int) -> None:
         """Record `ticks` samples. Raise permanent errors such as AuthError; nodes are terminated and traces kept."""
-        begun_s = self._clock.now_s()
-        for tick in range(ticks):
+        begun_s, tick = self._clock.now_s(), 0
+        while tick < ticks:
             await self._clock.sleep(max(begun_s + tick * self._every_s - self._clock.now_s(), 0.0))
             for index in range(len(self._chosen)):
                 await self._record(index)
             given = sum(seen[-1] for seen in self._seen if seen)
             self._on_message(f"sample {tick + 1} of {ticks}: {given} of {len(self._chosen)} locations have capacity")
+            tick = self._skip_missed(tick + 1, self._clock.now_s() - begun_s)
+
+    def _skip_missed(self, tick: int, passed_s: float) -> int:
+        """Return the sample that is due next. Those whose time has passed repeat the previous one: otherwise the file
+        would be shorter than the time that it records."""
+        due = max(tick, int(passed_s / self._every_s)) if self._every_s > 0 else tick
+        if due > tick:
+            self._on_message(f"samples took longer than the time between them: {due - tick} assumed unchanged")
+            for seen in self._seen:
+                seen.extend(seen[-1:] * (due - tick))
+        return due
 
     async def _record(self, index: int) -> None:
         seen, now_s = self._seen[index], self._clock.now_s()
@@ -86,7 +97,7 @@ class Recorder:
     def _write(self, index: int) -> None:
         """Write the trace after every sample, so that an interruption at any time loses nothing."""
         offer, nodes, seen = self._chosen[index].placement.offer, self._plan.task.num_nodes, self._seen[index]
-        name = f"{offer.cloud}-{offer.zone or offer.region}-{offer.instance_type}".replace("/", "-")
+        name = name_recording(offer)
         trace = Trace(
             name=name,
             gap_hours=max(self._every_s, 1.0) / 3600,
@@ -100,6 +111,21 @@ class Recorder:
         temporary = target.with_suffix(".part")
         temporary.write_text(write_trace(trace))
         temporary.replace(target)
+
+
+def name_recording(offer: Offer) -> str:
+    """Return the name of a place's recording; its file has the ending `.json`."""
+    return f"{offer.cloud}-{offer.zone or offer.region}-{offer.instance_type}".replace("/", "-")
+
+
+def check_folder(out: Path, chosen: Sequence[Estimate]) -> None:
+    """Raise UsageError if the folder has a recording of one of the places: the first sample would replace it."""
+    for each in chosen:
+        file = out / f"{name_recording(each.placement.offer)}.json"
+        if file.exists():
+            raise UsageError(
+                f"`{file}` already exists", hints=["pass `--out` with a new folder, or move the recording"]
+            )
 
 
 def choose_places(plan: Plan, count: int) -> list[Estimate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,29 +135,34 @@ def _parse_lines(texts: Sequence[bytes]) -> list[Line]:
             value = json.loads(text.decode("utf-8", "replace"))
         except ValueError:
             continue
-        if isinstance(value, dict) and _number(value.get("step")) is not None:
+        if isinstance(value, dict) and _whole(value.get("step")) is not None:
             lines.append(_parse(value))
     return lines
 
 
 def _parse(value: Mapping[str, Any]) -> Line:
-    def whole(name: str) -> int | None:
-        number = _number(value.get(name))
-        return None if number is None else int(number)
-
     time_s = _number(value.get("time_s"))
     return Line(
-        step=whole("step") or 0,
-        total=whole("total"),
+        step=_whole(value.get("step")) or 0,
+        total=_whole(value.get("total")),
         loss=_number(value.get("loss")),
-        checkpoint_step=whole("checkpoint_step"),
+        checkpoint_step=_whole(value.get("checkpoint_step")),
         time_s=_number(value.get("time")) if time_s is None else time_s,
         tokens_per_s=_number(value.get("tokens_per_s")),
     )
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+
+
+def _whole(value: object) -> int | None:
+    """Return a number as an integer; None for `Infinity`, the `total` of an endless run, and `NaN`."""
+    number = _number(value)
+    return None if number is None or not math.isfinite(number) else int(number)
 
 
 def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:

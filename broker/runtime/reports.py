@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from broker.types import (
 TEXT_MAX = 300  # characters of a reason, a serial or another text from a node
 OWN_S_MAX = 1e6
 NUMBER_MAX = 1e15
+FLOAT_MAX = sys.float_info.max
 SETUP_RESULTS = ("used", "kept", "not_kept")  # as in `agent_setup_steps.py`
 SERIALS_MAX = 32  # two for each GPU
 
@@ -115,7 +118,7 @@ def find_newest_progress(runs: Sequence[Mapping[str, Any] | None], head: int) ->
     else:
         found = [run["progress"] for run in runs if run]
     reported = [line for each in found if (line := parse_progress(each)) is not None]
-    return max(reported, key=lambda line: (line.step, line.loss is not None), default=None)
+    return max(reported, key=lambda line: (line.step, line.loss is not None or line.is_diverged), default=None)
 
 
 def gather_runs(cluster: str, answers: Mapping[int, Mapping[str, Any] | None]) -> Sequence[Run]:
@@ -250,8 +253,10 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         return None
 
     def number(name: str) -> float | None:
+        """Return a number; None for NaN and infinity, which the store cannot hold, and for hundreds of digits."""
         value = line.get(name)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= FLOAT_MAX
+        return float(value) if is_valid and isinstance(value, int | float) else None
 
     def whole(name: str) -> int | None:
         """Return a count; None below 0, as -1 often stands for "unknown" or "none yet"."""
@@ -266,4 +271,5 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         checkpoint_step=whole("checkpoint_step"),
         time_s=number("time_s") or number("time") or 0.0,
         busy_s=number("busy_s"),
+        is_diverged=isinstance(line.get("loss"), float) and not math.isfinite(line["loss"]),
     )

@@ -15,6 +15,7 @@ from broker.state.people import Owned
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
+BUDGET_DAYS = 32.0  # no month is longer: bills of the current one count towards monthly budgets
 TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "forecasts", "nodes", "claims")
 TABLES_OF_TASKS = ("jobs", "service_versions", "schedules")
 BATCH = 500
@@ -42,12 +43,15 @@ class Compaction:
 
         Events, intents, refusals and bills that are older than `keep_days` are pruned too, and on a server tokens that
         have ended, and owners and commitments of what has been pruned. The audit log stays. The cost is added to the
-        totals in the same commit. A job is kept while a kept job needs or resumes it, and while any of its nodes is not
-        known to have ended.
+        totals in the same commit. A job is kept while a kept job needs or resumes it, while any of its nodes is not
+        known to have ended, and while its bills may count towards a monthly budget.
         """
-        before_s = self._database.clock.now_s() - keep_days * 86400
+        now_s = self._database.clock.now_s()
         with self._database.transaction():
-            pruned = self._find_prunable(before_s, ended_jobs_max)
+            has_budget = self._database.row("SELECT 1 FROM limits WHERE usd_month IS NOT NULL LIMIT 1") is not None
+            before_s = now_s - max(keep_days, BUDGET_DAYS if has_budget else 0.0) * 86400
+            crowded_s = now_s - BUDGET_DAYS * 86400 if has_budget else now_s
+            pruned = self._find_prunable(before_s, ended_jobs_max, crowded_s)
             self._prune_jobs(pruned)
             self._prune_bills(before_s)
             self._prune_stories(before_s)
@@ -80,7 +84,7 @@ class Compaction:
         except ValueError:
             return None  # damaged, but the totals do not depend on it
 
-    def _find_prunable(self, before_s: float, ended_jobs_max: int) -> list[int]:
+    def _find_prunable(self, before_s: float, ended_jobs_max: int, crowded_s: float) -> list[int]:
         rows = self._database.rows("SELECT id, is_terminal, ended_s, needs, resumes FROM jobs ORDER BY id DESC")
         busy = {
             row[0]
@@ -90,7 +94,7 @@ class Compaction:
                 "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL"
             )
         }
-        return list(_choose_prunable(rows, busy, before_s=before_s, ended_jobs_max=ended_jobs_max))
+        return list(_choose_prunable(rows, busy, before_s=before_s, ended_jobs_max=ended_jobs_max, crowded_s=crowded_s))
 
     def _prune_jobs(self, job_ids: Sequence[int]) -> None:
         for start in range(0, len(job_ids), BATCH):
@@ -202,15 +206,19 @@ def _read_names(text: object) -> Sequence[str]:
     return [str(each) for each in found] if isinstance(found, list) else ()
 
 
-def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:
-    """Yield the IDs of jobs to prune. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
+def _choose_prunable(
+    rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int, crowded_s: float
+) -> Iterator[int]:
+    """Yield the IDs of jobs to prune: those that ended before `before_s`, and of more than `ended_jobs_max` those that
+    ended until `crowded_s`. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
     named: set[int] = set()
     ended = 0
     for row in rows:
         ended += bool(row["is_terminal"])
-        # a job with a damaged time is kept
-        is_old = isinstance(row["ended_s"], int | float) and row["ended_s"] < before_s
-        is_over = bool(row["is_terminal"]) and (is_old or ended > ended_jobs_max)
+        ended_s = row["ended_s"] if isinstance(row["ended_s"], int | float) else None
+        is_old = ended_s is not None and ended_s < before_s  # a job with a damaged time is kept
+        is_crowded = ended > ended_jobs_max and (ended_s is None or ended_s <= crowded_s)
+        is_over = bool(row["is_terminal"]) and (is_old or is_crowded)
         if is_over and row["id"] not in named and row["id"] not in busy:
             yield row["id"]
             continue

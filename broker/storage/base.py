@@ -16,6 +16,7 @@ class StoredKey:
     key: str
     size_bytes: int
     modified_s: float = 0.0  # Unix time
+    etag: str = ""  # another value for other content; none in folders
 
 
 class Bucket(Protocol):

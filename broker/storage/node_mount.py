@@ -6,10 +6,13 @@ continues. Exit code 69 for a reported problem, such as a missing tool, and 1 fo
 
 import concurrent.futures
 import configparser
+import contextlib
 import datetime
 import errno
 import hashlib
+import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -32,6 +35,12 @@ RCLONE = {
     "s3": ":s3,provider=AWS,env_auth=true:", "r2": ":s3,provider=Cloudflare,env_auth=true:",
     "gs": ":gcs,env_auth=true:", "az": ":azureblob,env_auth=true:",
 }  # fmt: skip
+# To look up one object, to copy it, and to copy all below a folder.
+COPIERS = {
+    "aws": ("s3api head-object --bucket {bucket} --key {key}", "s3 cp --no-progress", "s3 sync --no-progress"),
+    "gcloud": ("storage objects describe {source}", "storage cp", "storage rsync --recursive"),
+    "rclone": ("lsjson --stat {source}", "copyto", "copy"),
+}
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
 MOUNTS = pathlib.Path.home() / ".broker" / "mounts"  # read by the agent
 RC_SOCKET_VERSION = (1, 62)  # of rclone: the first whose remote control supports a Unix socket
@@ -100,57 +109,47 @@ def copy_folder(source: pathlib.Path, place: pathlib.Path) -> None:
 def copy_bucket(url: str, place: pathlib.Path) -> None:
     """Download a bucket path to `place`, with obstore or a tool of the node. Raises MountError."""
     if not import_obstore():
-        copy_by_tool(url, place)
-        return
+        return copy_by_tool(url, place)
     import obstore
 
     store, path = open_store(url)
-    try:
-        meta = obstore.head(store, path) if path else None
-    except FileNotFoundError:
-        meta = None
-    if meta is not None:
-        fetch(obstore, store, meta, place / path.rsplit("/", 1)[-1] if place.is_dir() else place)
-        return
+    with contextlib.suppress(FileNotFoundError):
+        if path:
+            meta = obstore.head(store, path)
+            return fetch(obstore, store, meta, place / path.rsplit("/", 1)[-1] if place.is_dir() else place)
     entries = [each for page in obstore.list(store, path or None, chunk_size=1000) for each in page]
     if not entries:
         raise MountError(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
+    names = [each["path"][len(path) :].lstrip("/") for each in entries]
+    files = [(each, find_inside(place, name)) for each, name in zip(entries, names) if name and name[-1] != "/"]
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        jobs = []
-        for each in entries:
-            inside = each["path"][len(path) :].lstrip("/") if path else each["path"]
-            if inside and not inside.endswith("/"):
-                jobs.append(pool.submit(fetch, obstore, store, each, find_inside(place, inside)))
-        for job in jobs:
-            job.result()
-    print(f"{len(jobs)} files, {sum(each['size'] for each in entries) / 2**30:.2f} GiB from `{url}`", flush=True)
+        list(pool.map(lambda pair: fetch(obstore, store, *pair), files))
+    print(f"{len(files)} files, {sum(each['size'] for each in entries) / 2**30:.2f} GiB from `{url}`", flush=True)
 
 
 def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
     """Return the file of a key below `place`. Raises MountError for keys with `..`."""
-    path = place / name
-    if ".." in path.parts:
+    if ".." in pathlib.PurePath(name).parts:
         raise MountError(f"the key `{name}` leads outside `{place}`")
-    return path
+    return place / name
 
 
 def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
-    """Download one object, unless a file of its size that is at least as new exists."""
-    if file.is_file():
-        here = file.stat()
-        if here.st_size == meta["size"] and here.st_mtime >= meta["last_modified"].timestamp():
-            return
+    """Download one object, unless a file of its size that is at least as new exists. It gets the object's time."""
+    size, time_s = meta["size"], math.ceil(meta["last_modified"].timestamp())
+    if file.is_file() and file.stat().st_size == size and file.stat().st_mtime >= time_s:
+        return
 
     def fill(aside: pathlib.Path) -> None:
         with aside.open("wb") as out:
             for part in obstore.get(store, meta["path"]).stream(PART_BYTES):
                 out.write(part)
+        os.utime(aside, (time_s, time_s))  # the node's clock may be ahead, and an object may be replaced meanwhile
 
     for attempt in range(1, ATTEMPTS_MAX + 1):
         try:
-            fetch_whole(file, fill)
-            return
+            return fetch_whole(file, fill)
         except obstore.exceptions.GenericError:  # the connection broke during the response
             if attempt == ATTEMPTS_MAX:
                 raise
@@ -173,14 +172,15 @@ def import_obstore() -> bool:
     for is_fetched in (False, True):
         try:
             import obstore  # noqa: F401
+
+            return True
         except ImportError:
             if is_fetched or any(shutil.which(tool) for tool in ("aws", "gcloud", "rclone")):
                 return False
             argv = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(LIBRARY), "obstore>=0.6"]
             if subprocess.run(argv, check=False).returncode:
                 return False
-        else:
-            return True
+            importlib.invalidate_caches()  # `LIBRARY` did not exist when it was searched
     return False
 
 
@@ -208,8 +208,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
     if endpoint:
         options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
     elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
-        region = find_region(bucket)
-        options = {"region": region} if region else {}
+        options = {"region": region} if (region := find_region(bucket)) else {}
     granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
     if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
         options["credential_provider"] = lambda: read_granted(granted)
@@ -268,21 +267,28 @@ def use_r2_login() -> None:
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:
-    """Copy with a tool that the node's image has. Raises MountError if it has none."""
+    """Copy with a tool that the node's image has. Raises MountError if it has none, or the URL has no content."""
     scheme, _, rest = url.partition("://")
-    place.mkdir(parents=True, exist_ok=True)
     if scheme == "r2":
         use_r2_login()
-        if shutil.which("aws"):
-            scheme, url = "s3", f"s3://{rest}"
-    if scheme == "s3" and shutil.which("aws"):
-        run(["aws", "s3", "sync", "--no-progress", url, str(place)])
-    elif scheme == "gs" and shutil.which("gcloud"):
-        run(["gcloud", "storage", "rsync", "--recursive", url, str(place)])
-    elif scheme in RCLONE and shutil.which("rclone"):
-        run(["rclone", "copy", RCLONE[scheme] + rest, str(place)])
-    else:
+    own = {"s3": "aws", "r2": "aws", "gs": "gcloud"}.get(scheme)
+    tool = next((each for each in (own, "rclone") if each and shutil.which(each)), None)
+    if tool is None:
         raise MountError(f"this node cannot copy `{url}`: it has no obstore, aws, gcloud or rclone, and pip failed")
+    look_up, one, all_below = COPIERS[tool]
+    bucket, _, key = rest.partition("/")
+    source = f"{RCLONE[scheme]}{rest}" if tool == "rclone" else f"{'gs' if tool == 'gcloud' else 's3'}://{rest}"
+    argv = [tool, *(each.format(bucket=bucket, key=key, source=source) for each in look_up.split())]
+    found = subprocess.run(argv, check=False, capture_output=True, text=True)
+    is_object = not found.returncode and (tool != "rclone" or re.search(r'"IsDir": *false', found.stdout))
+    if key and key[-1] != "/" and is_object:  # copied as a folder, it would be an empty one
+        file = place / key.rpartition("/")[2] if place.is_dir() else place
+        fetch_whole(file, lambda aside: run([tool, *one.split(), source, aside]))
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    run([tool, *all_below.split(), source, place])
+    if not any(place.iterdir()):
+        raise MountError(f"`{url}` does not exist or is empty")
 
 
 def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool, is_read_only: bool) -> None:
@@ -303,11 +309,12 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
     own = MOUNTERS.get(scheme)
     if own and not is_cached and shutil.which(own):
         if own == "mount-s3":
-            access = ["--read-only"] if is_read_only else ["--allow-delete", "--allow-overwrite"]
-            run([own, *access, *(["--prefix", path + "/"] if path else []), bucket, place])
+            flags = ["--read-only"] if is_read_only else ["--allow-delete", "--allow-overwrite"]
+            flags += ["--prefix", path + "/"] if path else []
         else:
-            access = ["-o", "ro"] if is_read_only else []
-            run([own, "--implicit-dirs", *access, *(["--only-dir", path] if path else []), bucket, place])
+            flags = ["--implicit-dirs", *(["-o", "ro"] if is_read_only else [])]
+            flags += ["--only-dir", path] if path else []
+        run([own, *flags, bucket, place])
     elif scheme in RCLONE and shutil.which("rclone"):
         mount_by_rclone(scheme, rest, place, is_cached=is_cached, is_read_only=is_read_only)
     else:
@@ -316,7 +323,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
             f"this node cannot mount `{scheme}://{rest}`: it has no {' and no '.join(tools)}\n\n"
             "hint: use `mode: COPY`, or an `image_id` that includes one of them"
         )
-    write_whole(record, wanted)
+    fetch_whole(record, lambda aside: aside.write_text(wanted, encoding="utf-8"))
 
 
 def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool, is_read_only: bool) -> None:
@@ -334,7 +341,7 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
     # Register before mounting, so that the agent waits for all writes to the mount.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
     about.update(socket=str(control) if remote_control else "", access="read-only" if is_read_only else "")
-    write_whole(MOUNTS / f"{name}.json", json.dumps(about))
+    fetch_whole(MOUNTS / f"{name}.json", lambda aside: aside.write_text(json.dumps(about), encoding="utf-8"))
     argv = ["rclone", "mount", RCLONE[scheme] + rest, str(place), "--daemon", "--daemon-wait", "60s", *flags]
     run([*argv, "--cache-dir", str(cache), *remote_control])
 
@@ -344,13 +351,6 @@ def find_rclone_version() -> tuple[int, ...]:
     done = subprocess.run(["rclone", "version"], check=False, capture_output=True, text=True)
     match = re.match(r"rclone v(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Replace a file atomically."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def drop_dead_mount(place: pathlib.Path) -> None:
@@ -380,8 +380,8 @@ def unmount(place: pathlib.Path, *flags: str) -> bool:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    """Run a command without the run's mark. Raises MountError if it fails."""
-    # The mount's process outlives the run, so it must not carry the mark by which a run's processes are terminated.
+    """Run a command without the run's mark, by which processes are terminated: a mount outlives the run. Raises
+    MountError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,15 +56,11 @@ class ObjectBucket:
 
         def list_pages() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)
-            return [
-                StoredKey(key=each["path"], size_bytes=each["size"], modified_s=each["last_modified"].timestamp())
-                for page in pages
-                for each in page
-            ]
+            return [_describe(each, each["path"]) for page in pages for each in page]
 
         keys = self._call("list", list_pages)
-        if not keys and prefix and (size := self._call("list", lambda: self._measure(prefix))) is not None:
-            keys = [StoredKey(key=prefix, size_bytes=size)]  # a listing excludes the object of that exact name
+        if not keys and prefix and (found := self._call("list", lambda: self._look_up(prefix))) is not None:
+            keys = [found]  # a listing excludes the object of that exact name
         return sorted(keys, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
@@ -130,12 +126,11 @@ class ObjectBucket:
 
         self._call("delete from", remove)
 
-    def _measure(self, key: str) -> int | None:
+    def _look_up(self, key: str) -> StoredKey | None:
         try:
-            size: int = self._library.head(self._store, key)["size"]
+            return _describe(self._library.head(self._store, key), key)
         except FileNotFoundError:
             return None
-        return size
 
     @staticmethod
     def _pass_over(error: FileNotFoundError) -> None:
@@ -158,6 +153,12 @@ class ObjectBucket:
         first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
         message = f"cannot {verb} `{self._url}`: {code or first or name}"
         return kind(message, hints=(self._login,) if kind is AuthError else ())
+
+
+def _describe(found: Mapping[str, Any], key: str) -> StoredKey:
+    """Return what obstore says of an object. Azure quotes ETags in headers, but not in listings."""
+    etag = (found["e_tag"] or "").removeprefix("W/").strip('"')
+    return StoredKey(key=key, size_bytes=found["size"], modified_s=found["last_modified"].timestamp(), etag=etag)
 
 
 def find_code(error: Exception) -> str | None:

@@ -74,10 +74,13 @@ def list_failures(jobs: Mapping[int, Job], *, after: int) -> Sequence[Job]:
 
 def _observe(board: Board, run: int, job: Job) -> Board:
     progress = job.progress
-    if run in board.stopped or progress is None or progress.loss is None or not progress.total:
+    if run in board.stopped or progress is None or not progress.total:
+        return board
+    loss = math.nan if progress.is_diverged else progress.loss
+    if loss is None:
         return board
     rungs = list_rungs(progress.total)
-    records, is_kept = record(board.records, rungs, run, progress.step, progress.loss)
+    records, is_kept = record(board.records, rungs, run, progress.step, loss)
     board = replace(board, records=records)
     if is_kept or job.status.is_terminal:
         return board

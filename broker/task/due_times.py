@@ -10,7 +10,6 @@ Cron fields have the same meaning as in Debian's cron, implemented by the librar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from typing import TYPE_CHECKING
@@ -206,11 +205,15 @@ def get_zone(spec: ScheduleSpec) -> tzinfo:
 
 
 def read_until_s(until: str, zone: tzinfo) -> float:
-    """Return the last moment of `2026-12-31`, a whole day, or of `2026-12-31T18:00`. Raises UsageError."""
+    """Return the last moment of `2026-12-31`, a whole day, or of `2026-12-31T18:00`; raise UsageError for other text.
+
+    A time with its own offset from UTC (`2026-12-31T18:00Z`) keeps it.
+    """
     try:
-        if re.fullmatch(r"\d{4}-\d\d-\d\d", until):
+        if "T" not in until and " " not in until:
             end = datetime.combine(date.fromisoformat(until) + timedelta(days=1), time(), tzinfo=zone)
             return end.timestamp() - 1.0  # due times are whole minutes
-        return datetime.fromisoformat(until).replace(tzinfo=zone, fold=1).timestamp()
+        moment = datetime.fromisoformat(until)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=zone, fold=1)).timestamp()
     except (ValueError, OverflowError):
         raise UsageError(f"invalid date `{until}`", hints=["write `2026-12-31` or `2026-12-31T18:00`"]) from None

@@ -81,8 +81,8 @@ def import_sbatch(text: str) -> Imported:
     task["resources"] = {**resources, "use_spot": True, **({"image_id": image} if image else {})}
     if nodes > 1:
         task["num_nodes"] = nodes
-    if options.get("time", "0").upper() not in UNLIMITED:
-        minutes = max(1, math.ceil(read_minutes(options["time"])))
+    limit = options.get("time", "0")
+    if limit.upper() not in UNLIMITED and (minutes := math.ceil(read_minutes(limit))):
         task["goal"] = {"work": f"{minutes}m" if minutes % 60 else f"{minutes // 60}h"}
         notes.append("`--time` became the work; set `work` to the expected time, and add a `deadline` and a `budget`")
     task["workdir"] = options.get("chdir", ".")
@@ -149,13 +149,23 @@ def _read_count(options: Mapping[str, str], name: str) -> int:
 
 
 def _read_nodes(options: Mapping[str, str], notes: list[str]) -> int:
-    text = options.get("nodes", "1")
+    """Return the number of nodes: without `--nodes`, as many as the tasks or GPUs need at the number per node."""
+    if "nodes" not in options:
+        counts = [(_read_total(options, name), _read_total(options, f"{name}-per-node")) for name in ("ntasks", "gpus")]
+        return max(1, *(math.ceil(total / (per_node or max(1, total))) for total, per_node in counts))
+    text = options["nodes"]
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not found or int(found[1]) < 1:
         raise ValueError(f"`--nodes`: not a number of nodes: `{text}`")
     if found[2] and found[2] != found[1]:
         notes.append(f"`--nodes={text}`: a gang has a fixed size; `job_recovery: {{min_nodes: {found[1]}}}` is elastic")
     return int(found[2] or found[1])
+
+
+def _read_total(options: Mapping[str, str], name: str) -> int:
+    """Return the number at the end of `16` or `h100:16`; 0 without one."""
+    count = options.get(name, "").rpartition(":")[2]
+    return int(count) if count.isascii() and count.isdigit() else 0
 
 
 def _read_resources(options: Mapping[str, str], nodes: int, tasks: int) -> dict[str, Any]:
@@ -239,7 +249,7 @@ def _note_array(text: str, name: str, notes: list[str]) -> dict[str, str]:
     indices: list[int] = []
     for part in places.split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part)
-        if not found or int(found[2] or found[1]) - int(found[1]) > ARRAY_RUNS_MAX:
+        if not found or not 0 <= int(found[2] or found[1]) - int(found[1]) <= ARRAY_RUNS_MAX:
             raise ValueError(f"`--array`: not a list of indices: `{text}`")
         indices += range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))
     values = ",".join(map(str, indices))
@@ -257,7 +267,7 @@ def _note_rest(options: Mapping[str, str], tasks: int, modules: list[str], notes
     if tasks > 1:
         notes.append(f"`run` starts once per node: start the {tasks} processes of a node with torchrun or mpiexec")
     gpus = options.get("gpus", "").rpartition(":")[2]
-    if "nodes" not in options and gpus.isdigit() and int(gpus) > NODE_GPUS_MAX:
+    if not options.keys() & {"nodes", "gpus-per-node"} and gpus.isdigit() and int(gpus) > NODE_GPUS_MAX:
         notes.append(f"`--gpus={options['gpus']}` without `--nodes`: divide them among nodes with `num_nodes`")
     if others := [each for each in options.get("gres", "").split(",") if each and not re.match(r"gpu(:|$)", each)]:
         notes.append(f"`--gres={','.join(others)}` has no counterpart")

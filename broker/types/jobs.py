@@ -123,6 +123,7 @@ class Progress:
     checkpoint_step: int | None = None
     time_s: float = 0.0
     busy_s: float | None = None  # no new step is expected for this time: the program is restoring or compiling
+    is_diverged: bool = False  # the loss is NaN or infinite, which the store cannot hold: `loss` is None
 
 
 @frozen

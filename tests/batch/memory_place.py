@@ -30,7 +30,7 @@ class MemoryPlace:
         self.requests += 1
         return self._contents.get(key)
 
-    def read_range(self, key: str, start: int, end: int) -> bytes:
+    def read_range(self, key: str, start: int, end: int, mark: str = "") -> bytes:
         return self._contents[key][start:end]
 
     def create(self, key: str, content: bytes) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from broker.app.container import Context
 from broker.app.mapping import MapDriver, MapRequest, MapResult
+from broker.app.verbs.batches import note_budget
 from broker.errors import BrokerError, UsageError
 from broker.task.loader import load_tasks_text
 from broker.types import Job, JobStatus, Task
@@ -140,6 +144,16 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
     context.close()
 
 
+def test_an_input_that_was_written_again_with_the_same_size_is_refused(tmp_path: Path) -> None:
+    world = MapWorld(tmp_path)
+    world.run(Killer(None))
+    source = tmp_path / "in.jsonl"
+    source.write_text(source.read_text().replace("1", "2"))
+    os.utime(source, (1e9, 1e9))
+    with pytest.raises(UsageError, match=r"before `in\.jsonl` was written again"):
+        world.run(Killer(None))
+
+
 def test_a_map_whose_workers_all_fail_reports_it_and_restarts_with_the_same_command(tmp_path: Path) -> None:
     world = MapWorld(tmp_path)
     work, world._live = world._live, lambda context, job: _fail(context, job)
@@ -152,6 +166,17 @@ def test_a_map_whose_workers_all_fail_reports_it_and_restarts_with_the_same_comm
 
 def _fail(context: Context, job: Job) -> None:
     context.store.jobs.set_status(job.id, JobStatus.FAILED, "exit code 1")
+
+
+def test_a_budget_that_each_worker_has_is_noted_with_the_sum() -> None:
+    notes: list[str] = []
+    context: Any = SimpleNamespace(note=notes.append)
+    task = make_task(TEXT + "goal: {work: 1h, budget: 50}\n")
+    note_budget(context, task, 20, "worker")
+    assert notes == ["the budget of 50.00 USD limits each worker, so 20 workers may cost up to 1,000.00 USD together"]
+    note_budget(context, task, 1, "worker")
+    note_budget(context, make_task(), 20, "worker")
+    assert len(notes) == 1
 
 
 def test_changed_file_of_the_program_is_named_when_a_map_is_continued(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from broker.batch import plan_file, tally
 from broker.batch.splitting import split
+from broker.errors import UsageError
 from broker.storage import open_bucket
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 from trainers import map_worker
@@ -81,6 +82,29 @@ def test_a_worker_does_all_shards_in_a_folder_and_in_a_bucket(base: str) -> None
     assert place.list_entries("_map/leases") == []
     assert run_worker(place, echo) == 0  # nothing is left
     assert sum(tally.count_items(open_bucket(f"{base}/out"), now).values()) == 200
+
+
+def test_no_shard_is_read_from_an_input_that_was_written_again(base: str, capfd: pytest.CaptureFixture[str]) -> None:
+    plan, place = begin(base, b"1\n2\n3\n4\n", shard_bytes=2)
+    source = open_bucket(f"{base}/in")
+
+    def replace(content: bytes, is_over: object) -> list[bytes]:
+        source.write("x.jsonl", b"5\n6\n7\n8\n")
+        if base.startswith("file:"):
+            os.utime(f"{base.removeprefix('file://')}/in/x.jsonl", (1e9, 1e9))
+        return content.splitlines()
+
+    assert run_worker(place, replace) == 1
+    assert len(read_results(base)) == 1, "the shard that was read before"
+    assert "`x.jsonl` was written again" in capfd.readouterr().err
+    assert all(each.size_bytes == 0 for each in place.list_entries("_map/leases")), "released"
+    assert place.list_entries(FAILED) == []
+    wanted = split(source.list_keys("x.jsonl"), shard_bytes=2)
+    with pytest.raises(UsageError, match="was written again"):
+        plan_file.begin(
+            open_bucket(f"{base}/out"), wanted, input_url=plan.input, program="p", draw_uid=lambda: "uid",
+            lease_s=60.0, files={},
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -159,6 +183,8 @@ def test_a_program_that_always_fails_ends_its_worker(tmp_path: Path) -> None:
 def test_a_command_filters_lines_and_its_exit_code_counts(tmp_path: Path) -> None:
     words = ["sh", "-c", "sed s/1/one/"]
     assert map_worker.run_command(words, b"1\n2\n", lambda: False) == [b"one", b"2"]
+    assert map_worker.run_command(["cat"], b"a\rb\n\nc", lambda: False) == [b"a\rb", b"", b"c"]
+    assert map_worker.run_command(["true"], b"a\n", lambda: False) == []
     with pytest.raises(map_worker.ProgramError, match="exited with code 3"):
         map_worker.run_command(["sh", "-c", "exit 3"], b"", lambda: False)
     with pytest.raises(map_worker.OverError):  # the shard was lost: the command is ended

@@ -182,6 +182,25 @@ def test_history_holds_nothing_of_prices_that_never_moved(tmp_path: Path) -> Non
     assert sum(len(find_points(tmp_path, name)) for name in names) == 2
 
 
+def test_history_of_a_place_that_no_longer_offers_a_machine_ends(tmp_path: Path) -> None:
+    offers = open_book(tmp_path).list_offers("lambda")[:3]
+    dearer = [replace(each, ondemand_usd_hour=99.0) for each in offers[:2]]
+    remember_changes(tmp_path, [*dearer, offers[2]], offers, day="2026-12-01")
+    remember_changes(tmp_path, dearer[:1], [*dearer, offers[2]], day="2026-12-02")  # two places are gone
+    remember_changes(tmp_path, dearer, dearer[:1], day="2026-12-03")  # one is back, at the price that it had
+    prices = [
+        [
+            (point.day, point.ondemand_usd_hour)
+            for point in find_points(tmp_path, each.instance_type, region=each.region)
+            if point.zone == (each.zone or "") and point.day >= "2026-12"
+        ]
+        for each in offers
+    ]
+    assert prices[0] == [("2026-12-01", 99.0)]
+    assert prices[1] == [("2026-12-01", 99.0), ("2026-12-02", None), ("2026-12-03", 99.0)]
+    assert prices[2] == [], "its price never changed, so nothing claims that it still has one"
+
+
 def test_history_forgets_the_oldest_days_when_it_grows_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

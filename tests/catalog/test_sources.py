@@ -161,12 +161,13 @@ def test_aws_joins_list_prices_spot_history_and_bands() -> None:
 
 def test_of_several_spot_prices_of_a_place_the_newest_counts_whatever_their_order() -> None:
     def quote(zone: str, time: str, usd: str) -> dict[str, str]:
+        zone = f"us-east-1{zone}"
         return {"InstanceType": "p5.48xlarge", "AvailabilityZone": zone, "Timestamp": time, "SpotPrice": usd}
 
     pages = [
         [quote("a", "2026-11-02", "0.3"), quote("a", "2026-11-01", "9"), quote("b", "2026-11-01", "9")],
         [quote("b", "2026-11-02", "0.2"), quote("b", "2026-11-03", "0"), quote("c", "2026-11-01", "0")],
-        [quote("a", "2026-11-02", "7")],
+        [quote("a", "2026-11-02", "7"), quote("-bos-1a", "2026-11-02", "0.1")],
     ]
 
     class Pages(FakeAws):
@@ -174,7 +175,8 @@ def test_of_several_spot_prices_of_a_place_the_newest_counts_whatever_their_orde
             yield from ({"SpotPriceHistory": page} for page in pages)
 
     found = AwsSource(make_client=Pages())._read_spot("us-east-1", NOW_S)
-    assert found == {("p5.48xlarge", "a"): (0.3, ""), ("p5.48xlarge", "b"): (0.2, "")}, "0 is not a price"
+    places = {zone: usd for (_, zone), (usd, _) in found.items()}
+    assert places == {"us-east-1a": 0.3, "us-east-1b": 0.2}, "0 is not a price, and a local zone none of the region's"
 
 
 def test_aws_without_a_login_raises_an_auth_error() -> None:

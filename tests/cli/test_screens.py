@@ -128,7 +128,9 @@ def test_history(screen: Screen, snapshot: SnapshotAssertion, tmp_path: Path, mo
     for day, factor in (("2026-11-29", 1.1), ("2026-11-30", 0.9)):
         moved = [replace(each, spot_usd_hour=(each.spot_usd_hour or 0) * factor) for each in known]
         remember_changes(tmp_path / "prices", moved, known, day=day)
-    assert f"{before}\n{screen.show('history', 'p5.48xlarge')}" == snapshot
+    after = screen.show("history", "p5.48xlarge")
+    assert f"{before}\n{after}" == snapshot
+    assert screen.show("history", "P5.48xlarge") == after.replace("history p5", "history P5")
 
 
 def test_state_file(screen: Screen, snapshot: SnapshotAssertion) -> None:

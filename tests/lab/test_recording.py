@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import AuthError, CapacityError, ThrottledError, TransientError, UsageError
-from broker.lab.recording import Recorder
+from broker.lab.recording import Recorder, check_folder
 from broker.provision.bring_up import lock_name
 from broker.types import Estimate, Placement, Plan, Task
 from tests.simulation.world import make_offer
@@ -105,6 +105,28 @@ def test_observations_keep_their_schedule_however_long_one_takes(tmp_path: Path)
     stage.provisioner.up = up_slowly  # type: ignore[method-assign]
     stage.run(2)
     assert stage.clock.time_s == START_S + 600.0 + 250.0
+
+
+def test_observations_that_were_missed_repeat_the_previous_one(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[None, FULL, None]), "a")
+    up = stage.provisioner.up
+
+    async def up_slowly(name: str, plan: Plan) -> None:
+        await stage.clock.sleep(1500.0)
+        await up(name, plan)
+
+    stage.provisioner.up = up_slowly  # type: ignore[method-assign]
+    stage.run(6)
+    assert stage.read("a")["data"] == [2, 2, 0, 0, 0, 2], "samples at 0, 1,500 and 3,000 s, ten minutes each"
+
+
+def test_a_recording_is_not_replaced_by_another(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[None]), "a", "b")
+    check_folder(tmp_path, stage.recorder._chosen[:1])
+    stage.recorder._chosen = stage.recorder._chosen[:1]
+    stage.run(1)
+    with pytest.raises(UsageError, match="already exists"):
+        check_folder(tmp_path, stage.recorder._chosen)
 
 
 def test_an_unclear_observation_repeats_the_previous_one(tmp_path: Path) -> None:

@@ -56,6 +56,16 @@ def test_a_file_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "none") == () and read_newest_line(tmp_path / "none") is None
 
 
+def test_numbers_that_are_no_count_of_steps_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    endless = {"step": 1, "total": float("inf"), "loss": float("nan"), "checkpoint_step": float("nan")}
+    path.write_text(json.dumps(endless) + '\n{"step": NaN}\n{"step": 1' + "0" * 400 + "}\n")
+    (line,) = read_lines(path)
+    assert (line.step, line.total, line.checkpoint_step) == (1, None, None) and line.loss != line.loss
+    newest = read_newest_line(path)
+    assert newest is not None and newest.step == 1
+
+
 def test_a_resume_loses_the_steps_since_its_checkpoint() -> None:
     (resume,) = find_resumes([make_trial(1, range(1, 14)), make_trial(2, range(11, 20))])
     assert (resume.last_step, resume.saved_step, resume.begin_step, resume.steps_lost) == (13, 10, 10, 3)

@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.agent import FILES
@@ -17,7 +18,7 @@ from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime.gang import Gang, list_live, sort_nodes
 from broker.runtime.packing import pack_agent
-from broker.runtime.reports import find_checkpoints, find_faults, find_own_times, parse_progress
+from broker.runtime.reports import find_checkpoints, find_faults, find_newest_progress, find_own_times, parse_progress
 from broker.sites.openssh import Completed
 from broker.types import (
     Autostop,
@@ -180,6 +181,24 @@ def test_the_head_is_asked_how_long_it_is_idle_and_what_it_ran() -> None:
     assert (run.started_s, run.ended_s, run.returncode) == (5.0, 9.0, 0)
     silent, _ = open_gang(None, make_run())
     assert asyncio.run(silent.idle_minutes(TWO)) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_progress_can_be_stored_whatever_numbers_a_program_reports(value: float) -> None:
+    """The store would read NaN back as null, which is no time: the job's row would count as damaged."""
+    names = ("total", "tokens_per_s", "checkpoint_step", "time_s", "time", "busy_s")
+    progress = parse_progress({"step": 3} | dict.fromkeys(names, value))
+    assert progress == Progress(step=3) == msgspec.json.decode(msgspec.json.encode(progress), type=Progress)
+    assert parse_progress({"step": value}) == Progress()
+    diverged = parse_progress({"step": 3, "loss": value})
+    assert diverged == Progress(step=3, is_diverged=isinstance(value, float))
+    assert diverged == msgspec.json.decode(msgspec.json.encode(diverged), type=Progress)
+
+
+def test_a_loss_that_is_no_number_counts_as_one_when_ranks_are_compared() -> None:
+    runs = [{"head_epoch": 1, "progress": {"step": 3} | loss} for loss in ({}, {"loss": float("nan")})]
+    newest = find_newest_progress(runs, 1)
+    assert newest is not None and newest.is_diverged
 
 
 def test_invalid_fields_of_a_progress_line_are_ignored() -> None:

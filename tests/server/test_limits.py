@@ -63,6 +63,17 @@ def test_refusal_names_the_limit_its_use_the_request_and_who_can_change_it(store
     ask(store, [make_estimate(usd=500.0, nodes=9)], user="ben")  # has no limit
 
 
+def test_work_that_adds_nothing_is_admitted_over_a_limit_that_was_lowered(store: Store) -> None:
+    limit(store, usd=100.0, gpus=16)
+    ask(store, [make_estimate(usd=60.0)])
+    limit(store, usd=10.0, gpus=4)
+    own = make_estimate(usd=0.0, gpus=0)
+    ask(store, [replace(own, placement=replace(own.placement, offer=replace(own.placement.offer, accelerator=None)))])
+    for choice in (make_estimate(usd=0.0, gpus=1), make_estimate(usd=1.0, gpus=0)):
+        with pytest.raises(LimitError):
+            ask(store, [choice])
+
+
 def test_limit_of_a_project_counts_all_of_its_users(store: Store) -> None:
     limit(store, gpus=16, project=True)
     ask(store, [make_estimate()], user="ada")

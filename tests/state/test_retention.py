@@ -11,6 +11,7 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.errors import StateError
+from broker.state.limits import Limit, LimitScope
 from broker.state.people import Owned, Role
 from broker.state.retention import split_by_month
 from broker.state.store import Store
@@ -67,6 +68,18 @@ def run_job(
     store.write("UPDATE nodes SET job_id = ? WHERE id = ?", (found.id, node.id))
     store.jobs.set_status(found.id, JobStatus.SUCCEEDED)
     return found.id
+
+
+def test_jobs_that_count_towards_a_monthly_budget_are_kept(sqlite_store: Store, clock: Hands) -> None:
+    store = sqlite_store
+    for age_days in (40.0, 33.0, 30.0, 2.0, 1.0):
+        run_job(store, clock, begin_s=NOW_S - age_days * DAY_S)
+    clock.time_s = NOW_S
+    store.limits.put(Limit(scope=LimitScope.USER, name="ada", usd_month=9.0, gpus=None))
+    assert store.retention.compact(keep_days=1.5, ended_jobs_max=1) == 2
+    assert len(store.jobs.list()) == 3 and len(store.bills.list()) == 3
+    store.limits.delete(LimitScope.USER, "ada")
+    assert store.retention.compact(keep_days=90.0, ended_jobs_max=1) == 2
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from broker.errors import AuthError, TransientError
 from broker.storage import node_mount, upload
 from broker.storage.base import StoredKey
-from broker.storage.node_mount import ATTEMPTS_MAX, MountError, fetch, find_inside, find_rclone_version
+from broker.storage.node_mount import ATTEMPTS_MAX, MountError, copy_by_tool, fetch, find_inside, find_rclone_version
 from broker.storage.upload import ensure_bucket, is_changed
 
 
@@ -59,6 +60,71 @@ def test_a_file_of_the_same_size_that_is_as_new_is_not_fetched_again(
     fetch(library, None, META, file)
     assert (library.asked == 1) is is_asked
     assert file.read_text() == ("newer" if is_asked else content)
+
+
+def test_a_fetched_file_has_the_time_of_its_object_whatever_the_clock_of_the_node(tmp_path: Path) -> None:
+    fetch(Library(), None, META, tmp_path / "f")
+    replaced = {**META, "last_modified": datetime.fromtimestamp(1e9 + 1, UTC)}
+    for meta, asked in ((META, 0), (replaced, 1), (replaced, 0)):
+        library = Library()
+        fetch(library, None, meta, tmp_path / "f")
+        assert library.asked == asked
+
+
+PIP = """import pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--target") + 1], "obstore")
+folder.mkdir(parents=True)
+(folder / "store.py").write_text("def from_url(url, **options): pass\\n")
+(folder / "__init__.py").write_text(
+    "import datetime\\n"
+    "def head(store, path): return {'path': path, 'size': 3, 'last_modified': datetime.datetime.now()}\\n"
+    "class get:\\n"
+    "    def __init__(self, store, path): pass\\n"
+    "    def stream(self, size): yield b'one'\\n"
+)
+"""
+
+
+def test_a_bare_node_copies_with_a_library_that_it_installs(tmp_path: Path) -> None:
+    (tmp_path / "lib/pip").mkdir(parents=True)
+    (tmp_path / "lib/pip/__init__.py").touch()
+    (tmp_path / "lib/pip/__main__.py").write_text(PIP)
+    (tmp_path / "bin").mkdir()
+    environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path / "lib")}
+    argv = [sys.executable, "-S", node_mount.__file__, "COPY", "s3://b/a", "~/a"]  # without installed packages
+    done = subprocess.run(argv, env={**environment, "AWS_REGION": "x"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a").read_text() == "one"
+
+
+# Each tool knows the object `b/data/a` and the folder `b/data`; to its command for folders, `b/data/a` is an empty one.
+LAST = "for last; do before=$this; this=$last; done\n"
+FOLDER = 'case $before in *data) mkdir -p "$last" && echo one > "$last/a";; esac\n'
+FILE = 'echo one > "$last"\n'
+TOOLS = {
+    "aws": 'case "$*" in *head-object*) [ "$last" = data/a ] || exit 254;;',
+    "gcloud": 'case "$*" in *describe*) [ "$last" = gs://b/data/a ] || exit 1;;',
+    "rclone": 'case "$*" in *lsjson*) is=true; [ "${last#*:b/}" = data/a ] && is=false; echo "{\\"IsDir\\":$is}";;',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "scheme"), [("aws", "s3"), ("gcloud", "gs"), ("rclone", "az"), ("rclone", "s3")])
+def test_a_tool_copies_an_object_to_a_file_and_reports_a_path_without_content(
+    tool: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    script = f"#!/bin/sh\n{LAST}{TOOLS[tool]}\n*' cp '*|*copyto*) {FILE};;\n*) {FOLDER};;\nesac\n"
+    (tmp_path / "bin" / tool).write_text(script)
+    (tmp_path / "bin" / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(node_mount.shutil, "which", lambda name: name if name == tool else None)
+    copy_by_tool(f"{scheme}://b/data/a", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "one\n"
+    copy_by_tool(f"{scheme}://b/data", tmp_path / "folder")
+    copy_by_tool(f"{scheme}://b/data/a", tmp_path / "folder")  # into the folder, as obstore does
+    assert [each.name for each in (tmp_path / "folder").iterdir()] == ["a"]
+    with pytest.raises(MountError, match="does not exist or is empty"):
+        copy_by_tool(f"{scheme}://b/other", tmp_path / "none")
 
 
 def test_a_broken_connection_is_retried_and_leaves_no_part_of_the_file(tmp_path: Path) -> None:

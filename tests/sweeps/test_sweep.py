@@ -8,16 +8,18 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from broker.app.container import Context
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
 from broker.errors import BrokerError, UsageError
+from broker.runtime.reports import parse_progress
 from broker.sweeps.asha import Records, is_kept, list_rungs, record
-from broker.sweeps.board import Board, decode, find_best, rank
+from broker.sweeps.board import Board, decide, decode, encode, find_best, rank
 from broker.sweeps.space import NumberRange, draw, parse_parameter, parse_parameters
 from broker.task.loader import load_tasks_text
-from broker.types import Job, JobStatus, Progress
+from broker.types import Job, JobStatus, Progress, Task
 from tests.batch.killed_command import KilledError, Killer, World
 
 TOTAL = 81
@@ -99,6 +101,19 @@ def test_the_worked_example_of_the_rule() -> None:
     assert (is_first, is_second, is_third) == (True, False, True)
     assert record(records, [30, 90], 2, 80, 9.9) == (records, True)  # recorded once a rung
     assert not is_kept({0: 1.0, 1: math.nan}, 1)
+
+
+def test_a_run_that_has_diverged_is_stopped() -> None:
+    """The store cannot hold NaN: a run without a loss would never be compared, and be paid for to its end."""
+    jobs = {}
+    for run, loss in enumerate([2.0, math.nan, math.inf, None]):
+        reported = parse_progress({"step": 30, "total": 810, "loss": loss})
+        stored = msgspec.json.decode(msgspec.json.encode(reported), type=Progress)
+        task = Task(name="s", run="x")
+        jobs[run] = Job(id=run, name="s", status=JobStatus.RUNNING, task=task, submitted_s=0.0, progress=stored)
+    step = decide(Board(), jobs, runs=4, parallel=4, early="asha")
+    assert step.stops == (1, 2), "not a program that reports no loss"
+    assert decode(encode(step.board)).stopped == step.board.stopped
 
 
 def test_runs_first_observed_late_do_not_stop_those_that_reach_a_rung_in_time() -> None:

@@ -166,6 +166,9 @@ def test_every_matching_minute_is_due_when_the_clocks_change(cron: str, zone: st
         ("2026-11-27", "2026-11-27T02:00"),
         ("2026-11-28T01:59", "2026-11-27T02:00"),
         ("2026-11-28 02:00", "2026-11-28T02:00"),
+        ("20261127", "2026-11-27T02:00"),  # ISO dates without dashes are whole days, too
+        ("2026-11-28T01:00Z", "2026-11-28T02:00"),  # in Paris, 02:00
+        ("2026-11-28T02:00+09:00", "2026-11-27T02:00"),
     ],
 )
 def test_until_includes_its_day_or_its_minute(until: str, last: str) -> None:

@@ -125,6 +125,7 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, minutes: float) -> 
         ("--mem=lots", "--mem"),
         ("--nodes=0", "--nodes"),
         ("--array=a-b", "--array"),
+        ("--array=5-1", "--array"),
         ("--cpus-per-task=x", "--cpus-per-task"),
         ("-Z 1", "-Z"),
     ],
@@ -204,6 +205,20 @@ def run_head(task: Any, **environment: str) -> str:
     return subprocess.run(["bash", "-c", task["run"]], env=given, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        ("--ntasks=16 --ntasks-per-node=8", 2),
+        ("--gpus=h100:12 --gpus-per-node=h100:8", 2),
+        ("-n 4 --ntasks-per-node=8", 1),
+        ("-N 3 --ntasks=16 --ntasks-per-node=8", 3),
+    ],
+)
+def test_nodes_are_those_that_the_tasks_or_gpus_need(options: str, nodes: int) -> None:
+    """The task of 16 MPI processes would run on one node, with half of them."""
+    assert import_sbatch(f"#!/bin/bash\n#SBATCH {options}\nsrun ./a\n").task.get("num_nodes", 1) == nodes
+
+
 def test_counts_of_tasks_are_those_of_the_script() -> None:
     """`mpirun -n $SLURM_NTASKS` would start two processes instead of 64."""
     echo = "echo $SLURM_NTASKS $SLURM_NPROCS $SLURM_NTASKS_PER_NODE $SLURM_PROCID"
@@ -262,7 +277,7 @@ def test_commands_and_environments_that_are_not_on_the_nodes_are_noted() -> None
     assert not import_sbatch("#!/bin/bash\npython -m squeue_like --sinfo\n").notes
 
 
-@pytest.mark.parametrize("limit", ["0", "UNLIMITED", "infinite", "-1"])
+@pytest.mark.parametrize("limit", ["0", "UNLIMITED", "infinite", "-1", "00:00:00"])
 def test_time_without_a_limit_is_no_work(limit: str) -> None:
     assert "goal" not in import_sbatch(f"#!/bin/bash\n#SBATCH --time={limit}\ntrue\n").task
 

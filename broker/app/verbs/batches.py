@@ -10,9 +10,9 @@ from broker.app.container import Context
 from broker.app.launching import Callbacks, ignore_upload
 from broker.app.mapping import MapDriver, MapRequest, MapResult, MapView
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
-from broker.formatting import format_count
+from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
-from broker.types import JobStatus, Plan, Progress
+from broker.types import JobStatus, Plan, Progress, Task
 
 Show = Callable[[Sequence[Plan]], None]
 
@@ -83,6 +83,7 @@ def run_map(
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
     driver = MapDriver(context, request, callbacks=callbacks)
     context.note(f"input: {format_count(len(driver.split.shards), 'shard')}, {sum(driver.split.sizes):,} bytes")
+    note_budget(context, request.task, request.worker_count, "worker")
     if is_dryrun:
         driver.show()
         return None
@@ -100,6 +101,14 @@ def run_map(
         return _describe_map(driver, begun)
     view = asyncio.run(_follow_map(driver, on_change))
     return _describe_map(driver, view, driver.finish(view))
+
+
+def note_budget(context: Context, task: Task, count: int, each: str) -> None:
+    """Note that the budget of a task limits each of its jobs, and how much all of them may cost."""
+    budget_usd = task.goal.budget_usd if task.goal else None
+    if budget_usd is not None and count > 1:
+        whole = f"{format_count(count, each)} may cost up to {format_usd(count * budget_usd)} USD together"
+        context.note(f"the budget of {format_usd(budget_usd)} USD limits each {each}, so {whole}")
 
 
 async def _follow_map(driver: MapDriver, on_change: Callable[[MapState], None]) -> MapView:
@@ -146,6 +155,7 @@ def run_sweep(
     """
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
     driver = SweepDriver(context, request, callbacks=callbacks)
+    note_budget(context, request.task, len(driver.configurations), "run")
     if is_dryrun:
         driver.show()
         return _describe_sweep(driver, SweepView(jobs={}, stopped={}, usd={}, is_over=False))

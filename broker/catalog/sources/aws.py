@@ -123,6 +123,8 @@ class AwsSource:
             for entry in _list(page, "SpotPriceHistory"):
                 place = (str(_get(entry, "InstanceType")), str(_get(entry, "AvailabilityZone")))
                 usd, time = _to_usd(_get(entry, "SpotPrice")), str(_get(entry, "Timestamp"))
+                if place[1][:-1] != region:  # a local zone (us-west-2-lax-1a) has another on-demand price
+                    continue
                 if usd > 0 and (place not in newest or time > newest[place]):
                     newest[place], found[place] = time, (usd, "")
         return found
