@@ -87,9 +87,10 @@ def explain_prices(
     if timely:
         usd, hours, _ = min(timely)
         assert budget_usd is not None, "an option in time is refused for its price only"
+        times = f", {usd / budget_usd:.1f} times the budget of {budget_usd:,.0f} USD" if budget_usd > 0 else ""
         return NoOfferError(
             f"every option that finishes in time exceeds the budget: the cheapest is expected to cost {usd:,.0f} USD "
-            f"in {_days(hours)}, {usd / budget_usd:.1f} times the budget of {budget_usd:,.0f} USD",
+            f"in {_days(hours)}{times}",
             hints=[f"pass `--budget {math.ceil(usd * 1.05)}`", "extend `--deadline`, or train on fewer `--tokens`"],
         )
     usd, hours, _ = min(found, key=lambda each: each[1])

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
-from broker.app.launching import Callbacks, prepare
+from broker.app.launching import Callbacks, fetch_repositories, prepare
 from broker.app.limits import LaunchSize
 from broker.app.programs import digest_files
 from broker.batch import tally
@@ -141,7 +141,9 @@ class MapDriver:
 
     def begin(self) -> bool:
         """Write the plan, or continue with the one in the output folder; return whether it is new."""
-        store, task = self._context.store, self._request.task
+        store = self._context.store
+        (task,) = fetch_repositories(self._context, [self._request.task])  # a branch may have another commit by now
+        self._request = replace(self._request, task=task)
         self._retries_from = 1 + max((line.id for line in store.jobs.list_lines(1)), default=0)
         files = digest_files(task)
         self._plan, is_new = begin(

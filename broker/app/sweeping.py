@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
-from broker.app.launching import Callbacks, prepare
+from broker.app.launching import Callbacks, fetch_repositories, prepare
 from broker.app.limits import LaunchSize
 from broker.app.programs import digest_files
 from broker.errors import BrokerError
@@ -53,6 +53,8 @@ class SweepDriver:
     """Drive one sweep. Raises UsageError for invalid parameters."""
 
     def __init__(self, context: Context, request: SweepRequest, *, callbacks: Callbacks | None = None) -> None:
+        (task,) = fetch_repositories(context, [request.task])  # the commit of a branch is part of the sweep's name
+        request = replace(request, task=task)
         self._context, self._request, self._callbacks = context, request, callbacks
         self.names = [each.name for each in parse_parameters(request.parameters)]
         self.configurations: Sequence[Configuration] = draw(

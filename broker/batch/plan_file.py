@@ -36,8 +36,13 @@ class MapPlan:
 
 
 def digest_program(task: Task) -> str:
-    """Return a digest of the task's commands and variables: if it changes, results may change."""
-    return sha256(json.dumps([task.setup, task.run, sorted(task.envs.items())]).encode()).hexdigest()[:16]
+    """Return a digest of the task's commands and variables: if it changes, results may change.
+
+    Of a git repository, the commit counts, however it is named.
+    """
+    names = {"GIT_BRANCH", "GIT_TAG"} if "GIT_COMMIT_HASH" in task.envs else set[str]()
+    envs = sorted((name, value) for name, value in task.envs.items() if name not in names)
+    return sha256(json.dumps([task.setup, task.run, envs]).encode()).hexdigest()[:16]
 
 
 def begin(

@@ -42,6 +42,7 @@ class LazyGroup(TyperGroup):
             app.command(name=cmd_name)(getattr(module, cmd_name.replace("exec", "exec_")))
         command = typer.main.get_command(app)
         command.name = cmd_name
+        _check_numbers(command)
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -85,6 +86,21 @@ class LazyGroup(TyperGroup):
         for panel, names in PANELS.items():
             with formatter.section(panel):
                 formatter.write_dl([(name.ljust(NAME_WIDTH), COMMANDS[name][1]) for name in names])
+
+
+def _check_numbers(command: Any) -> None:
+    """Let all numeric options of a command and its subcommands refuse `nan`, which is within every range."""
+    for parameter in command.params:
+        if parameter.type.name in ("float", "float range") and parameter.callback is None:
+            parameter.callback = _refuse_nan
+    for each in getattr(command, "commands", {}).values():
+        _check_numbers(each)
+
+
+def _refuse_nan(ctx: Any, param: Any, value: Any) -> Any:
+    if isinstance(value, float) and value != value:
+        raise typer.BadParameter("nan is not a number", ctx=ctx, param=param)
+    return value
 
 
 def _explain_flag(error: Any) -> None:

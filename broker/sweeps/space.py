@@ -15,6 +15,7 @@ import itertools
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -24,6 +25,7 @@ from broker.task.allowed import ENV_NAME, ENV_VALUE
 from broker.task.checking import check_flag
 
 RUNS_MAX = 10_000
+SWAPS_MAX = 100  # rounds in which runs with equal values are parted
 RANGE = re.compile(
     r"((?:[^.,]+(?:\.\d+)?|[+-]?\.\d+)(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linear))?", re.IGNORECASE
 )  # `.1..0.5` as well: as a list, it would be one run with this text
@@ -126,7 +128,44 @@ def draw(parameters: Sequence[Parameter], *, runs: int | None, seed: int) -> tup
             raise UsageError(f"the lists have more than {RUNS_MAX:,} combinations", hints=["add `--runs 100`"])
         return tuple(dict(pairs) for pairs in itertools.product(*lists))
     columns = {each.name: _draw_column(each, runs, random.Random(f"{seed} {each.name}")) for each in parameters}
+    choices = [each for each in parameters if isinstance(each, Values)]
+    if len(choices) == len(parameters) and runs <= math.prod(len(each.values) for each in choices):
+        _part_twins(columns, choices, random.Random(f"{seed} twins"))
     return tuple({name: column[index] for name, column in columns.items()} for index in range(runs))
+
+
+def _part_twins(columns: dict[str, list[str]], lists: Sequence[Values], chance: random.Random) -> None:
+    """Swap values of runs until no two runs have the same ones: the second would be paid for without a result."""
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    counts = Counter(map(tuple, rows))
+    for _ in range(SWAPS_MAX):
+        twins = [row for row in rows if counts[tuple(row)] > 1]
+        if not twins:
+            break
+        for row in twins:
+            other, place = chance.choice(rows), chance.randrange(len(lists))
+            before = [tuple(row), tuple(other)]
+            row[place], other[place] = other[place], row[place]
+            after = [tuple(row), tuple(other)]
+            if counts[before[0]] > 1 and before != after and not any(counts[each] for each in after):
+                counts.subtract(before)
+                counts.update(after)
+            else:
+                row[place], other[place] = other[place], row[place]
+    if any(count > 1 for count in counts.values()):  # nearly all combinations: used equally often, or nearly so
+        numbers = chance.sample(range(math.prod(len(each.values) for each in lists)), len(rows))
+        rows = [_combine(lists, number) for number in numbers]
+    for place, column in enumerate(columns.values()):
+        column[:] = [row[place] for row in rows]
+
+
+def _combine(lists: Sequence[Values], number: int) -> list[str]:
+    """Return one combination of the lists by its number."""
+    found = []
+    for each in lists:
+        number, index = divmod(number, len(each.values))
+        found.append(each.values[index])
+    return found
 
 
 def _draw_column(parameter: Parameter, runs: int, chance: random.Random) -> list[str]:

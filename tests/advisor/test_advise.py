@@ -209,6 +209,8 @@ def test_a_budget_that_is_too_small_reports_the_cheapest_cost() -> None:
     with pytest.raises(NoOfferError, match=r"the cheapest is expected to cost .* USD") as caught:
         ask(budget_usd=10)
     budget = float(caught.value.hints[0].split("--budget ")[1].rstrip("`"))
+    with pytest.raises(NoOfferError, match="exceeds the budget"):
+        ask(budget_usd=0)
     assert ask(budget_usd=budget).options
 
 

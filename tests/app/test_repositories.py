@@ -6,12 +6,16 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from broker.app.container import Context
+from broker.app.mapping import MapDriver, MapRequest
 from broker.app.repositories import fetch_repositories, strip_credentials
+from broker.app.sweeping import SweepDriver, SweepRequest
 from broker.errors import InvalidRequestError, UsageError
 from broker.task.loader import load_tasks_text
 from broker.types import Repository, Task
@@ -195,3 +199,32 @@ def test_repository_of_a_task_file_is_read_with_its_variables() -> None:
     assert task.repository == Repository(url="https://host/a/x", ref="1.10")
     assert task.workdir is None
     assert not task.notices
+
+
+def test_maps_and_sweeps_notice_another_commit_of_their_branch(origin: Path, tmp_path: Path) -> None:
+    """Workers that start later would run another program than those whose results are there."""
+    task = Task(
+        name="m",
+        run="python -m trainers.map_worker train.py",
+        repository=Repository(url=f"file://{origin}", ref="main"),
+    )
+    (tmp_path / "in.jsonl").write_text("1\n")
+    context = Context(tmp_path / "home")
+
+    def begin_map(task: Task = task) -> bool:
+        return MapDriver(context, MapRequest(task=task, input=f"{tmp_path}/in.jsonl", output=f"{tmp_path}/out")).begin()
+
+    def name_sweep() -> str:
+        return SweepDriver(context, SweepRequest(task=task, parameters=["a=1,2"])).group
+
+    try:
+        before, commit = name_sweep(), git(origin, "rev-parse", "main")
+        assert (begin_map(), begin_map(), name_sweep()) == (True, False, before)
+        (origin / "train.py").write_text("print(3)\n")
+        git(origin, "commit", "--quiet", "-a", "-m", "3")
+        assert name_sweep() != before
+        with pytest.raises(UsageError, match="another program"):
+            begin_map()
+        assert not begin_map(replace(task, repository=Repository(url=f"file://{origin}", ref=commit))), "continued"
+    finally:
+        context.close()

@@ -94,3 +94,21 @@ def test_hint_about_a_flag_is_for_a_command_without_it(words: str) -> None:
 
 def test_other_word_after_a_command_is_looked_up() -> None:
     assert {each.split()[0] for each in other_words.COMMANDS if " " in each} == {*WITH_OTHER_WORDS}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("server", "limits", "set", "--user", "ada", "--usd-per-month", "nan"),
+        ("check", "aws", "--live", "--spend", "NaN"),
+        ("advise", "--params", "7B", "--tokens", "1B", "--budget", "nan"),
+    ],
+)
+def test_a_limit_that_nothing_exceeds_is_refused(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No amount is larger than NaN: a budget of it would be no budget."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"'{arguments[-2]}': nan is not a number" in capsys.readouterr().err

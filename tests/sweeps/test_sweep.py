@@ -86,6 +86,15 @@ def test_values_of_a_range_are_inside_it_and_differ(text: str) -> None:
     assert len({float(value) for value in values}) == 8
 
 
+@pytest.mark.parametrize("runs", [2, 4, 11, 12])
+def test_no_configuration_runs_twice_while_there_are_others(runs: int) -> None:
+    for seed in range(20):
+        drawn = draw(parse_parameters(["a=1,2", "b=x,y", "c=p,q,r"]), runs=runs, seed=seed)
+        assert len(drawn) == runs and len({tuple(each.items()) for each in drawn}) == runs
+        if runs in (2, 4, 12):
+            assert sum(each["a"] == "1" for each in drawn) == runs / 2
+
+
 def test_a_range_needs_a_number_of_runs() -> None:
     with pytest.raises(UsageError, match="requires `--runs`"):
         draw(parse_parameters(PARAMETERS), runs=None, seed=0)
