@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainers.checkpoint import HeldByOne
 from trainers.extra_state import SUFFIX, find_owner
 from trainers.optimizer import Optimizer, local
+from trainers.strategies.grid import Grid, Share
 
 
 class OwnTensors:
@@ -51,3 +53,16 @@ def _find_own(value: Any) -> Any:
 def list_local(model: nn.Module) -> list[Tensor]:
     """Return this rank's part of every parameter, in the same order on all ranks."""
     return [local(parameter.detach()) for parameter in model.parameters()]
+
+
+def average_loss(loss: Tensor, *, weight: float, grid: Grid, share: Share) -> Tensor:
+    """Return the mean loss of this rank's island, on the device. A collective call of the island's ranks."""
+    totals = torch.stack([loss, torch.full_like(loss, weight)]) * float(share.is_counted)
+    for axis in list_inner_axes(grid):
+        dist.all_reduce(totals, group=grid.group(axis))
+    return totals[0] / totals[1]
+
+
+def list_inner_axes(grid: Grid) -> list[str]:
+    """Return the axes along which the ranks of an island differ."""
+    return [axis for axis in grid.axes if axis != "island" and grid.size(axis) > 1]

@@ -108,9 +108,13 @@ def simulate(name: str, world_size: int) -> list[list[list[Tensor]]]:
 
 
 def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
-    """Only the last rank is asked to stop, in its fourth step; all stop after the same one."""
+    """Only the last rank is asked to stop, in its fourth step; all stop after the same one.
+
+    Gossip reports the loss of the rank's island in each step; here a rank's own loss is its number.
+    """
     ranks = join_ranks()
-    options = StrategyOptions(diloco=DilocoOptions(every_steps=5), gossip=GossipOptions(every_steps=2))
+    mesh = arguments[1] if len(arguments) > 1 else ""
+    options = StrategyOptions(mesh=mesh, diloco=DilocoOptions(every_steps=5), gossip=GossipOptions(every_steps=2))
     strategy = create_strategy(arguments[0], ranks, options)
     model = make_model()
     wrapped = strategy.wrap(model)
@@ -121,7 +125,12 @@ def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
         put_gradient(model, step, ranks.rank)
         strategy.step(wrapped, optimizer, LOSS)
         is_asked = step >= 3 and ranks.rank == ranks.world_size - 1
-        if strategy.all_reduce_loss(LOSS, weight=1.0, is_stop_asked=is_asked)[1] > 0:
+        weight = 1.0 / strategy.share.count
+        mean, stops = strategy.all_reduce_loss(LOSS * ranks.rank * weight, weight=weight, is_stop_asked=is_asked)
+        if arguments[0].startswith("gossip"):
+            size = ranks.world_size // strategy.grid.size("island")
+            assert mean == sum(range(size)) / size + ranks.rank // size * size, f"rank {ranks.rank}: {mean}"
+        if stops > 0:
             stopped = step + 1
             break
     assert stopped is not None and ranks.collect(stopped) == [stopped] * ranks.world_size, stopped

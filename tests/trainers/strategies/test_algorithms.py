@@ -38,6 +38,16 @@ def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strat
     assert ended.codes == [0] * ranks, ended.errors
 
 
+@pytest.mark.parametrize(("mesh", "ranks"), [("2x2", 4), ("1x2", 2)])
+def test_all_ranks_of_gossiping_islands_learn_of_a_stop_in_time(
+    worlds: Worlds, tmp_path: Path, mesh: str, ranks: int
+) -> None:
+    """Each rank of an island exchanges with another rank, and only one of them is asked."""
+    check = f"{CHECKS}:stop_is_heard_by_all_at_one_step"
+    ended = worlds.call(tmp_path, check, ["gossip+allreduce", mesh], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
 @pytest.mark.parametrize("strategy", ["diloco", "gossip"])
 @pytest.mark.parametrize("ranks", spread([3, 1, 2], every=3))
 def test_island_restores_its_own_optimizer_state(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
