@@ -207,6 +207,28 @@ def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
     return 0
 
 
+def branches_of_single_ranks_are_averaged(_: Sequence[str]) -> int:
+    """Each rank's loss depends on a layer of its own, on a common one, and not on the last one."""
+    ranks = join_ranks()
+    layers = [make_model() for _ in range(ranks.world_size + 2)]
+    model = nn.ModuleList(layers)
+    model[0].bias.requires_grad_(False)
+    strategy = create_strategy("allreduce", ranks, StrategyOptions())
+    wrapped = strategy.wrap(model)
+    inputs = torch.full((1, 7), ranks.rank + 1.0)
+    with strategy.micro_step(wrapped, last=True):
+        (layers[ranks.rank](inputs) + layers[-2](inputs)).sum().backward()
+    weights = [layer.weight.grad for layer in layers]
+    for rank, gradient in enumerate(weights[:-2]):
+        assert torch.allclose(gradient, torch.full((3, 7), (rank + 1.0) / ranks.world_size)), (
+            f"layer {rank}: {gradient}"
+        )
+    assert torch.allclose(weights[-2], torch.full((3, 7), (ranks.world_size + 1.0) / 2)), weights[-2]
+    assert weights[-1] is None and layers[-1].bias.grad is None and layers[0].bias.grad is None
+    leave_ranks()
+    return 0
+
+
 def make_model() -> nn.Module:
     """Return a layer with the same weights everywhere."""
     torch.manual_seed(5)

@@ -20,6 +20,12 @@ def test_ring_sums_as_the_library_does(worlds: Worlds, tmp_path: Path, ranks: in
     assert ended.codes == [0] * ranks, ended.errors
 
 
+def test_parameters_that_single_ranks_use_get_their_own_gradients(worlds: Worlds, tmp_path: Path) -> None:
+    """Gradients of layers that other ranks did not use must not be added to those of other layers."""
+    ended = worlds.call(tmp_path, f"{CHECKS}:branches_of_single_ranks_are_averaged", [], ranks=2)
+    assert ended.codes == [0] * 2, ended.errors
+
+
 @pytest.mark.parametrize(("ranks", "key_heads"), [(2, 4), (3, 2), (4, 1)])
 def test_attention_in_a_ring_is_attention(worlds: Worlds, tmp_path: Path, ranks: int, key_heads: int) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:ring_attention_is_attention", [str(key_heads)], ranks=ranks)
