@@ -66,3 +66,14 @@ def average_loss(loss: Tensor, *, weight: float, grid: Grid, share: Share) -> Te
 def list_inner_axes(grid: Grid) -> list[str]:
     """Return the axes along which the ranks of an island differ."""
     return [axis for axis in grid.axes if axis != "island" and grid.size(axis) > 1]
+
+
+def name_layout(grid: Grid) -> str:
+    """Return the name of a rank's own tensors in a checkpoint, the same only where each rank holds the same part.
+
+    Example: `island` if each rank is one, and `island2-shard2` or `shard2-island2` if an island is two ranks. In
+    another layout of as many ranks, a rank finds no tensors of its own, and all islands continue from the shared ones.
+    """
+    if not list_inner_axes(grid):
+        return "island"
+    return "-".join(f"{axis}{size}" for axis, size in zip(grid.axes, grid.sizes, strict=True) if size > 1)
