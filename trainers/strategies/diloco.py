@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainers.optimizer import Optimizer, local
 from trainers.strategies.base import Strategy
-from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
+from trainers.strategies.islands import OwnTensors, average_loss, hold_by_first, list_local, name_layout
 
 
 class Diloco(Strategy):
@@ -49,11 +49,8 @@ class Diloco(Strategy):
         """Return the loss of all islands at a synchronization, and that of this island otherwise."""
         if self._is_synchronized or self.grid.size("island") == 1:
             return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
-        totals = torch.stack([loss, torch.full_like(loss, weight)]) * float(self.share.is_counted)
-        for axis in self.grid.axes:
-            if axis != "island" and self.grid.size(axis) > 1:
-                dist.all_reduce(totals, group=self.grid.group(axis))
-        return torch.stack([totals[0] / totals[1], torch.zeros_like(loss)])
+        mean = average_loss(loss, weight=weight, grid=self.grid, share=self.share)
+        return torch.stack([mean, torch.zeros_like(loss)])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return the model of the first island, and the anchor from which all islands started."""
@@ -64,7 +61,7 @@ class Diloco(Strategy):
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return this island's model."""
-        return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
+        return {name_layout(self.grid): OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
 
 class Outer:

@@ -14,13 +14,20 @@ from torch import Tensor, nn
 
 from trainers.optimizer import Optimizer
 from trainers.strategies.base import Strategy
-from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
+from trainers.strategies.islands import (
+    OwnTensors,
+    average_loss,
+    hold_by_first,
+    list_inner_axes,
+    list_local,
+    name_layout,
+)
 
 NEVER = torch.iinfo(torch.int64).max
 
 
 class Gossip(Strategy):
-    """Ranks hold slightly different models; that of the first rank is the shared one of a checkpoint."""
+    """Ranks, or islands of ranks, hold slightly different models; the first one is the shared one of a checkpoint."""
 
     AXES = ("island",)
     EXCHANGES_LAST = True
@@ -40,13 +47,15 @@ class Gossip(Strategy):
             self._exchange(list_local(model), 2 ** (exchange % self._turns))
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
-        """Return this rank's loss. A requested stop is scheduled far enough ahead to reach all ranks in time."""
-        every_steps, count = self.options.gossip.every_steps, self.grid.size("island")
+        """Return this island's loss. A requested stop is scheduled far enough ahead to reach all ranks in time."""
+        if self.grid.size("island") == 1:
+            return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
+        every_steps = self.options.gossip.every_steps
         if is_stop_asked and self._stop_step == NEVER:
-            turns = self._turns if count > 1 else 0
-            self._stop_step = self._steps_done if not turns else (self._steps_done // every_steps + turns) * every_steps
+            self._stop_step = (self._steps_done // every_steps + self._turns) * every_steps
         is_stopping = self._steps_done >= self._stop_step
-        return torch.stack([loss / weight, torch.full_like(loss, float(is_stopping))])
+        mean = average_loss(loss, weight=weight, grid=self.grid, share=self.share)
+        return torch.stack([mean, torch.full_like(loss, float(is_stopping))])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return the first rank's model."""
@@ -56,7 +65,7 @@ class Gossip(Strategy):
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return this rank's model."""
-        return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
+        return {name_layout(self.grid): OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
     def _exchange(self, parameters: list[Tensor], distance: int) -> None:
         group: Any = self.grid.group("island") or dist.group.WORLD
@@ -65,6 +74,9 @@ class Gossip(Strategy):
         outgoing = torch.cat([tensor.reshape(-1) for tensor in parameters])
         incoming = torch.empty_like(outgoing)
         stop_step = torch.tensor([self._stop_step], device=self.ranks.device)
+        # A request may have reached one rank of an island only, and each rank exchanges with one of another island.
+        for axis in list_inner_axes(self.grid):
+            dist.all_reduce(stop_step, op=dist.ReduceOp.MIN, group=self.grid.group(axis))
         stop_step_heard = torch.empty_like(stop_step)
         operations = [
             dist.P2POp(dist.isend, stop_step, to, group=group),
@@ -74,7 +86,7 @@ class Gossip(Strategy):
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        self._stop_step = min(self._stop_step, int(stop_step_heard.item()))
+        self._stop_step = int(torch.minimum(stop_step, stop_step_heard).item())
         parts = incoming.split([tensor.numel() for tensor in parameters])
         heard = [part.view_as(to) for part, to in zip(parts, parameters, strict=True)]
         torch._foreach_lerp_(parameters, heard, 0.5)

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainers.checkpoint import HeldByOne
 from trainers.extra_state import SUFFIX, find_owner
 from trainers.optimizer import Optimizer, local
+from trainers.strategies.grid import Grid, Share
 
 
 class OwnTensors:
@@ -51,3 +53,27 @@ def _find_own(value: Any) -> Any:
 def list_local(model: nn.Module) -> list[Tensor]:
     """Return this rank's part of every parameter, in the same order on all ranks."""
     return [local(parameter.detach()) for parameter in model.parameters()]
+
+
+def average_loss(loss: Tensor, *, weight: float, grid: Grid, share: Share) -> Tensor:
+    """Return the mean loss of this rank's island, on the device. A collective call of the island's ranks."""
+    totals = torch.stack([loss, torch.full_like(loss, weight)]) * float(share.is_counted)
+    for axis in list_inner_axes(grid):
+        dist.all_reduce(totals, group=grid.group(axis))
+    return totals[0] / totals[1]
+
+
+def list_inner_axes(grid: Grid) -> list[str]:
+    """Return the axes along which the ranks of an island differ."""
+    return [axis for axis in grid.axes if axis != "island" and grid.size(axis) > 1]
+
+
+def name_layout(grid: Grid) -> str:
+    """Return the name of a rank's own tensors in a checkpoint, the same only where each rank holds the same part.
+
+    Example: `island` if each rank is one, and `island2-shard2` or `shard2-island2` if an island is two ranks. In
+    another layout of as many ranks, a rank finds no tensors of its own, and all islands continue from the shared ones.
+    """
+    if not list_inner_axes(grid):
+        return "island"
+    return "-".join(f"{axis}{size}" for axis, size in zip(grid.axes, grid.sizes, strict=True) if size > 1)

@@ -108,9 +108,13 @@ def simulate(name: str, world_size: int) -> list[list[list[Tensor]]]:
 
 
 def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
-    """Only the last rank is asked to stop, in its fourth step; all stop after the same one."""
+    """Only the last rank is asked to stop, in its fourth step; all stop after the same one.
+
+    Gossip reports the loss of the rank's island in each step; here a rank's own loss is its number.
+    """
     ranks = join_ranks()
-    options = StrategyOptions(diloco=DilocoOptions(every_steps=5), gossip=GossipOptions(every_steps=2))
+    mesh = arguments[1] if len(arguments) > 1 else ""
+    options = StrategyOptions(mesh=mesh, diloco=DilocoOptions(every_steps=5), gossip=GossipOptions(every_steps=2))
     strategy = create_strategy(arguments[0], ranks, options)
     model = make_model()
     wrapped = strategy.wrap(model)
@@ -121,7 +125,12 @@ def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
         put_gradient(model, step, ranks.rank)
         strategy.step(wrapped, optimizer, LOSS)
         is_asked = step >= 3 and ranks.rank == ranks.world_size - 1
-        if strategy.all_reduce_loss(LOSS, weight=1.0, is_stop_asked=is_asked)[1] > 0:
+        weight = 1.0 / strategy.share.count
+        mean, stops = strategy.all_reduce_loss(LOSS * ranks.rank * weight, weight=weight, is_stop_asked=is_asked)
+        if arguments[0].startswith("gossip"):
+            size = ranks.world_size // strategy.grid.size("island")
+            assert mean == sum(range(size)) / size + ranks.rank // size * size, f"rank {ranks.rank}: {mean}"
+        if stops > 0:
             stopped = step + 1
             break
     assert stopped is not None and ranks.collect(stopped) == [stopped] * ranks.world_size, stopped
@@ -194,6 +203,28 @@ def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
                 assert set(strategy._role._done.values()) == {3}, strategy._role._done
             weights = ranks.collect(saved["weight"].tolist())
             assert weights == weights[:1] * ranks.world_size
+    leave_ranks()
+    return 0
+
+
+def branches_of_single_ranks_are_averaged(_: Sequence[str]) -> int:
+    """Each rank's loss depends on a layer of its own, on a common one, and not on the last one."""
+    ranks = join_ranks()
+    layers = [make_model() for _ in range(ranks.world_size + 2)]
+    model = nn.ModuleList(layers)
+    model[0].bias.requires_grad_(False)
+    strategy = create_strategy("allreduce", ranks, StrategyOptions())
+    wrapped = strategy.wrap(model)
+    inputs = torch.full((1, 7), ranks.rank + 1.0)
+    with strategy.micro_step(wrapped, last=True):
+        (layers[ranks.rank](inputs) + layers[-2](inputs)).sum().backward()
+    weights = [layer.weight.grad for layer in layers]
+    for rank, gradient in enumerate(weights[:-2]):
+        assert torch.allclose(gradient, torch.full((3, 7), (rank + 1.0) / ranks.world_size)), (
+            f"layer {rank}: {gradient}"
+        )
+    assert torch.allclose(weights[-2], torch.full((3, 7), (ranks.world_size + 1.0) / 2)), weights[-2]
+    assert weights[-1] is None and layers[-1].bias.grad is None and layers[0].bias.grad is None
     leave_ranks()
     return 0
 

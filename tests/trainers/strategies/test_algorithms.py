@@ -20,6 +20,12 @@ def test_ring_sums_as_the_library_does(worlds: Worlds, tmp_path: Path, ranks: in
     assert ended.codes == [0] * ranks, ended.errors
 
 
+def test_parameters_that_single_ranks_use_get_their_own_gradients(worlds: Worlds, tmp_path: Path) -> None:
+    """Gradients of layers that other ranks did not use must not be added to those of other layers."""
+    ended = worlds.call(tmp_path, f"{CHECKS}:branches_of_single_ranks_are_averaged", [], ranks=2)
+    assert ended.codes == [0] * 2, ended.errors
+
+
 @pytest.mark.parametrize(("ranks", "key_heads"), [(2, 4), (3, 2), (4, 1)])
 def test_attention_in_a_ring_is_attention(worlds: Worlds, tmp_path: Path, ranks: int, key_heads: int) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:ring_attention_is_attention", [str(key_heads)], ranks=ranks)
@@ -35,6 +41,16 @@ def test_islands_move_as_a_simulation_of_all_of_them(worlds: Worlds, tmp_path: P
 @pytest.mark.parametrize(("strategy", "ranks"), [("diloco", 2), ("gossip", 2), ("gossip", 4), ("allreduce", 2)])
 def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:stop_is_heard_by_all_at_one_step", [strategy], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("2x2", 4), ("1x2", 2)])
+def test_all_ranks_of_gossiping_islands_learn_of_a_stop_in_time(
+    worlds: Worlds, tmp_path: Path, mesh: str, ranks: int
+) -> None:
+    """Each rank of an island exchanges with another rank, and only one of them is asked."""
+    check = f"{CHECKS}:stop_is_heard_by_all_at_one_step"
+    ended = worlds.call(tmp_path, check, ["gossip+allreduce", mesh], ranks=ranks)
     assert ended.codes == [0] * ranks, ended.errors
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.tiers import examples
+from trainers.config import TrainConfig
 from trainers.errors import TrainerError
+from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
 from trainers.strategies import STRATEGIES, create_strategy, find_axes
 from trainers.strategies.base import MicroBatch, Passes, Strategy
@@ -79,6 +81,19 @@ def test_without_replicas_no_part_is_held_twice() -> None:
 def test_state_comes_from_a_replica_only_if_replicas_move_alike(name: str, mesh: str, part: bool) -> None:
     strategy = create_strategy(name, place(3, 4), StrategyOptions(mesh=mesh))
     assert (strategy.find_part() is not None) is part
+
+
+def test_islands_find_their_own_tensors_only_in_the_layout_that_saved_them() -> None:
+    """With as many ranks, but other parts on each, all would otherwise load those of others, or none that fit."""
+    model = nn.Linear(2, 2)
+    optimizer = Optimizer(model.named_parameters(), TrainConfig())
+    layouts = [("diloco", "4"), ("diloco+fsdp", "2x2"), ("fsdp+diloco", "2x2"), ("diloco+pipeline", "2x2")]
+    found = [
+        tuple(create_strategy(name, place(3, 4), StrategyOptions(mesh=mesh)).own_state(model, optimizer))
+        for name, mesh in [*layouts, ("gossip", "4"), ("diloco+fsdp", "4x1"), ("gossip+hsdp", "2x1x2")]
+    ]
+    assert len(set(found[:4])) == 4 and all(len(names) == 1 for names in found)
+    assert found[4:] == [found[0], found[0], found[1]], "the same parts under other names"
 
 
 @pytest.mark.parametrize(

@@ -169,14 +169,18 @@ def test_other_world_sizes_and_strategies_continue_with_the_same_losses(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    spread(
-        [
-            ((2, "diloco", []), (1, "ddp", [])),
-            ((2, "ddp", []), (2, "diloco", [])),
-            ((3, "gossip", []), (2, "diloco", [])),
-        ],
-        every=3,
-    ),
+    [
+        *spread(
+            [
+                ((2, "diloco", []), (1, "ddp", [])),
+                ((2, "ddp", []), (2, "diloco", [])),
+                ((3, "gossip", []), (2, "diloco", [])),
+            ],
+            every=3,
+        ),
+        # As many ranks, but each saved half of a model, and needs a whole one.
+        pytest.param((4, "diloco+fsdp", ["--mesh", "2x2"]), (4, "diloco", []), marks=long),
+    ],
     ids=str,
 )
 def test_islands_receive_from_and_pass_on_to_others(
@@ -188,8 +192,8 @@ def test_islands_receive_from_and_pass_on_to_others(
 ) -> None:
     """One island's model stands for all, so losses are near those of one process, not equal."""
     flags = ("--diloco.every_steps", "2")
-    worlds.train(tmp_path, before[1], *flags, ranks=before[0], kill_after=6)
-    losses = worlds.train(tmp_path, after[1], *flags, ranks=after[0], attempt=2)
+    worlds.train(tmp_path, before[1], *before[2], *flags, ranks=before[0], kill_after=6)
+    losses = worlds.train(tmp_path, after[1], *after[2], *flags, ranks=after[0], attempt=2)
     assert sorted(losses) == list(range(1, TOTAL + 1))
     # A sample of the batch is a quarter of an island's share; its mean loss scatters by about 0.1 around 5.
     assert losses[TOTAL][-1] == pytest.approx(alone[TOTAL], abs=0.25)
