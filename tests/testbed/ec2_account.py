@@ -52,6 +52,7 @@ class Instance:
     state: str = "pending"
     due: tuple[float, str] | None = None
     is_ready: Callable[[], bool] = lambda: True  # a real machine behind it may take its own time
+    is_protected: bool = False  # from termination by the API: `DisableApiTermination`
     reason_code: str = ""
     reason: str = ""
 

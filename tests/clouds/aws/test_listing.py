@@ -306,3 +306,21 @@ def test_a_region_that_refuses_to_terminate_does_not_block_others(bed: AwsBed) -
         await wait_state(bed, request.token, NodeState.TERMINATED)
 
     bed.run(act())
+
+
+def test_a_protected_node_keeps_no_other_from_being_terminated(bed: AwsBed) -> None:
+    """EC2 refuses the whole call for one machine that a user has protected from termination."""
+
+    async def act() -> None:
+        request = make_request(bed, node_count=4)
+        await bed.cloud.create_nodes(request)
+        nodes = await wait_state(bed, request.token, NodeState.RUNNING, 4)
+        bed.account.instances[nodes[1].id].is_protected = True
+        with pytest.raises(InvalidRequestError, match="OperationNotPermitted"):
+            await bed.cloud.terminate_nodes(nodes)
+        await bed.clock.sleep(60)
+        states = {node.id: node.state for node in await bed.cloud.list_nodes(OWNER)}
+        assert [states[node.id] for node in nodes].count(NodeState.TERMINATED) == 3
+        assert states[nodes[1].id] is NodeState.RUNNING
+
+    bed.run(act())

@@ -264,7 +264,8 @@ def test_all_of_a_region_are_terminated_though_one_is_unknown(bed: AwsBed) -> No
             bed.account.calls.clear()
             await bed.reopen().terminate_nodes(listed)
             asked = [given["InstanceIds"] for name, _, given in bed.account.calls if name == "ec2:TerminateInstances"]
-            assert asked == [[node.id for node in listed], *([node.id] for node in listed)]
+            assert asked[0] == [node.id for node in listed]
+            assert sorted(asked[1:]) == sorted([node.id] for node in listed)
         await wait_state(bed, request.token, NodeState.TERMINATED, 4)
 
     bed.run(act())
