@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from broker.clock import SystemClock
 from broker.clouds.gcp import callers, login
 from broker.clouds.gcp.cloud import GcpCloud, make_cloud
 from broker.clouds.gcp.login import Login, find_login
+from broker.clouds.gcp.sdk import Sdk
 from broker.clouds.gcp.settings import Settings, load_settings
 from broker.config import Config
-from broker.errors import InvalidRequestError, UsageError
+from broker.errors import AuthError, InvalidRequestError, UsageError
 from tests.testbed.ec2_server import AwsServer
 
 
@@ -145,3 +147,25 @@ def test_private_nodes_need_a_source_of_ssh_and_a_server_of_our_own_needs_none()
     for host in ("127.0.0.1", "localhost"):
         near = Login(project="p", source="s", endpoint=f"http://{host}:8080")
         assert callers.find_callers(near) == ("127.0.0.1/32",)
+
+
+def test_a_refused_login_is_read_again_by_the_next_call() -> None:
+    """The library keeps the credentials that it has read, though the user may have logged in again since."""
+    from google.auth.exceptions import RefreshError
+
+    sdk, seen = Sdk(Login(project="pretend", source="test", endpoint="http://127.0.0.1:1")), list[object]()
+
+    def refuse(clients: object) -> None:
+        seen.append(clients)
+        if len(seen) < 3:
+            raise RefreshError("invalid_grant: Token has been expired or revoked")
+
+    async def act() -> None:
+        for _ in range(2):
+            with pytest.raises(AuthError):
+                await sdk.call(refuse)
+        await sdk.call(refuse)
+        await sdk.call(refuse)
+
+    asyncio.run(act())
+    assert len({id(each) for each in seen}) == 3 and seen[2] is seen[3]
