@@ -22,7 +22,7 @@ from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.sweeping import Sweeper
 from broker.clouds.tape import Listener
 from broker.config import Config
-from broker.errors import CapacityError, CloudError, InvalidRequestError, UnknownOutcomeError
+from broker.errors import AuthError, CapacityError, CloudError, DeniedError, InvalidRequestError, UnknownOutcomeError
 from broker.types import MachineSpec, Node, NodeList, NodeRequest, NodeState
 
 REGIONS_KNOWN_S = 3600.0
@@ -33,6 +33,8 @@ LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
 START_HINT = "a stopped machine starts only in its own zone: try later, or terminate it with `broker down` and relaunch"
+# https://docs.aws.amazon.com/IAM/latest/UserGuide/id_credentials_temp_enable-regions.html
+TOKEN_HINTS = ("regions that were enabled by hand accept session tokens of regional STS endpoints only",)
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
@@ -116,7 +118,7 @@ class AwsCloud:
                 hints=(f"enable it with `aws account enable-region --region-name {region}`",),
             )
         if region not in self._listable:  # create nothing if it could be neither listed nor terminated
-            await self._list_region(region, request.owner)
+            await self._require_listable(region, request.owner)
         with translated(is_create=True):
             try:
                 instances = await self._launcher.launch(request)
@@ -198,6 +200,16 @@ class AwsCloud:
             known = sorted(each["RegionName"] for each in answer["Regions"])
             self._regions = (now_s, known)
         return known
+
+    async def _require_listable(self, region: str, owner: str) -> None:
+        """List a region. Raises CloudError; DeniedError if the login is valid, but not there."""
+        try:
+            await self._list_region(region, owner)
+        except DeniedError:
+            raise
+        except AuthError as error:
+            await self.check()
+            raise DeniedError(error.message, hints=TOKEN_HINTS) from error
 
     async def _list_region(self, region: str, owner: str) -> Sequence[Node]:
         self._listable.discard(region)

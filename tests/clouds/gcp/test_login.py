@@ -17,7 +17,7 @@ from broker.clouds.gcp.login import Login, find_login
 from broker.clouds.gcp.sdk import Sdk
 from broker.clouds.gcp.settings import Settings, load_settings
 from broker.config import Config
-from broker.errors import AuthError, InvalidRequestError, UsageError
+from broker.errors import AuthError, InvalidRequestError, TransientError, UsageError
 from tests.testbed.ec2_server import AwsServer
 
 
@@ -114,7 +114,7 @@ def test_ssh_comes_from_where_the_settings_say_or_from_where_we_are_seen(monkeyp
     here = Login(project="p", source="s", settings=Settings(ssh_from=("10.0.0.0/8", "192.0.2.1/32")))
     assert callers.find_callers(here) == ("10.0.0.0/8", "192.0.2.1/32")
     monkeypatch.setattr(callers, "ECHO_URLS", ("http://127.0.0.1:9/",))
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(TransientError) as caught:
         callers.find_callers(Login(project="p", source="s"))
     assert "ssh_from" in caught.value.hints[0]
 
@@ -131,7 +131,7 @@ def test_the_second_service_reports_our_address_if_the_first_does_not(
         monkeypatch.setattr(callers, "ECHO_URLS", ("http://127.0.0.1:9/" if first == "nowhere" else page.url, echo.url))
         assert callers.find_callers(login) == ("198.51.100.9/32",)
         monkeypatch.setattr(callers, "ECHO_URLS", (page.url,))
-        with pytest.raises(InvalidRequestError, match="cannot determine"):
+        with pytest.raises(TransientError, match="cannot determine"):
             callers.find_callers(login)
     finally:
         page.close()
