@@ -40,7 +40,9 @@ class Grants:
         self._config, self._clock, self._find_task, self._record_event = config, clock, find_task, record_event
         self._granters: dict[str, Granter] = dict(granters or {})
         self._known: dict[tuple[tuple[Need, ...], str], Grant] = {}
-        self._renew_s: dict[str, float] = {}  # cluster -> time when its nodes' files are due for replacement
+        # cluster -> when its nodes' files were replaced, and when they are due. A clock that shows an earlier time was
+        # set back, and credentials expire by the clock of their issuer.
+        self._renew_s: dict[str, tuple[float, float]] = {}
         self._recorded: dict[str, str] = {}
         self._lock = threading.Lock()  # one thread at a time makes grants, so that jobs with the same needs share them
 
@@ -69,12 +71,13 @@ class Grants:
     async def grant(self, cluster: Cluster, task: Task) -> Mapping[str, Any] | None:
         """Return the agent's request with files and variables; None if the nodes need none. Raises CloudError."""
         grant = await asyncio.to_thread(self._issue, cluster, task)
-        self._renew_s[cluster.name] = float("inf") if grant is None else grant.renew_s
+        self._note_renewal(cluster, grant)
         return None if grant is None else _make_request(grant)
 
     async def renew(self, cluster: Cluster, deliver: Deliver) -> None:
         """Deliver a newer grant when it is due. Never raises: the next renewal of the lease retries."""
-        if self._clock.now_s() < self._renew_s.get(cluster.name, 0.0):
+        replaced_s, due_s = self._renew_s.get(cluster.name, (0.0, 0.0))
+        if replaced_s <= self._clock.now_s() < due_s:
             return
         task = self._find_task(cluster)
         if task is None:
@@ -87,7 +90,12 @@ class Grants:
             self._record_once(cluster, error.message)
             return
         self._recorded.pop(cluster.name, None)
-        self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
+        self._note_renewal(cluster, grant)
+
+    def _note_renewal(self, cluster: Cluster, grant: Grant | None) -> None:
+        now_s = self._clock.now_s()
+        due_s = float("inf") if grant is None else max(grant.renew_s, now_s + 60.0)
+        self._renew_s[cluster.name] = (float("-inf") if grant is None else now_s, due_s)
 
     def sweep(self) -> int:
         """Delete the accounts and users behind the grants; return their number. Call this only if none of our nodes
@@ -118,7 +126,7 @@ class Grants:
         with self._lock:
             known = self._known.get((needs, endpoint))
             now_s = self._clock.now_s()
-            if known is not None and now_s < known.renew_s:
+            if known is not None and known.issued_s <= now_s < known.renew_s:
                 return known
             try:
                 grant = granter.issue(needs, endpoint=endpoint)

@@ -39,7 +39,7 @@ class NodeReplacer:
         self._reported: set[str] = set()
         self._ending_s: dict[str, float] = {}  # node ID -> last request to terminate it, because it cannot join
         self._refusals = 0  # consecutive
-        self._next_try_s = 0.0
+        self._refused_s, self._wait_s = float("-inf"), 0.0  # the newest refusal, and how long to wait after it
 
     async def step(
         self,
@@ -85,7 +85,7 @@ class NodeReplacer:
                 left = len(current.nodes) - len(lost)
                 event = make_event(EventKind.SHRUNK, rank=node.rank, left=left, node_count=len(current.nodes))
                 self._store.events.add(event, job_id=job.id)
-        if self._replacing is None and self._clock.now_s() >= self._next_try_s:
+        if self._replacing is None and is_due(self._refused_s, self._wait_s, self._clock.now_s()):
             self._replacing = asyncio.ensure_future(
                 self._provisioner.replace_node(
                     current,
@@ -116,7 +116,7 @@ class NodeReplacer:
 
     def _back_off(self, times: int) -> float:
         wait_s = draw_backoff_s(times, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-        self._next_try_s = self._clock.now_s() + wait_s
+        self._refused_s, self._wait_s = self._clock.now_s(), wait_s
         return wait_s
 
     def stop(self) -> None:

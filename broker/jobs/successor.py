@@ -11,6 +11,7 @@ import asyncio
 
 from broker.clock import Clock
 from broker.errors import BrokerError, QuotaError
+from broker.jobs.monitor import is_due
 from broker.provision.hedge_timer import Answer, HedgeTimer
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
@@ -31,7 +32,7 @@ class Successor:
         self._timer = HedgeTimer(store.response_times)
         self._task: asyncio.Task[Cluster | None] | None = None  # brings them up, or takes them down
         self._refusals = 0  # consecutive
-        self._next_try_s = 0.0
+        self._refused_s, self._wait_s = float("-inf"), 0.0  # the newest refusal, and how long to wait after it
         self._has_quota = True  # for machines in addition to the current ones
 
     @property
@@ -74,7 +75,7 @@ class Successor:
 
     def begin(self, job: Job, plan: Plan) -> None:
         """Begin or resume bringing up machines at the first place of the plan that has capacity."""
-        if self._task is None and self._clock.now_s() >= self._next_try_s:
+        if self._task is None and is_due(self._refused_s, self._wait_s, self._clock.now_s()):
             name, number = job.name_cluster(job.next_attempt), job.next_attempt
             self._task = asyncio.ensure_future(
                 self._provisioner.up(name, plan, attempt=number, job_id=job.id, hedge=job.hedge)
@@ -102,8 +103,8 @@ class Successor:
             raise error
         self._has_quota = self._has_quota and not isinstance(error, QuotaError)
         self._refusals += 1
-        wait_s = draw_backoff_s(self._refusals, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-        self._next_try_s = self._clock.now_s() + wait_s
+        self._wait_s = draw_backoff_s(self._refusals, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
+        self._refused_s = self._clock.now_s()
         return False
 
     async def stop(self) -> None:

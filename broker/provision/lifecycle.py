@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from broker.clock import Clock
 from broker.clouds.base import CanAvoid, CanExtend, CanStop, Cloud, SupportsConsole
-from broker.errors import AuthError, TransientError, UsageError
+from broker.errors import AuthError, CapacityError, CloudError, QuotaError, TransientError, UsageError
 from broker.provision.adoption import Adopter
 from broker.provision.bring_up import ClusterBuilder, lock_name
 from broker.provision.collection import Collector, ResourceSweeper
@@ -239,9 +239,18 @@ class Provisioner:
             self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
-        """Start a stopped cluster and wait until every node is running. Raises CloudError without capacity."""
+        """Start a stopped cluster and wait until every node is running.
+
+        Raises CloudError; without capacity for the whole gang, after stopping the nodes that have started.
+        """
         cluster, cloud = self._find_stoppable(name)
-        await cloud.start_nodes([node.id for node in cluster.nodes])
+        ids = [node.id for node in cluster.nodes]
+        try:
+            await cloud.start_nodes(ids)
+        except (CapacityError, QuotaError) as error:
+            if cluster.status is ClusterStatus.STOPPED:
+                await _stop_again(cloud, ids, error, name=name)
+            raise
         with self._store.transaction():
             for node in cluster.nodes:
                 self._store.bills.reopen(node)
@@ -326,6 +335,15 @@ class Provisioner:
             changed = replace(cluster, status=status)
             self._store.clusters.put(changed)
         return changed
+
+
+async def _stop_again(cloud: CanStop, ids: Sequence[str], error: CloudError, *, name: str) -> None:
+    """Stop the part of a gang that has started: it costs money and cannot work, and its record says STOPPED."""
+    try:
+        await cloud.stop_nodes(ids)
+    except CloudError:
+        hint = f"a part of {name} may run and cost money: `broker stop {name}`, or `broker down {name}`"
+        error.hints = (hint, *error.hints)
 
 
 def _is_open(node: Node) -> bool:

@@ -198,6 +198,15 @@ def test_grant_is_renewed_when_due_even_by_a_restarted_daemon(config: Config, gr
     assert renew(again) == [] and told == []
 
 
+def test_a_clock_that_is_set_back_does_not_delay_a_renewal(config: Config, granter: FakeGranter) -> None:
+    """The credentials expire by the clock of the service that has issued them."""
+    grants, told = make_grants(config, granter, make_task())
+    asyncio.run(grants.grant(make_cluster("gcp", job_id=1), make_task()))
+    granter.now_s -= 7200.0
+    assert [request["files"] for request in renew(grants)] == [{"key": "key-2"}]
+    assert renew(grants) == [] and told == []
+
+
 def test_failed_renewal_is_reported_once_and_retried(config: Config, granter: FakeGranter) -> None:
     grants, told = make_grants(config, granter, make_task())
     granter.error = TransientError("no network")

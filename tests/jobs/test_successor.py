@@ -71,6 +71,21 @@ def test_a_refusal_delays_the_next_machines_and_a_quota_refusal_ends_the_overlap
     asyncio.run(play())
 
 
+def test_a_clock_that_is_set_back_after_a_refusal_does_not_extend_the_wait(tmp_path: Path) -> None:
+    async def play() -> None:
+        successor, _, clock, job = make_successor(tmp_path, Requests(refuse(CapacityError("full"))))
+        successor.begin(job, plan_of(TASK))
+        while successor.is_busy:
+            assert not successor.check()
+            await asyncio.sleep(0)
+        clock.time_s -= 3600.0
+        successor.begin(job, plan_of(TASK))
+        assert successor.is_busy
+        await successor.stop()
+
+    asyncio.run(play())
+
+
 def test_successive_refusals_lead_to_longer_and_longer_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from broker.clouds.base import Cloud
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
-from broker.provision.nodes import Absence, confirm_gone
-from broker.types import ClusterStatus, IntentEnd, Node, NodeRequest, NodeState
+from broker.provision.nodes import Absence, confirm_gone, wait_running
+from broker.types import ClusterStatus, IntentEnd, Node, NodeList, NodeRequest, NodeState
 from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
@@ -204,3 +206,46 @@ def test_a_clock_jump_between_empty_lists_ends_no_node() -> None:
     absence = Absence(settle_s=10.0)
     assert not any(absence.note("n", is_listed=False, now_s=now_s) for now_s in (0.0, 1.0, 2.0, 3602.0, 3603.0))
     assert absence.note("n", is_listed=False, now_s=3700.0), "a node that is missing for that long is gone"
+
+
+class SetBackClock(VirtualClock):
+    """A clock that is set back by an hour one minute after its start."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock, self._begun_s = clock, clock.now_s()
+
+    def now_s(self) -> float:
+        now_s = self._clock.now_s()
+        return now_s - 3600.0 if now_s - self._begun_s > 60.0 else now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        await self._clock.sleep(duration_s)
+
+
+class PendingCloud:
+    """A cloud whose node never boots."""
+
+    name, settle_s = "slow", 0.0
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        return NodeList(nodes=(PENDING,))
+
+
+PENDING = Node(id="n", cloud="slow", owner=OWNER, cluster="c", attempt=1, rank=0,
+               state=NodeState.PENDING, token="t", created_s=0.0)  # fmt: skip
+
+
+def test_a_clock_that_is_set_back_does_not_extend_the_wait_for_nodes_that_never_boot() -> None:
+    """They cost money in the meantime."""
+    clock = VirtualClock()
+    begun_s = clock.now_s()
+
+    async def scenario() -> object:
+        wall, cloud = SetBackClock(clock), cast(Cloud, PendingCloud())
+        return await wait_running(
+            cloud, Lister(OWNER, clock=wall), token="t", created=[PENDING], node_count=1, timeout_s=600.0,
+            clock=wall, on_look=lambda nodes: None,
+        )  # fmt: skip
+
+    assert clock.run(scenario) is None
+    assert 600.0 <= clock.now_s() - begun_s < 610.0

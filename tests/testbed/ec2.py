@@ -52,12 +52,12 @@ class FakeAws:
             self._calls_at_once += 1
             self.calls_at_once_max = max(self.calls_at_once_max, self._calls_at_once)
         try:
-            return self._answer(service, region, name, parameters)
+            return self._answer(key, service, region, name, parameters)
         finally:
             with self._count_lock:
                 self._calls_at_once -= 1
 
-    def _answer(self, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, key: str, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
             account = self.account
             action = f"{service}:{name}"
@@ -65,6 +65,8 @@ class FakeAws:
             account.calls.append((action, region, parameters))
             if not account.has_login:
                 raise ApiError("InvalidClientTokenId" if service == "sts" else "AuthFailure", status=401)
+            if key in account.expired_keys:
+                raise ApiError("ExpiredToken")
             fault = account.take_fault(name, region, is_after=False)
             if fault is not None and fault.error is not None:
                 raise fault.error

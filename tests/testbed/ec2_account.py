@@ -52,6 +52,7 @@ class Instance:
     state: str = "pending"
     due: tuple[float, str] | None = None
     is_ready: Callable[[], bool] = lambda: True  # a real machine behind it may take its own time
+    is_protected: bool = False  # from termination by the API: `DisableApiTermination`
     reason_code: str = ""
     reason: str = ""
 
@@ -83,6 +84,8 @@ class Account:
     fleet_errors: Mapping[str, str] = field(default_factory=dict)  # zone -> why a fleet gets nothing there
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
     has_login: bool = True
+    number: str = ACCOUNT  # of the account that the login reaches
+    expired_keys: set[str] = field(default_factory=set)  # access keys
     disabled_regions: set[str] = field(default_factory=set)
     has_default_vpc: bool = True
     bare_zones: set[str] = field(default_factory=set)  # the VPC has no subnet there

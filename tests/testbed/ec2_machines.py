@@ -168,9 +168,13 @@ def _change(key: str, is_possible: Callable[[Instance], bool], effect: Callable[
                 raise ApiError("IncorrectInstanceState")
             if key == "StoppingInstances" and each.is_spot:
                 raise ApiError("UnsupportedOperation")
+        # One protected machine keeps those of its zone; others are terminated, and yet the call is an error.
+        kept = {each.zone for each in found if each.is_protected and key == "TerminatingInstances"}
         for each in found:
-            if is_possible(each):
+            if is_possible(each) and each.zone not in kept:
                 effect(account, each)
+        if kept:
+            raise ApiError("OperationNotPermitted")
         return {key: [{"InstanceId": each.id, "CurrentState": {"Name": each.state, "Code": 0}} for each in found]}
 
     return act

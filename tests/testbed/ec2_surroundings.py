@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from broker.clouds.aws.quotas import QUOTAS
-from tests.testbed.ec2_account import ACCOUNT, QUOTA_VCPUS, TYPES, ZONES, Account
+from tests.testbed.ec2_account import QUOTA_VCPUS, TYPES, ZONES, Account
 from tests.testbed.ec2_machines import (
     SUBNET,
     Answer,
@@ -243,7 +243,7 @@ def list_service_quotas(account: Account, region: str, asked: Parameters) -> Ans
 
 
 def get_caller_identity(account: Account, region: str, asked: Parameters) -> Answer:
-    return {"Account": ACCOUNT, "Arn": f"arn:aws:iam::{ACCOUNT}:user/somebody", "UserId": "AIDAFAKE"}
+    return {"Account": account.number, "Arn": f"arn:aws:iam::{account.number}:user/somebody", "UserId": "AIDAFAKE"}
 
 
 def _page(account: Account, asked: Parameters, key: str, found: list[Any]) -> Answer:

@@ -215,24 +215,22 @@ class FakeGce(Operations):
         return found[start:end], {"nextPageToken": str(end)} if end < len(found) else {}
 
     def _list_all(self, kind: str, query: dict[str, str]) -> Json:
+        if self.silent_zones and query.get("returnPartialSuccess") != "true":
+            raise GceError(503, "backendError", f"No answer from {sorted(self.silent_zones)}")
         if kind == "instances":
             newest_s = self.now() - self.list_lag_s
-            found = [
-                each
-                for each in self.instances.values()
-                if each["_made_s"] <= newest_s and each["zone"].rpartition("/")[2] not in self.silent_zones
-            ]
+            found = [each for each in self.instances.values() if each["_made_s"] <= newest_s]
         elif kind == "operations":
             found = list(self.operations.values())
         else:
             found = [
                 {"name": name, "zone": zone, "guestCpus": MACHINES[name].vcpus} for name in MACHINES for zone in ZONES
             ]
+        found = [each for each in found if str(each.get("zone", "")).rpartition("/")[2] not in self.silent_zones]
         found, more = self._page([each for each in found if matches(each, query.get("filter"))], query)
         grouped = _group(kind, found) | more
-        if kind == "instances":
-            for zone in self.silent_zones:  # as Compute Engine answers while it cannot look into a zone
-                grouped["items"][f"zones/{zone}"] = {"warning": {"code": "UNREACHABLE", "message": "no answer"}}
+        for zone in self.silent_zones:  # as Compute Engine answers while it cannot look into a zone
+            grouped["items"][f"zones/{zone}"] = {"warning": {"code": "UNREACHABLE", "message": "no answer"}}
         return grouped
 
     def _find_family(self, project: str, path: str) -> Json:

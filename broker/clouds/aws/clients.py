@@ -19,6 +19,11 @@ ANSWER_S_MAX = 60.0  # RunInstances of a large gang takes seconds
 READ_TRIES = 4  # for calls that change nothing
 PAGES_MAX = 1000
 HOME_REGION = "us-east-1"  # for data that is the same everywhere, if the login names no region
+# Refusals after which credentials are read again: botocore reads those in files and variables once, though another
+# program may renew them every hour (https://github.com/boto/botocore/issues/704).
+OUTDATED = frozenset(
+    ("AuthFailure", "ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "UnrecognizedClientException")
+)
 
 Result = TypeVar("Result")
 
@@ -31,6 +36,7 @@ class Clients:
         self._make_session = open_session or _open_boto3_session
         self._lock = threading.Lock()
         self._session: Any = None
+        self._account = ""  # of the login, once it is known
         self._listener: Listener | None = None
         self._clients: dict[tuple[str, str, int], Any] = {}
         self._threads: ThreadPoolExecutor | None = None
@@ -107,9 +113,13 @@ class Clients:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
 
+        client: Any = None
         try:
-            answer = getattr(self._find_client(service, region, tries), operation)(**parameters)
+            client = self._find_client(service, region, tries)
+            answer = getattr(client, operation)(**parameters)
         except ClientError as error:
+            if error.response.get("Error", {}).get("Code") in OUTDATED and self._renew_login(client):
+                return self._call(service, region, operation, parameters, tries)  # a refused login has done nothing
             details = error.response.get("Error", {})
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = str(details.get("Code", "")) or f"HTTP {status}"
@@ -118,7 +128,39 @@ class Clients:
         except (BotoCoreError, ResponseParserError) as error:
             raise ApiError(name_exception(error), str(error), operation=operation, region=region) from error
         assert isinstance(answer, dict)
+        if operation == "get_caller_identity":
+            self._account = str(answer["Account"])
         return answer
+
+    def _renew_login(self, refused: Any) -> bool:
+        """Read the credentials again after a refusal; return whether they differ, so that the call may be repeated.
+
+        Credentials that expire by a known time renew themselves. A login for another account is not taken over: its
+        lists lack the nodes that this process knows.
+        """
+        from botocore.credentials import Credentials
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        with self._lock:
+            if refused not in self._clients.values():
+                return True  # another thread has renewed it
+            before, self._session = self._session, None
+            is_new = False
+            try:
+                session = self._open_session()
+                old, new = before.get_credentials(), session.get_credentials()
+                if type(new) is Credentials and (
+                    not old or new.get_frozen_credentials() != old.get_frozen_credentials()
+                ):
+                    sts = session.client("sts", region_name=session.region_name or HOME_REGION)
+                    is_new = not self._account or sts.get_caller_identity()["Account"] == self._account
+            except (BotoCoreError, ClientError):
+                pass  # the refusal of the old login is reported
+            if is_new:
+                self._clients.clear()
+            else:
+                self._session = before
+            return is_new
 
     def _find_client(self, service: str, region: str, tries: int) -> Any:
         from botocore.config import Config

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from broker.clock import Clock
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.errors import ApiError, translated
+from broker.clouds.aws.errors import ApiError, find_kind, translated
 from broker.clouds.aws.launching import NodeLauncher
 from broker.clouds.aws.nodes import read_nodes
 from broker.clouds.aws.quotas import Quotas
@@ -22,16 +22,19 @@ from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.sweeping import Sweeper
 from broker.clouds.tape import Listener
 from broker.config import Config
-from broker.errors import CapacityError, CloudError, InvalidRequestError, UnknownOutcomeError
+from broker.errors import AuthError, CapacityError, CloudError, DeniedError, InvalidRequestError, UnknownOutcomeError
 from broker.types import MachineSpec, Node, NodeList, NodeRequest, NodeState
 
 REGIONS_KNOWN_S = 3600.0
+GONE = "InvalidInstanceID.NotFound"
 SEARCHED_ZONES_MIN = 3  # a fleet without a result takes three calls; RunInstances takes one per zone
 LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
 START_HINT = "a stopped machine starts only in its own zone: try later, or terminate it with `broker down` and relaunch"
+# https://docs.aws.amazon.com/IAM/latest/UserGuide/id_credentials_temp_enable-regions.html
+TOKEN_HINTS = ("regions that were enabled by hand accept session tokens of regional STS endpoints only",)
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
@@ -115,7 +118,7 @@ class AwsCloud:
                 hints=(f"enable it with `aws account enable-region --region-name {region}`",),
             )
         if region not in self._listable:  # create nothing if it could be neither listed nor terminated
-            await self._list_region(region, request.owner)
+            await self._require_listable(region, request.owner)
         with translated(is_create=True):
             try:
                 instances = await self._launcher.launch(request)
@@ -198,6 +201,16 @@ class AwsCloud:
             self._regions = (now_s, known)
         return known
 
+    async def _require_listable(self, region: str, owner: str) -> None:
+        """List a region. Raises CloudError; DeniedError if the login is valid, but not there."""
+        try:
+            await self._list_region(region, owner)
+        except DeniedError:
+            raise
+        except AuthError as error:
+            await self.check()
+            raise DeniedError(error.message, hints=TOKEN_HINTS) from error
+
     async def _list_region(self, region: str, owner: str) -> Sequence[Node]:
         self._listable.discard(region)
         with translated():
@@ -234,10 +247,7 @@ class AwsCloud:
         ]
 
     async def _change_each(self, operation: str, ids: Sequence[str]) -> None:
-        """Change nodes in every region. EC2 refuses a whole call for one unknown id, so these ids then go one by one.
-
-        Every region is called, even if another one fails; then the first error is raised.
-        """
+        """Change nodes in every region, each of them even if another one fails; then raise the first error."""
         with translated():
             grouped = await self._group(ids)
             works = (self._change_region(region, operation, known) for region, known in grouped.items())
@@ -246,23 +256,25 @@ class AwsCloud:
                     raise result
 
     async def _change_region(self, region: str, operation: str, ids: Sequence[str]) -> None:
+        """Change nodes of a region. EC2 refuses a whole call for one id that is unknown, that the login's policy does
+        not cover, or that a user has protected from termination, so the ids then go one by one."""
         try:
             await self._clients.change(region, operation, InstanceIds=list(ids))
         except ApiError as refusal:
-            if refusal.code == "UnauthorizedOperation":
+            if len(ids) > 1 and (
+                refusal.code == GONE or find_kind(refusal.code, refusal.status) in ("invalid", "forbidden")
+            ):
+                works = (self._change_region(region, operation, [node_id]) for node_id in ids)
+                for result in await asyncio.gather(*works, return_exceptions=True):
+                    if isinstance(result, BaseException):
+                        raise result from refusal
+            elif refusal.code == "UnauthorizedOperation":
                 # A policy that allows this by tag refuses an id that is gone because it has no tags to check.
                 filters = [{"Name": "instance-id", "Values": list(ids)}]
-                instances = await self._launcher.find_instances(region, filters)
-                left = [each["InstanceId"] for each in instances]
-                if len(left) == len(ids):
+                if await self._launcher.find_instances(region, filters):
                     raise
-                if left:
-                    await self._change_region(region, operation, left)
-            elif refusal.code != "InvalidInstanceID.NotFound":
+            elif refusal.code != GONE:
                 raise
-            elif len(ids) > 1:
-                for node_id in ids:
-                    await self._change_region(region, operation, [node_id])
 
     async def _change_all(self, operation: str, ids: Sequence[str]) -> None:
         with translated():

@@ -6,7 +6,7 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from broker.clouds.gcp.login import Login
-from broker.errors import InvalidRequestError
+from broker.errors import InvalidRequestError, TransientError
 
 # Both respond with the caller's IPv4 address as plain text; the second is used if the first does not respond.
 ECHO_URLS = ("https://checkip.amazonaws.com", "https://ipv4.icanhazip.com")
@@ -15,7 +15,11 @@ HINT = 'Set the source of ssh in `gcp.toml` in the state folder: `ssh_from = ["2
 
 
 def find_callers(login: Login) -> tuple[str, ...]:
-    """Return address ranges from the settings, or else as seen from outside. Raises InvalidRequestError."""
+    """Return address ranges from the settings, or else as seen from outside.
+
+    Raises InvalidRequestError for settings that do not suffice, and TransientError if neither service responds: a job
+    that is recovering must not fail for good because of it.
+    """
     if login.settings.ssh_from:
         return login.settings.ssh_from
     if login.settings.uses_private_addresses:
@@ -31,7 +35,7 @@ def find_callers(login: Login) -> tuple[str, ...]:
                 return (_parse(answer.read(64).decode("ascii", errors="replace")),)
         except (OSError, InvalidRequestError):
             continue
-    raise InvalidRequestError("cannot determine this machine's public address", hints=(HINT,))
+    raise TransientError("cannot determine this machine's public address", hints=(HINT,))
 
 
 def _parse(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -205,7 +205,8 @@ class GcpCloud:
     async def _resolve(self, missing: Sequence[Node], owner: str, unseen: dict[str, CloudError]) -> Sequence[Node]:
         """Resolve nodes missing from a list: query them by name, and read their end from their operations.
 
-        A node that cannot be queried keeps its state, and its region is added to `unseen`.
+        A node that cannot be queried, or whose end cannot be read, keeps its state, and its region is added to
+        `unseen`.
         """
         results = await asyncio.gather(*(self._fetch_again(node) for node in missing), return_exceptions=True)
         gone: list[Node] = []
@@ -221,17 +222,26 @@ class GcpCloud:
             else:
                 seen.append(look)
         endings: dict[NodeId, Ending] = {}
+        silent: set[str] = set()
         for project in {NodeId.parse(node.id).project for node in gone}:
-            endings.update(await self._read_endings(project, owner))
+            found, zones = await self._read_endings(project, owner)
+            endings.update(found)
+            silent |= zones
         now_s = self._clock.now_s()
-        ended = [_end(node, endings.get(NodeId.parse(node.id)), now_s) for node in gone]
-        return [*seen, *ended]
+        for node in gone:
+            ending = endings.get(NodeId.parse(node.id))
+            if ending is None and node.zone in silent:  # its end would be recorded without its reason, for good
+                unseen.setdefault(node.region, TransientError(f"Google could not query operations in {node.zone}"))
+                seen.append(node)
+            else:
+                seen.append(_end(node, ending, now_s))
+        return seen
 
     async def _judge(self, still: Sequence[Node], owner: str) -> Sequence[Node]:
         """Find the reason of nodes that stopped without our request; delete those that ended themselves."""
         if not still:
             return ()
-        endings = await self._read_endings(self._login.project, owner)
+        endings, _ = await self._read_endings(self._login.project, owner)
         ended = [(node, endings.get(NodeId.parse(node.id))) for node in still]
         judged = [replace(node, reason=ending.reason) if ending else node for node, ending in ended]
         try:
@@ -251,13 +261,14 @@ class GcpCloud:
             log.warning("%s cannot be queried with this login: %s", node.id, error.message)
             return node
 
-    async def _read_endings(self, project: str, owner: str) -> dict[NodeId, Ending]:
-        """Read why nodes ended. A failure is logged only because the reason is informational."""
+    async def _read_endings(self, project: str, owner: str) -> tuple[Mapping[NodeId, Ending], frozenset[str]]:
+        """Read why nodes ended, and which zones did not respond. A refusal is only logged because the reason is
+        informational."""
         try:
-            return dict(await self._sdk.call(lambda clients: read_endings(clients, project, owner)))
+            return await self._sdk.call(lambda clients: read_endings(clients, project, owner))
         except AuthError as error:
             log.warning("cannot read why nodes ended: %s", error.message)
-            return {}
+            return {}, frozenset()
 
     async def _tidy(self, nodes: Sequence[Node], changed: Sequence[Node]) -> None:
         """Delete the firewall rules of gangs that have just ended."""

@@ -39,6 +39,7 @@ class BusyError(TransientError):
     """Another operation on the resource is in progress."""
 
 
+INCOMPLETE = "VM_MIN_COUNT_NOT_REACHED"  # of `bulkInsert`, beside the reason if Google names one
 # `errors[].reason` of an HTTP answer (camelCase) and `error.errors[].code` of an operation (capitals):
 # https://cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation,
 # https://cloud.google.com/compute/docs/reference/rest/v1/zoneOperations
@@ -47,7 +48,7 @@ CODES: dict[str, type[CloudError]] = {
     "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": CapacityError,
     "REGION_RESOURCE_POOL_EXHAUSTED": CapacityError,
     "RESOURCE_POOL_EXHAUSTED": CapacityError,
-    "VM_MIN_COUNT_NOT_REACHED": CapacityError,
+    INCOMPLETE: CapacityError,
     "insufficientCapacity": CapacityError,
     "QUOTA_EXCEEDED": QuotaError,
     "LIMIT_EXCEEDED": QuotaError,
@@ -195,15 +196,19 @@ def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ..
 
 def read_operation_error(operation: Any) -> CloudError | None:
     """Read the error of an operation that is DONE; a capacity error takes precedence over the errors that follow from
-    it."""
+    it, and a refusal over the statement that the gang is incomplete: other zones would refuse it, too."""
     errors = [
-        make_error(error.code, error.message or error.code, hints=_find_quota_hint(error))
+        (error.code, make_error(error.code, error.message or error.code, hints=_find_quota_hint(error)))
         for error in operation.error.errors
     ]
     if not errors:
         status = operation.http_error_status_code
         return make_error("", operation.http_error_message or "the operation failed", status=status) if status else None
-    return next((each for each in errors if isinstance(each, CapacityError | QuotaError)), errors[0])
+    causes = [error for code, error in errors if code != INCOMPLETE]
+    decisive = next((each for each in causes if isinstance(each, CapacityError | QuotaError)), None)
+    refusal = next((each for each in causes if isinstance(each, AuthError | InvalidRequestError)), None)
+    incomplete = next((error for code, error in errors if code == INCOMPLETE), None)
+    return decisive or (refusal or incomplete if incomplete else causes[0])
 
 
 def _find_quota_hint(error: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from broker.clouds.gcp.names import (
     request_id,
 )
 from broker.clouds.gcp.operations import parse_time, wait_zone
-from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
+from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, read_scopes
 from broker.errors import CloudError, DeniedError
 from broker.types import Node, NodeRequest, NodeState
 
@@ -36,7 +36,6 @@ STATES = {
     "UNDEFINED_STATUS": NodeState.PENDING,
 }
 SSH_USER = "ubuntu"
-UNREACHABLE = "UNREACHABLE"  # warning for a zone that did not respond to an aggregated list
 UNASKED = "stopped"  # reason of a node that stopped for an unknown reason
 
 
@@ -79,16 +78,9 @@ def list_all(clients: Clients, owner: str) -> tuple[list[Node], frozenset[str]]:
     request = clients.types.AggregatedListInstancesRequest(
         project=clients.login.project, filter=label_filter, max_results=500
     )
-    found: list[Node] = []
-    unseen: set[str] = set()
-    for page in clients.get("Instances").aggregated_list(request=request, timeout=TIMEOUT_S).pages:
-        unseen.update(page.unreachables)
-        for scope, scoped in page.items.items():
-            if scoped.warning.code == UNREACHABLE:
-                unseen.add(scope)
-            nodes = (read_node(instance) for instance in scoped.instances)
-            found += [node for node in nodes if node is not None and node.owner == owner]
-    return found, frozenset(scope.rpartition("/")[2] for scope in unseen)
+    scopes, unseen = read_scopes(clients.get("Instances").aggregated_list(request=request, timeout=TIMEOUT_S).pages)
+    nodes = (read_node(instance) for _, scoped in scopes for instance in scoped.instances)
+    return [node for node in nodes if node is not None and node.owner == owner], unseen
 
 
 def read_node(instance: Any) -> Node | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.clouds.gcp.errors import read_operation_error
 from broker.clouds.gcp.names import NodeId, owner_prefix
-from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
+from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients, read_scopes
 from broker.errors import UnknownOutcomeError
 from broker.frozen import frozen
 from broker.types import NodeEnd
@@ -61,8 +61,9 @@ def wait_global(clients: Clients, project: str, operation: Any) -> None:
         raise error
 
 
-def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, Ending]:
-    """Read how instances of `owner` ended, as far back as Google keeps it (14 days), in one call.
+def read_endings(clients: Clients, project: str, owner: str) -> tuple[Mapping[NodeId, Ending], frozenset[str]]:
+    """Read how instances of `owner` ended, as far back as Google keeps it (14 days), in one call; also return the zones
+    that did not respond.
 
     The newest operation counts, but a preemption is the reason of the deletion that follows it.
     """
@@ -70,7 +71,9 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
     target_filter = f'targetLink : "/instances/{owner_prefix(owner)}"'
     request = types.AggregatedListGlobalOperationsRequest(project=project, filter=target_filter, max_results=500)
     endings: dict[NodeId, Ending] = {}
-    for _, scoped in clients.get("GlobalOperations").aggregated_list(request=request, timeout=TIMEOUT_S):
+    pages = clients.get("GlobalOperations").aggregated_list(request=request, timeout=TIMEOUT_S).pages
+    scopes, unseen = read_scopes(pages)
+    for _, scoped in scopes:
         for operation in sorted(scoped.operations, key=lambda each: each.insert_time):
             where = NodeId.from_link(operation.target_link)
             reason = ENDINGS.get(operation.operation_type)
@@ -81,7 +84,7 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
                 reason=ending.reason if ending and reason == "terminated" else reason,
                 ended_s=parse_time(operation.end_time or operation.insert_time),
             )
-    return endings
+    return endings, unseen
 
 
 def parse_time(text: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from broker.clouds.tape import Exchange, Listener
 THREADS_MAX = 16
 TIMEOUT_S = 30.0  # per response; an operation's `wait` holds the connection for up to two minutes
 WAIT_TIMEOUT_S = 150.0
+UNREACHABLE = "UNREACHABLE"  # warning for a zone that did not respond to an aggregated list
 
 Result = TypeVar("Result")
 
@@ -39,6 +40,32 @@ def listen(session: Any, listener: Listener) -> None:
         )
 
     session.hooks["response"].append(lambda response, *_, **more: note(response))
+
+
+def allow_partial_lists(session: Any) -> None:
+    """Ask for partial success of lists over all zones: without it, one zone without an answer fails the whole list.
+
+    Google recommends the parameter in the description of each such method, which the library's messages lack (1.57).
+    """
+    send = session.send
+
+    def send_allowing(request: Any, **settings: Any) -> Any:
+        if "/aggregated/" in urlsplit(request.url).path:
+            request.prepare_url(request.url, {"returnPartialSuccess": "true"})
+        return send(request, **settings)
+
+    session.send = send_allowing
+
+
+def read_scopes(pages: Iterable[Any]) -> tuple[list[tuple[str, Any]], frozenset[str]]:
+    """Return the scopes of an aggregated list with their items, and the names of those that did not respond."""
+    scopes: list[tuple[str, Any]] = []
+    unseen: set[str] = set()
+    for page in pages:
+        unseen.update(page.unreachables)
+        scopes += page.items.items()
+    unseen.update(scope for scope, scoped in scopes if scoped.warning.code == UNREACHABLE)
+    return scopes, frozenset(scope.rpartition("/")[2] for scope in unseen)
 
 
 class Clients:
@@ -72,6 +99,7 @@ class Clients:
                 make = getattr(self.types, f"{resource}Client")
                 options = ClientOptions(api_endpoint=self.login.compute_url.removeprefix("https://"))
                 made = self._made[resource] = make(credentials=self.credentials, client_options=options)
+                allow_partial_lists(made.transport._session)
                 if self._listener is not None:
                     listen(made.transport._session, self._listener)
             return self._made[resource]
@@ -113,13 +141,23 @@ class Sdk:
 
     def _act(self, work: Callable[[Clients], Result], does_change: bool) -> Result:
         clients = self._load()
+        from google.auth.exceptions import GoogleAuthError
+
         try:
             return work(clients)
         except Exception as error:  # the edge of Google's library: all its exceptions are translated or re-raised
             cloud_error = translate(error, does_change=does_change)
             if cloud_error is None:
                 raise
+            if isinstance(error, GoogleAuthError):
+                self._forget(clients)
             raise cloud_error from error
+
+    def _forget(self, clients: Clients) -> None:
+        """Read the login again for the next call: the user may have renewed it, and the library reads it once."""
+        with self._lock:
+            if self._clients is clients:
+                self._clients = None
 
     def _load(self) -> Clients:
         with self._lock:

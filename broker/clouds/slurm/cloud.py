@@ -86,7 +86,7 @@ class SlurmCloud:
             jobs = await self._list_again(cluster, name)
         first, *later = sorted(jobs, key=lambda job: job.id)
         for job in later:  # from a concurrent call with the same token; it has not started
-            await self._cancel(cluster, job.id)
+            await self._cancel(cluster, job.id, name)
         return await self._make_nodes(cluster, first)
 
     async def list_nodes(self, owner: str) -> NodeList:
@@ -110,12 +110,13 @@ class SlurmCloud:
         """
         clusters, _ = self._read_files()
         jobs = {
-            (clusters[node.region].name, job_id)
+            (clusters[node.region].name, job_id, name_job(node.owner, node.token))
             for node in nodes
             if node.region in clusters and (job_id := read_handle(node)[1]) is not None
         }
         results = await asyncio.gather(
-            *(self._cancel(clusters[name], job_id) for name, job_id in sorted(jobs)), return_exceptions=True
+            *(self._cancel(clusters[region], job_id, name) for region, job_id, name in sorted(jobs)),
+            return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -151,12 +152,15 @@ class SlurmCloud:
             raise UnknownOutcomeError("the job was submitted, but Slurm does not list it yet")
         return jobs
 
-    async def _cancel(self, cluster: SlurmCluster, job_id: int) -> None:
+    async def _cancel(self, cluster: SlurmCluster, job_id: int, name: str) -> None:
         """End a job. SIGUSR1 makes its nodes end at once; `scancel` alone gives their programs time for a last save.
 
-        SIGUSR1 is sent to running jobs only: for a pending one, scancel would retry the signal for a minute.
+        The name must fit, too: a controller that has lost its state counts from 1 again, and the number may now be that
+        of another job of the user. SIGUSR1 is sent to running jobs only: for a pending one, scancel would retry the
+        signal for a minute.
         """
-        for argv in (["scancel", "--signal=USR1", "--state=RUNNING", str(job_id)], ["scancel", str(job_id)]):
+        for options in (["--signal=USR1", "--state=RUNNING"], []):
+            argv = ["scancel", *options, f"--name={name}", str(job_id)]
             done = await self._run(cluster, argv, b"")
             text = done.stderr.decode(errors="replace")
             if done.returncode and not any(each in text for each in GONE):

@@ -248,8 +248,13 @@ def test_a_denied_region_hides_no_node_of_another(bed: AwsBed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "kind"), [("UnauthorizedOperation", 403, DeniedError), ("Unavailable", 503, TransientError)]
-)
+    ("code", "status", "kind"),
+    [
+        ("UnauthorizedOperation", 403, DeniedError), ("Unavailable", 503, TransientError),
+        # a session token of the global endpoint, in a region that was enabled by hand: other regions accept it
+        ("AuthFailure", 401, DeniedError),
+    ],
+)  # fmt: skip
 def test_nothing_is_created_in_a_region_that_cannot_be_listed(
     bed: AwsBed, code: str, status: int, kind: type[CloudError]
 ) -> None:
@@ -304,5 +309,23 @@ def test_a_region_that_refuses_to_terminate_does_not_block_others(bed: AwsBed) -
         with pytest.raises(CloudError):
             await bed.cloud.terminate_nodes([elsewhere, node])
         await wait_state(bed, request.token, NodeState.TERMINATED)
+
+    bed.run(act())
+
+
+def test_a_protected_node_keeps_no_other_from_being_terminated(bed: AwsBed) -> None:
+    """EC2 refuses the whole call for one machine that a user has protected from termination."""
+
+    async def act() -> None:
+        request = make_request(bed, node_count=4)
+        await bed.cloud.create_nodes(request)
+        nodes = await wait_state(bed, request.token, NodeState.RUNNING, 4)
+        bed.account.instances[nodes[1].id].is_protected = True
+        with pytest.raises(InvalidRequestError, match="OperationNotPermitted"):
+            await bed.cloud.terminate_nodes(nodes)
+        await bed.clock.sleep(60)
+        states = {node.id: node.state for node in await bed.cloud.list_nodes(OWNER)}
+        assert [states[node.id] for node in nodes].count(NodeState.TERMINATED) == 3
+        assert states[nodes[1].id] is NodeState.RUNNING
 
     bed.run(act())

@@ -10,7 +10,7 @@ import pytest
 
 from broker.clouds.aws import clients
 from broker.clouds.aws.cloud import REGIONS_KNOWN_S
-from broker.errors import CapacityError, CloudError, DeniedError, QuotaError, UnknownOutcomeError
+from broker.errors import AuthError, CapacityError, CloudError, DeniedError, QuotaError, UnknownOutcomeError
 from broker.types import MachineSpec, NodeState
 from tests.clouds.aws.bed import OFFER, AwsBed
 from tests.clouds.contract import OWNER, make_request, settle, wait_state
@@ -264,7 +264,44 @@ def test_all_of_a_region_are_terminated_though_one_is_unknown(bed: AwsBed) -> No
             bed.account.calls.clear()
             await bed.reopen().terminate_nodes(listed)
             asked = [given["InstanceIds"] for name, _, given in bed.account.calls if name == "ec2:TerminateInstances"]
-            assert asked == [[node.id for node in listed], *([node.id] for node in listed)]
+            assert asked[0] == [node.id for node in listed]
+            assert sorted(asked[1:]) == sorted([node.id] for node in listed)
         await wait_state(bed, request.token, NodeState.TERMINATED, 4)
+
+    bed.run(act())
+
+
+def test_renewed_credentials_are_read_again_in_the_middle_of_a_run(
+    bed: AwsBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary ones in a file or variable last for an hour, and botocore would keep the first ones forever."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        bed.account.expired_keys = {"AKIDFAKE"}
+        with pytest.raises(AuthError):
+            await bed.cloud.terminate_nodes([node])
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEXT")
+        await bed.cloud.terminate_nodes([node])
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+
+    bed.run(act())
+
+
+def test_a_renewed_login_for_another_account_is_not_taken_over(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lists lack our nodes, which would seem to be gone, and their programs would be started twice."""
+
+    async def act() -> None:
+        await bed.cloud.create_nodes(make_request(bed))
+        await settle(bed)
+        bed.account.expired_keys = {"AKIDFAKE"}
+        bed.account.number = "210987654321"
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDOTHER")
+        with pytest.raises(AuthError):
+            await bed.cloud.list_nodes(OWNER)
+        bed.account.number = "123456789012"
+        assert len((await bed.cloud.list_nodes(OWNER)).nodes) == 1
 
     bed.run(act())

@@ -151,6 +151,12 @@ def test_an_operations_cause_precedes_its_consequences() -> None:
     assert isinstance(errors.read_operation_error(operation(status=403)), AuthError)
     both = operation("RESOURCE_NOT_FOUND", "ZONE_RESOURCE_POOL_EXHAUSTED")
     assert isinstance(errors.read_operation_error(both), CapacityError)
+    for cause, wanted in (
+        ("CONDITION_NOT_MET", DeniedError), ("QUOTA_EXCEEDED", QuotaError), ("RESOURCE_ALREADY_EXISTS", ExistsError),
+        ("ZONE_RESOURCE_POOL_EXHAUSTED", CapacityError), ("INTERNAL_ERROR", CapacityError),
+    ):  # fmt: skip
+        for codes in (("VM_MIN_COUNT_NOT_REACHED", cause), (cause, "VM_MIN_COUNT_NOT_REACHED")):
+            assert type(errors.read_operation_error(operation(*codes))) is wanted, codes
 
 
 def answer(status: int, reason: str, message: str, *, detail: str = "") -> api.GoogleAPICallError:

@@ -131,6 +131,21 @@ def test_stopped_and_started_again(life: Life) -> None:
     assert all(node.state is NodeState.RUNNING for node in life.run(life.provisioner.refresh(again)).nodes)
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_gang_that_starts_in_part_is_stopped_again(life: Life, is_refused: bool) -> None:
+    """Google starts machines one by one. The record says STOPPED, so that no one would look for the part that runs."""
+    life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"], is_spot=False)))
+    life.run(life.reopen().stop("c"))
+    life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1
+    if is_refused:
+        life.bed.gce.fail("POST", "/stop", code="forbidden", status=403, times=9)
+    with pytest.raises(CapacityError) as caught:
+        life.run(life.reopen().start("c"))
+    assert any("broker stop c" in hint for hint in caught.value.hints) == is_refused
+    states = [node.state for node in life.run(life.bed.reopen().list_nodes(OWNER))]
+    assert states.count(NodeState.STOPPED) == (1 if is_refused else 2)
+
+
 def test_unrecorded_resources_are_collected(life: Life) -> None:
     async def make_lost() -> Sequence[Node]:
         from tests.clouds.contract import make_request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from broker.clock import SystemClock
 from broker.clouds.gcp import callers, login
 from broker.clouds.gcp.cloud import GcpCloud, make_cloud
 from broker.clouds.gcp.login import Login, find_login
+from broker.clouds.gcp.sdk import Sdk
 from broker.clouds.gcp.settings import Settings, load_settings
 from broker.config import Config
-from broker.errors import InvalidRequestError, UsageError
+from broker.errors import AuthError, InvalidRequestError, TransientError, UsageError
 from tests.testbed.ec2_server import AwsServer
 
 
@@ -112,7 +114,7 @@ def test_ssh_comes_from_where_the_settings_say_or_from_where_we_are_seen(monkeyp
     here = Login(project="p", source="s", settings=Settings(ssh_from=("10.0.0.0/8", "192.0.2.1/32")))
     assert callers.find_callers(here) == ("10.0.0.0/8", "192.0.2.1/32")
     monkeypatch.setattr(callers, "ECHO_URLS", ("http://127.0.0.1:9/",))
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(TransientError) as caught:
         callers.find_callers(Login(project="p", source="s"))
     assert "ssh_from" in caught.value.hints[0]
 
@@ -129,7 +131,7 @@ def test_the_second_service_reports_our_address_if_the_first_does_not(
         monkeypatch.setattr(callers, "ECHO_URLS", ("http://127.0.0.1:9/" if first == "nowhere" else page.url, echo.url))
         assert callers.find_callers(login) == ("198.51.100.9/32",)
         monkeypatch.setattr(callers, "ECHO_URLS", (page.url,))
-        with pytest.raises(InvalidRequestError, match="cannot determine"):
+        with pytest.raises(TransientError, match="cannot determine"):
             callers.find_callers(login)
     finally:
         page.close()
@@ -145,3 +147,25 @@ def test_private_nodes_need_a_source_of_ssh_and_a_server_of_our_own_needs_none()
     for host in ("127.0.0.1", "localhost"):
         near = Login(project="p", source="s", endpoint=f"http://{host}:8080")
         assert callers.find_callers(near) == ("127.0.0.1/32",)
+
+
+def test_a_refused_login_is_read_again_by_the_next_call() -> None:
+    """The library keeps the credentials that it has read, though the user may have logged in again since."""
+    from google.auth.exceptions import RefreshError
+
+    sdk, seen = Sdk(Login(project="pretend", source="test", endpoint="http://127.0.0.1:1")), list[object]()
+
+    def refuse(clients: object) -> None:
+        seen.append(clients)
+        if len(seen) < 3:
+            raise RefreshError("invalid_grant: Token has been expired or revoked")
+
+    async def act() -> None:
+        for _ in range(2):
+            with pytest.raises(AuthError):
+                await sdk.call(refuse)
+        await sdk.call(refuse)
+        await sdk.call(refuse)
+
+    asyncio.run(act())
+    assert len({id(each) for each in seen}) == 3 and seen[2] is seen[3]

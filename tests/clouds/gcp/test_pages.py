@@ -10,7 +10,7 @@ import pytest
 from broker.clouds.base import CanSweep
 from broker.clouds.gcp import check
 from broker.clouds.gcp.sdk import Sdk
-from broker.errors import AuthError, CapacityError, ThrottledError
+from broker.errors import AuthError, CapacityError, ThrottledError, TransientError
 from broker.types import NodeRequest, NodeState, Offer
 
 Make = Callable[..., NodeRequest]
@@ -215,3 +215,26 @@ def test_the_newest_end_of_a_node_that_was_started_again_counts(bench: Any, requ
     bench.gce.shut_down(node.id.rpartition("/")[2])
     assert bench.run(bench.cloud.list_nodes(OWNER)).nodes[0].reason == "lease"
     assert bench.gce.list_names() == []
+
+
+def test_a_silent_zone_fails_no_other_region(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
+    """Google fails a list over all zones as a whole unless partial success is asked for."""
+    bench.gce.silent_zones = {"us-east4-a", "us-east4-b", "us-east4-c"}
+    elsewhere = offer_of(zone=None, region="us-east4")
+    with pytest.raises(TransientError, match="us-east4"):
+        bench.run(bench.cloud.create_nodes(request_of(elsewhere, token="1" * 32)))
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(offer_of(zone=None))))
+    listed = bench.run(bench.cloud.list_nodes(OWNER))
+    assert [each.id for each in listed] == [node.id] and listed.unseen.keys() == {"us-east4"}
+
+
+def test_a_node_whose_end_google_cannot_tell_now_is_not_gone_yet(bench: Any, request_of: Make) -> None:
+    """Its instance is known to be gone, but not yet why: a preemption must not be recorded as something else."""
+    (node,) = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.preempt(node.id.rpartition("/")[2])
+    bench.gce.silent_zones = {node.zone}
+    listed = bench.run(bench.cloud.list_nodes(OWNER))
+    assert [each.state for each in listed] == [node.state] and listed.unseen.keys() == {node.region}
+    bench.gce.silent_zones = set()
+    (ended,) = bench.run(bench.cloud.list_nodes(OWNER))
+    assert (ended.state, ended.reason) == (NodeState.TERMINATED, "preempted")

@@ -12,7 +12,7 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.clouds.base import Cloud
-from broker.clouds.slurm.cloud import SlurmCloud
+from broker.clouds.slurm.cloud import SlurmCloud, read_handle
 from broker.clouds.slurm.commands import run_command
 from broker.errors import TransientError
 from broker.sites.facts import Machine
@@ -98,5 +98,22 @@ def test_other_jobs_of_the_user_do_not_disturb_the_list(bed: SlurmBed) -> None:
         created = await bed.cloud.create_nodes(request)
         assert [node.id for node in await bed.cloud.list_nodes(request.owner)] == [node.id for node in created]
         await bed.cloud.terminate_nodes(created)
+
+    asyncio.run(act())
+
+
+def test_a_job_of_the_user_that_has_the_number_of_an_earlier_node_is_not_cancelled(bed: SlurmBed) -> None:
+    """A controller that has lost its state counts from 1 again."""
+    other = bed.slurm.run(
+        "sbatch", "--parsable", "--partition=low", "--output=/dev/null", "--mem=100M", "--wrap=sleep 600"
+    ).strip()
+
+    async def act() -> None:
+        (node,) = await bed.cloud.create_nodes(make_request(bed))
+        region, job_id = read_handle(node)
+        await bed.cloud.terminate_nodes([replace(node, handle=f"slurm://{region}/{other}//{node.id}")])
+        states = bed.slurm.run("squeue", "-h", "-t", "all", "-j", f"{other},{job_id}", "-o", "%T").split()
+        assert set(states) <= {"PENDING", "CONFIGURING", "RUNNING"} and len(states) == 2
+        await bed.cloud.terminate_nodes([node])
 
     asyncio.run(act())
