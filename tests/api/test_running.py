@@ -15,7 +15,7 @@ from broker.aio.running import list_remote_lines, make_sync, make_sync_iterator
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
 
-LIMIT_S = 20.0  # only a failing test waits for so long
+LIMIT_S = 20.0  # only a failing test waits this long
 
 
 async def _press_ctrl_c_and_wait(ends: list[str]) -> None:

@@ -94,28 +94,27 @@ def test_each_place_has_a_file_with_its_samples(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
 
 
-def test_observations_keep_their_schedule_however_long_one_takes(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, Provisioner(a=[None, None]), "a")
+def slow_down(stage: Stage, takes_s: float) -> None:
+    """Let each observation take this long."""
     up = stage.provisioner.up
 
     async def up_slowly(name: str, plan: Plan) -> None:
-        await stage.clock.sleep(250.0)
+        await stage.clock.sleep(takes_s)
         await up(name, plan)
 
     stage.provisioner.up = up_slowly  # type: ignore[method-assign]
+
+
+def test_observations_keep_their_schedule_however_long_one_takes(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[None, None]), "a")
+    slow_down(stage, 250.0)
     stage.run(2)
     assert stage.clock.time_s == START_S + 600.0 + 250.0
 
 
 def test_observations_that_were_missed_repeat_the_previous_one(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Provisioner(a=[None, FULL, None]), "a")
-    up = stage.provisioner.up
-
-    async def up_slowly(name: str, plan: Plan) -> None:
-        await stage.clock.sleep(1500.0)
-        await up(name, plan)
-
-    stage.provisioner.up = up_slowly  # type: ignore[method-assign]
+    slow_down(stage, 1500.0)
     stage.run(6)
     assert stage.read("a")["data"] == [2, 2, 0, 0, 0, 2], "samples at 0, 1,500 and 3,000 s, ten minutes each"
 

@@ -243,7 +243,7 @@ def list_service_quotas(account: Account, region: str, asked: Parameters) -> Ans
 
 
 def get_caller_identity(account: Account, region: str, asked: Parameters) -> Answer:
-    return {"Account": account.number, "Arn": f"arn:aws:iam::{account.number}:user/somebody", "UserId": "AIDAFAKE"}
+    return {"Account": account.number, "Arn": f"arn:aws:iam::{account.number}:user/ada", "UserId": "AIDAFAKE"}
 
 
 def _page(account: Account, asked: Parameters, key: str, found: list[Any]) -> Answer:

@@ -31,7 +31,7 @@ def inspect(bed: AwsBed, settings: Settings | None = None) -> dict[str, CheckRes
 def test_all_checks_pass_and_nothing_is_created(bed: AwsBed) -> None:
     found = inspect(bed)
     assert [each.name for each in found.values() if not each.is_ok] == []
-    assert found["credentials"].note == "account 123456789012, user/somebody"
+    assert found["credentials"].note == "account 123456789012, user/ada"
     assert found["regions"].note == "3 on"
     assert (bed.account.instances, bed.account.groups, bed.account.templates) == ({}, {}, {})
     assert bed.account.placement_groups == {}
@@ -69,7 +69,7 @@ def test_missing_permission_is_named_with_the_policy_that_gives_it(bed: AwsBed, 
     finding = inspect(bed)["permissions"]
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in denied).strip("_")
     assert (finding.is_ok, finding.note) == (False, f"missing: {snake}")
-    assert "broker check --policy aws" in finding.command and "--user-name somebody" in finding.command
+    assert "broker check --policy aws" in finding.command and "--user-name ada" in finding.command
 
 
 def test_quota_of_nothing_comes_with_the_command_that_asks_for_more(bed: AwsBed) -> None:
@@ -134,7 +134,7 @@ def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
     rows = {row["cloud"]: row for row in shell.read_json("check")}
     assert rows["aws"]["can_launch"] is True
     close = shell.run("check", "aws").stdout
-    assert "ok     credentials: account 123456789012, user/somebody" in close
+    assert "ok     credentials: account 123456789012, user/ada" in close
     assert "none   quota P (V100, A100, H100, ...) on-demand: 0 vCPUs\n       fix: aws service-quotas" in close
     policy = json.loads(shell.run("check", "--policy", "aws").stdout)
     assert policy == make_policy((shell.home / "owner").read_text())
