@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -193,13 +195,26 @@ class SqliteDatabase:
     def _open_to_write(self) -> sqlite3.Connection:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_not_lost(self.path, read_guard(self.path))
-        # Created here first, so that the file never has broader permissions; SQLite gives -wal and -shm the same mode.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        self._create()
         connection = self._connect("mode=rw")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA foreign_keys=ON")
         return connection
+
+    def _create(self) -> None:
+        """Create a missing file, so that it never has broader permissions; SQLite gives -wal and -shm the same mode.
+
+        An existing file is opened by SQLite alone: closing any other descriptor of it ends all POSIX locks of this
+        process. The next process to close the file would take itself for its last user and delete the log, to which the
+        connections of this process would still write: no other process reads it, and it is lost when they end
+        (https://sqlite.org/howtocorrupt.html, section 2.2). Raises OSError, also for a file that cannot be written.
+        """
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        if self.path.is_dir() or not os.access(self.path, os.W_OK):
+            code = errno.EISDIR if self.path.is_dir() else errno.EACCES
+            raise OSError(code, os.strerror(code), str(self.path))
 
     def _open_to_read(self) -> sqlite3.Connection:
         """Open the file read-only; a WAL file that cannot be opened is ignored only if it is empty."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,6 +143,39 @@ def test_a_file_that_was_just_opened_is_durable(tmp_path: Path) -> None:
     assert opened.commits == [FULL], "its tables are made in one commit"
     assert opened.rows("PRAGMA journal_mode")[0][0] == "wal"
     assert Recording(tmp_path / "new.db").commits == [], "there is nothing to migrate"
+
+
+READER = """
+import sys
+from pathlib import Path
+from broker.clock import SystemClock
+from broker.state.store import Store
+store = Store(Path(sys.argv[1]), clock=SystemClock())
+sys.stdout.write(store.meta.get("step") or "")
+store.close()
+"""
+
+
+def read_in_another_process(path: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", READER, str(path)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_what_a_process_with_two_connections_writes_is_seen_by_others_and_kept(tmp_path: Path) -> None:
+    """Opening the second one dropped the locks of the first: a reader then deleted the log when it left."""
+    path = tmp_path / "state.db"
+    first = Store(path, clock=SystemClock())
+    first.meta.put("step", "1")
+    second = Store(path, clock=SystemClock())
+    assert read_in_another_process(path) == "1"
+    first.meta.put("step", "2")
+    assert read_in_another_process(path) == "2"
+    second.meta.put("step", "3")
+    second.close()
+    first.meta.put("step", "4")
+    assert read_in_another_process(path) == "4"
+    first.close()
+    assert read_in_another_process(path) == "4"
 
 
 def test_an_import_is_one_commit_and_on_the_disk(store: Recording, tmp_path: Path) -> None:
