@@ -58,6 +58,12 @@ def check_same_path(before: ServiceSpec | None, spec: ServiceSpec) -> None:
                 f"the {name} of a service cannot change from {old} to {new}",
                 hints=["start another service, or terminate this one first"],
             )
+    if before is not None and spec.balancer.is_router and before.balancing != spec.balancing:
+        raise UsageError(
+            f"the load_balancing_policy of a service with `balancer: {{type: {spec.balancer}}}` cannot change: it is "
+            "given to the router when it starts",
+            hints=["start another service, or terminate this one first"],
+        )
 
 
 def check_keys_available(context: Context, service: Service) -> None:
@@ -79,8 +85,23 @@ def check_library(spec: ServiceSpec) -> None:
 
     if spec.balancer is BalancerType.HAPROXY and find_haproxy() is None:
         raise UsageError("haproxy is not installed", hints=["install it with `apt-get install haproxy`"])
-
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError(
             "the balancer requires aiohttp", hints=["install it with `pip install 'intercloud-broker[serve]'`"]
+        )
+    if spec.balancer.is_router:
+        from broker.serve.router_process import find_router
+
+        if find_router(spec.balancer) is None:
+            raise UsageError(
+                f"{spec.balancer} is not installed", hints=[f"install it with `pip install {spec.balancer}`"]
+            )
+
+
+def check_canary(spec: ServiceSpec) -> None:
+    """Raise UsageError if the balancer cannot divide requests between two versions."""
+    if spec.balancer.is_router:
+        raise UsageError(
+            f"`--canary` is not available with `balancer: {{type: {spec.balancer}}}`, which chooses among all replicas",
+            hints=["update without `--canary`"],
         )

@@ -123,6 +123,8 @@ def record_version(
     spec = service_checks.check_service(task)
     service_checks.check_same_path(context.store.services.get_task(found.name, found.version).service, spec)
     service_checks.check_exposure(spec, found.host)
+    if canary_share is not None:
+        service_checks.check_canary(spec)
     ready = _prepare(context, found.name, before, task, callbacks, is_dryrun=False)
     assert ready is not None
     with context.store.transaction():

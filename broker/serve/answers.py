@@ -25,9 +25,10 @@ FORWARDED = "x-forwarded-for"
 
 
 def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """Return the headers of the response to the client, with the service's version."""
+    """Return the headers of the response to the client, with the service's version, which a router passes on."""
     headers = pass_headers(response.headers)
-    headers["x-broker-version"] = str(route.backend.version)
+    if not route.is_router:
+        headers["x-broker-version"] = str(route.backend.version)
     return headers
 
 

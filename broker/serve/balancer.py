@@ -24,6 +24,7 @@ from broker.serve.haproxy_path import HaproxyPath
 from broker.serve.http_path import HttpPath
 from broker.serve.keys import UsageBook, read_keys, read_usage
 from broker.serve.memory import MemoryTrimmer, find_malloc_trim, freeze_heap
+from broker.serve.router_path import RouterPath
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.tcp_path import TcpPath
 from broker.types import BalancerType, ServiceProtocol
@@ -132,6 +133,8 @@ class Balancer:
         table, routing, folder, clock = self.table, self._routing, self._folder, self._clock
         if routing.balancer is BalancerType.HAPROXY:
             return HaproxyPath(table, routing, folder, clock=clock)
+        if routing.balancer.is_router:
+            return RouterPath(table, routing, folder, self.gate, clock=clock)
         if routing.protocol is ServiceProtocol.HTTP:
             return HttpPath(table, routing, folder, self.gate, clock=clock)
         return TcpPath(table, routing, folder, clock=clock)

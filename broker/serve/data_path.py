@@ -3,6 +3,7 @@
     http           `http_path.py`      this process reads requests
     tcp, grpc      `tcp_path.py`       this process passes connections through
     haproxy        `haproxy_path.py`   a child process; this one configures it and reads its loads
+    routers        `router_path.py`    this process, a child process that chooses replicas, and this one again
 
 The balancer probes replicas, adopts routing files and writes `load.json`; it does not know which path it has.
 """

@@ -75,7 +75,7 @@ class Routing:
     @property
     def has_keys(self) -> bool:
         """Return whether the balancer reads requests, and thus can check API keys."""
-        return self.protocol is ServiceProtocol.HTTP and self.balancer is BalancerType.BROKER
+        return self.protocol is ServiceProtocol.HTTP and self.balancer is not BalancerType.HAPROXY
 
 
 @frozen

@@ -16,7 +16,7 @@ from broker.serve.connections import ReplicaConnector
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.probing import probe_request
-from broker.serve.proxying import Proxy
+from broker.serve.proxying import NO_LIMITS, PassLimits, Proxy
 from broker.serve.routes import BackendRoute, RouteTable
 
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
@@ -29,9 +29,19 @@ IDLE_S_MAX = 75.0
 class HttpPath:
     """Implement `DataPath` with aiohttp."""
 
-    def __init__(self, table: RouteTable, routing: Routing, folder: ServiceFolder, gate: Gate, *, clock: Clock) -> None:
+    def __init__(
+        self,
+        table: RouteTable,
+        routing: Routing,
+        folder: ServiceFolder,
+        gate: Gate,
+        *,
+        clock: Clock,
+        limits: PassLimits = NO_LIMITS,
+    ) -> None:
+        """Create a path that is not listening yet."""
         self._routing, self._folder = routing, folder
-        self._proxy = Proxy(table, routing, gate, clock=clock, draw=random.Random())
+        self._proxy = Proxy(table, routing, gate, clock=clock, draw=random.Random(), limits=limits)
         self.counts = self._proxy.counts
         self._connector: ReplicaConnector | None = None
         self._renewal: tuple[ListenerFiles, ssl.SSLContext] | None = None
@@ -52,28 +62,20 @@ class HttpPath:
             max_field_size=HEADER_BYTES_MAX,
         ) as session:
             self._proxy.session = session
-            # A request whose client has left must not keep a replica busy. Bodies are passed on as they are, since
-            # their headers are.
-            server = web.Server(
-                self._proxy.handle,
-                handler_cancellation=True,
-                access_log=None,
-                max_field_size=HEADER_BYTES_MAX,
-                auto_decompress=False,
-                keepalive_timeout=IDLE_S_MAX,
-            )
-            runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
-            await runner.setup()
+            tls, context = self._routing.tls, None
+            if tls is not None:
+                context = make_listener_context(tls)
+                self._renewal = ListenerFiles(tls), context
+            runner = await listen(self._proxy, self._routing.host, self._routing.port, context)
             try:
-                tls = self._routing.tls
-                context = None
-                if tls is not None:
-                    context = make_listener_context(tls)
-                    self._renewal = ListenerFiles(tls), context
-                await web.TCPSite(runner, self._routing.host, self._routing.port, ssl_context=context).start()
                 yield int(runner.addresses[0][1])
             finally:
                 await runner.cleanup()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Return the connections to replicas, while listening."""
+        return self._proxy.session
 
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file."""
@@ -111,3 +113,27 @@ class HttpPath:
     def find_expiry_s(self) -> float | None:
         """Return when the certificate that clients get expires; None without one."""
         return None if self._renewal is None else self._renewal[0].ends_s
+
+
+async def listen(proxy: Proxy, host: str, port: int, context: ssl.SSLContext | None = None) -> web.ServerRunner:
+    """Pass the requests at an address to a proxy; `cleanup` of the result gives open ones ten seconds to end.
+
+    Raises OSError if the port is taken. A request whose client has left must not keep a replica busy. Bodies are passed
+    on as they are, since their headers are.
+    """
+    server = web.Server(
+        proxy.handle,
+        handler_cancellation=True,
+        access_log=None,
+        max_field_size=HEADER_BYTES_MAX,
+        auto_decompress=False,
+        keepalive_timeout=IDLE_S_MAX,
+    )
+    runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return runner

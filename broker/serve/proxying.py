@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
 
 import aiohttp
 from aiohttp import web
 from yarl import URL
 
 from broker.clock import Clock
+from broker.frozen import frozen
 from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.answers import (
     EVENT_STREAM,
@@ -46,15 +48,31 @@ BUSY = frozenset((429, 503))  # the replica did not take the request
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
 
 
+@frozen
+class PassLimits:
+    """What a proxy in front of a router, or behind one, does not do.
+
+    `paths`: the only ones that are passed on; None: all. `continues`: whether a stream may continue on another replica.
+    `waits`: whether a request waits for a replica; otherwise its sender chose it, and chooses another if it is lost.
+    """
+
+    paths: Collection[str] | None = None
+    continues: bool = True
+    waits: bool = True
+
+
+NO_LIMITS = PassLimits()
+
+
 class _Tries:
     """The replicas that a request was sent to. It waits for one until `deadline_s`, a minute after the newest loss."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, *, wait_s_max: float = WAIT_S_MAX) -> None:
+        self._clock, self._wait_s_max = clock, wait_s_max
         self.tried: set[int] = set()
         self.refusal: web.Response | None = None  # of a busy replica, for a client that gets no better response
         self.sent = 0
-        self.deadline_s = clock.now_s() + WAIT_S_MAX
+        self.deadline_s = clock.now_s() + wait_s_max
 
     @property
     def are_used_up(self) -> bool:
@@ -69,7 +87,7 @@ class _Tries:
     def add_loss(self) -> None:
         """Record that a replica was lost, perhaps after it had computed for long."""
         self.sent += 1
-        self.deadline_s = self._clock.now_s() + WAIT_S_MAX
+        self.deadline_s = self._clock.now_s() + self._wait_s_max
 
 
 class Proxy:
@@ -85,7 +103,9 @@ class Proxy:
         *,
         clock: Clock,
         draw: random.Random,
+        limits: PassLimits = NO_LIMITS,
     ) -> None:
+        self._limits = limits
         self.counts = Counts()
         self._queue = ReplicaQueue(self.counts, clock=clock)
         self.adopt(routing)
@@ -118,6 +138,8 @@ class Proxy:
             return refuse(429, "too many requests", retry_s=1)
         if not is_forwardable(request):
             return refuse(400, "the target of the request must be a path")
+        if self._limits.paths is not None and request.path not in self._limits.paths:
+            return refuse(404, f"`balancer: {{type: {self.routing.balancer}}}` does not pass on {request.path[:100]}")
         counts.in_flight += 1
         request[METER] = meter = ResponseMeter(clock=self._clock)
         status: int | None = None
@@ -156,17 +178,19 @@ class Proxy:
         seed, has_keys = self._draw.getrandbits(31), self.gate.has_keys
         journal = (
             StreamJournal.open(request.method, request.path, body, seed=seed, is_metered=has_keys)
-            if isinstance(body, bytes)
+            if isinstance(body, bytes) and self._limits.waits
             else None
         )
         if journal is None:
             return await self._forward(request, body, prompt)
+        if not self._limits.continues:
+            journal.stop_requesting_ids()
         if has_keys:
             journal.request_usage()
         return await TokenStream(self, request, journal, prompt).run()
 
     async def _forward(self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes) -> web.StreamResponse:
-        tries = _Tries(self._clock)
+        tries = self._begin_tries()
         for _ in range(CONNECTIONS_MAX):
             route = await self.find(tries.tried, prompt, waits=tries.refusal is None, deadline_s=tries.deadline_s)
             if route is None:
@@ -188,8 +212,11 @@ class Proxy:
                 break
         return tries.refusal or self.refuse_unready()
 
+    def _begin_tries(self) -> _Tries:
+        return _Tries(self._clock, wait_s_max=WAIT_S_MAX if self._limits.waits else 0.0)
+
     async def _forward_websocket(self, request: web.BaseRequest) -> web.StreamResponse:
-        tries = _Tries(self._clock)
+        tries = self._begin_tries()
         for _ in range(CONNECTIONS_MAX):
             route = await self.find(tries.tried, waits=tries.refusal is None, deadline_s=tries.deadline_s)
             if route is None:

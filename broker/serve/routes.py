@@ -38,6 +38,7 @@ class BackendRoute:
     def __init__(self, backend: Backend, *, now_s: float) -> None:
         self.backend = backend
         self.base_url = make_url(backend)
+        self.is_router = False  # it passes requests on to replicas of its choice
         self.is_ready = False
         self.is_gone = False  # the table has it no more
         self.since_s = now_s

@@ -8,6 +8,7 @@ from broker.task.tables import Field, Later, Table
 from broker.types import GATEWAYS_MAX, BalancerType, ServiceProtocol
 
 PASSTHROUGH = "passthrough"
+INSTANCE_AWARE = "instance_aware_least_load"
 
 _SECONDS = Number(above=None)
 
@@ -84,11 +85,12 @@ TLS = Table(
 )
 BALANCER = Table(
     name="balancer",
-    about="The program that clients connect to (broker extension).",
+    about="The program that chooses the replica of each request (broker extension).",
     fields={
         "type": Field(
             shape=Choice(words=tuple(BalancerType)),
-            about="`broker`: broker's own (default). `haproxy`: HAProxy, which must be installed.",
+            about="`broker`: broker's own (default). `haproxy`, `smg`, `vllm-router`: these programs, which must be "
+            "installed.",
             is_required=True,
             examples=("haproxy",),
         )
@@ -156,7 +158,7 @@ SERVICE = Table(
             about="The load balancer.",
         ),
         "load_balancing_policy": Field(
-            shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load", "prefix_affinity")),
+            shape=Choice(words=("round_robin", "least_load", INSTANCE_AWARE, "prefix_affinity")),
             about="Load-balancing policy; `prefix_affinity` (broker extension) sends prompts with a common prefix to "
             "the same replica.",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from broker.task.fields_service import PASSTHROUGH
+from broker.task.fields_service import INSTANCE_AWARE, PASSTHROUGH
 from broker.task.reading import Reader
 from broker.task.tables import Section
 from broker.task.yaml_reader import unmark
@@ -93,8 +93,20 @@ def _read_tls(tls: Section) -> TlsFiles:
 def _check_passing(reader: Reader, service: Section, protocol: ServiceProtocol, kind: BalancerType) -> None:
     """Report settings that require requests to be read, if the balancer forwards connections or is a different one."""
     is_http = protocol is ServiceProtocol.HTTP
-    reads = is_http and kind is BalancerType.BROKER
-    cause = "balancer: {type: haproxy}" if is_http else f"protocol: {protocol}"
+    reads = is_http and kind is not BalancerType.HAPROXY
+    cause = f"balancer: {{type: {kind}}}" if is_http else f"protocol: {protocol}"
+    if not is_http and kind.is_router:
+        reader.fault(
+            service.marks["balancer"],
+            f"`balancer: {{type: {kind}}}` is not available with `protocol: {protocol}`",
+            "remove one of the two",
+        )
+    if service.get("load_balancing_policy") == INSTANCE_AWARE and kind.is_router:
+        reader.fault(
+            service.marks["load_balancing_policy"],
+            f"`{INSTANCE_AWARE}` is not available with `balancer: {{type: {kind}}}`, which knows no capacities",
+            "write `least_load`",
+        )
     if not is_http and kind is BalancerType.BROKER:
         balancer: Section | None = service.get("load_balancer")
         if balancer is not None and "stream_timeout_seconds" in balancer.marks:

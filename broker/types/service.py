@@ -77,10 +77,17 @@ class ServiceProtocol(StrEnum):
 
 
 class BalancerType(StrEnum):
-    """The program that clients connect to."""
+    """The program that chooses the replica of each request."""
 
     BROKER = "broker"
     HAPROXY = "haproxy"
+    SMG = "smg"
+    VLLM_ROUTER = "vllm-router"
+
+    @property
+    def is_router(self) -> bool:
+        """Return whether an inference router chooses the replicas, behind broker's own balancer."""
+        return self in (BalancerType.SMG, BalancerType.VLLM_ROUTER)
 
 
 @frozen
@@ -123,7 +130,7 @@ class ServiceSpec:
     @property
     def has_keys(self) -> bool:
         """Whether the balancer reads requests, and can therefore check API keys."""
-        return self.protocol is ServiceProtocol.HTTP and self.balancer is BalancerType.BROKER
+        return self.protocol is ServiceProtocol.HTTP and self.balancer is not BalancerType.HAPROXY
 
 
 class ServiceEventKind(StrEnum):

@@ -1,4 +1,4 @@
-"""Services over tcp and grpc, and those behind HAProxy: unsupported options are refused before anything starts."""
+"""Services over tcp and grpc, and those with another balancer: unsupported options are refused early."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from broker.app.container import Context
 from broker.app.planning import read_task
 from broker.app.service_checks import (
+    check_canary,
     check_exposure,
     check_keys_available,
     check_library,
@@ -18,7 +19,7 @@ from broker.app.service_checks import (
     check_service,
 )
 from broker.errors import UsageError
-from broker.serve import haproxy_control
+from broker.serve import haproxy_control, router_process
 from broker.types import ServiceSpec, Task
 
 CERTIFICATES = {"keyfile": "k.pem", "certfile": "c.pem"}
@@ -95,6 +96,31 @@ def test_haproxy_holds_no_requests_so_a_replica_must_stay() -> None:
     make_spec(replica_policy=policy)
     with pytest.raises(UsageError, match="`min_replicas: 0` is not available"):
         make_spec(replica_policy=policy, balancer={"type": "haproxy"})
+
+
+def test_router_keeps_its_policy_and_divides_no_requests_between_versions() -> None:
+    before = make_spec(balancer={"type": "smg"})
+    check_same_path(before, make_spec(balancer={"type": "smg"}, replicas=3))
+    with pytest.raises(UsageError, match=r"the load_balancing_policy of a service with .* cannot change"):
+        check_same_path(before, make_spec(balancer={"type": "smg"}, load_balancing_policy="round_robin"))
+    with pytest.raises(UsageError, match="`--canary` is not available"):
+        check_canary(before)
+    check_canary(make_spec())
+
+
+def test_service_with_a_router_has_api_keys_and_may_scale_to_zero(context: Context) -> None:
+    policy = {"min_replicas": 0, "max_replicas": 2, "target_ttft_seconds": 1}
+    task = make_task(balancer={"type": "vllm-router"}, replica_policy=policy)
+    added = context.store.services.add("web", task, host="127.0.0.1", port=1, wanted=1)
+    check_keys_available(context, added)
+    check_exposure(make_spec(balancer={"type": "vllm-router"}, replica_policy=policy), "0.0.0.0")
+
+
+def test_missing_router_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_process, "find_router", lambda kind: None)
+    with pytest.raises(UsageError, match="vllm-router is not installed") as caught:
+        check_library(make_spec(balancer={"type": "vllm-router"}))
+    assert "pip install vllm-router" in caught.value.hints[0]
 
 
 def test_missing_haproxy_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,19 @@
-"""Services over gRPC and through HAProxy on the command line: real daemon, balancer and replicas, kill -9."""
+"""Services over gRPC, HAProxy and inference routers on the command line: real daemon, balancer, replicas, kill -9."""
 
 from __future__ import annotations
 
+import json
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from broker.types import BalancerType
 from tests.cli.conftest import Shell
 from tests.cli.test_serve import PROGRAM, ask, list_replicas
-from tests.serve.stands import needs_haproxy
+from tests.serve.stands import needs_haproxy, with_router
 from tests.signals import signal_all
 
 pytestmark = [
@@ -25,6 +28,28 @@ service: {{replicas: 2, {service}}}
 run: exec {python} {program}
 """
 HAPROXY = "haproxy -W"
+ROUTERS = ("smg::router", "vllm::router")
+# What routers ask of engines: the list of models, and `/v1/embeddings`, whose answer names the replica.
+ENGINE = """\
+import http.server, json, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        name = os.environ["TEXT"] + " " + os.environ["SKYPILOT_SERVE_REPLICA_ID"]
+        self.answer({"object": "list", "data": [], "model": name})
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *arguments):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ["BROKER_REPLICA_PORT"])), Handler).serve_forever()
+"""
 GRPC_PROGRAM = "-m tests.serve.grpc_stand_in --port $BROKER_REPLICA_PORT"
 
 
@@ -66,7 +91,7 @@ def live_through(
     assert {call(endpoint).partition(" ")[0] for _ in range(10)} == {"two"}
     shell.run("serve", "down", "web")  # in a pipe, nothing is asked
     assert shell.read_json("serve", "status") == []
-    assert not any(shell.find_processes(each) for each in ("broker balancer", HAPROXY, word))
+    assert not any(shell.find_processes(each) for each in ("broker balancer", HAPROXY, *ROUTERS, word))
     assert not list((shell.home / "serve").iterdir()) and shell.is_at_rest()
 
 
@@ -102,3 +127,27 @@ def test_service_behind_haproxy_lives_through_a_kill_and_an_update(shell: Shell)
     live_through(
         shell, write=write, call=lambda endpoint: ask(f"http://{endpoint}/"), word="server.py", is_haproxy=True
     )
+
+
+@with_router
+def test_service_behind_an_inference_router_lives_through_a_kill_and_an_update(
+    kind: BalancerType, shell: Shell
+) -> None:
+    def write(text: str) -> str:
+        task = TASK.format(
+            service=f"readiness_probe: /, balancer: {{type: {kind}}}, load_balancing_policy: round_robin",
+            python=sys.executable,
+            program=f"{shell.write('server.py', ENGINE)}\nenvs: {{TEXT: {text}}}",
+        )
+        return shell.write(f"{text}.yaml", task)
+
+    def call(endpoint: str) -> str:
+        request = urllib.request.Request(
+            f"http://{endpoint}/v1/embeddings",
+            json.dumps({"model": "m", "input": "x"}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return str(json.load(response)["model"])
+
+    live_through(shell, write=write, call=call, word="server.py")

@@ -78,6 +78,17 @@ DECLARED = (
         code="`broker/serve/balancer.py`, `tcp_path.py`, `haproxy_path.py`",
     ),
     Declared(
+        name="inference router of a service",
+        process=r"smg::router|vllm::router|smg launch|vllm-router ",
+        address=r"tcp:127\.0\.0\.1:.+",
+        where="the loopback, free ports: the router, its metrics, and an endpoint for each replica; only while a "
+        "service with `balancer: {type: smg}` or `vllm-router` is up",
+        authentication="none",
+        stranger="users of the same machine: send requests to the replicas without a key, and add workers to the "
+        "router",
+        code="`broker/serve/router_path.py`, `router_process.py`",
+    ),
+    Declared(
         name="entrance of a replica",
         process=r"agent\.py _run ",
         address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",

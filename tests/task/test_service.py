@@ -111,8 +111,12 @@ def test_words_are_accepted_in_any_case() -> None:
         ),
         ("service: {tls: passthrough}", "the balancer reads requests"),
         ("service: {protocol: http3}", "one of http, tcp, grpc"),
-        ("service: {balancer: {type: smg}}", "one of broker, haproxy"),
-        ("service: {balancer: {type: vllm-router}}", "one of broker, haproxy"),
+        ("service: {balancer: {type: nginx}}", "one of broker, haproxy, smg, vllm-router"),
+        ("service: {balancer: {type: smg}, protocol: grpc}", "`balancer: {type: smg}` is not available with"),
+        (
+            "service: {balancer: {type: vllm-router}, load_balancing_policy: instance_aware_least_load}",
+            "which knows no capacities",
+        ),
         ("service: {balancer: {type: haproxy}, load_balancing_policy: prefix_affinity}", "prompts are not read"),
         ("service: {readiness_probe: {timeout_seconds: 3}}", "requires `path`"),
         (
@@ -198,6 +202,7 @@ def test_gateway_that_is_impossible_is_refused(text: str, message: str) -> None:
     [
         ("protocol: grpc", "protocol: grpc"),
         ("balancer: {type: haproxy}", "balancer: {type: haproxy}"),
+        ("balancer: {type: smg}", "balancer: {type: smg}"),
         ("tls: {keyfile: k, certfile: c, cafile: a}", "tls: {cafile}"),
     ],
 )
