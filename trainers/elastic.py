@@ -210,7 +210,8 @@ class ElasticMember:
         if self._notice is not None:
             self._notice.hand_on()
         path = os.environ.get(PATH_VARIABLE)
-        if path and hand_over(path, os.environ, self._kept):
+        connection = hand_over(path, os.environ, self._kept) if path else None
+        if connection is not None:
             os._exit(EXIT_CODE_HANDED_OVER)
         command = os.environ.get(COMMAND_VARIABLE)  # a standby has a command line of its own
         os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)

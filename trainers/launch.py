@@ -311,22 +311,23 @@ def run_workers(
         running[os.posix_spawn(command[0], command, environment)] = place
         if standbys:
             standbys.start(place)
+    _send(signal.SIGTERM, running if is_ending else ())  # to those that were started after the signal
     exit_code = 0
     while running:
         pid, status = os.wait()
         if standbys and standbys.forget(pid):
             continue
         place = running.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code == EXIT_CODE_HANDED_OVER and standbys and (successor := standbys.take(place)):
-            running[successor] = place
-            _send(signal.SIGTERM, (successor,) if is_ending else ())
-            continue
-        if code == -signal.SIGTERM and is_ending:
-            code = EXIT_CODE_PREEMPTED  # it was starting, and did not listen to the signal yet
+        code = _read_code(status, is_ending=is_ending)
+        successor = standbys.take(place) if standbys and code == EXIT_CODE_HANDED_OVER else None
+        if standbys and code == EXIT_CODE_HANDED_OVER and successor is None:
+            code = -signal.SIGKILL  # the standby was killed just after
         if code < 0 and not is_ending and restarts_left and prepare_again and not exit_code:
             restarts_left -= 1
-            running[_start_again(place, prepare_again(place), standbys)] = place
+            successor = _start_again(place, prepare_again(place), standbys)
+        if successor is not None:
+            running[successor] = place
+            _send(signal.SIGTERM, (successor,) if is_ending else ())  # it may have come before it was started
             continue
         if code == EXIT_CODE_PREEMPTED and prepare_again:
             exit_code = exit_code or code
@@ -339,11 +340,19 @@ def run_workers(
     return exit_code
 
 
+def _read_code(status: int, *, is_ending: bool) -> int:
+    """Return an exit code, or a negative signal number."""
+    code = os.waitstatus_to_exitcode(status)
+    # A worker that was starting did not listen to the signal yet.
+    return EXIT_CODE_PREEMPTED if code == -signal.SIGTERM and is_ending else code
+
+
 def _start_again(place: int, command: Command, standbys: Standbys | None) -> int:
     arguments, environment = command
-    if standbys and hand_over(environment[PATH_VARIABLE], environment, []):
-        successor = standbys.take(place)
-        if successor:
+    connection = hand_over(environment[PATH_VARIABLE], environment, []) if standbys else None
+    if standbys and connection:
+        connection.close()  # only then does the standby begin
+        if successor := standbys.take(place):
             return successor
     return os.posix_spawn(arguments[0], arguments, environment)
 

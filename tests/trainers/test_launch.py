@@ -36,6 +36,35 @@ def test_worker_that_is_ended_while_it_starts_is_preempted_and_not_started_again
     assert (tmp_path / "starts").read_text() == "x"
 
 
+# The signal arrives when the first of two workers has been started, or when one that was killed is started again.
+INTERRUPTED = """
+import os, signal, sys
+from trainers.launch import run_workers
+spawn, count = os.posix_spawn, 0
+def spawn_interrupted(*arguments):
+    global count
+    pid, count = spawn(*arguments), count + 1
+    if count == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+os.posix_spawn = spawn_interrupted
+def command(code):
+    return [sys.executable, "-S", "-c", code], dict(os.environ)
+work = command("import time; time.sleep(60); open('not-ended', 'x')")
+first = command("import os; os.kill(os.getpid(), 9)") if sys.argv[1] == "3" else work
+sys.exit(run_workers([first, work], prepare_again=lambda place: work))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_workers_that_are_started_while_the_signal_arrives_are_ended_too(count: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(count)], cwd=tmp_path, env=environment, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 143 and not list(tmp_path.iterdir())
+
+
 # Ranks that leave one after the other, and a launcher that is in a hurry after a failure.
 LEAVING = """
 import os, sys
