@@ -6,6 +6,7 @@ generation, for which all workers restart.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ SILENT_LOOKS = 6
 RETURN_S_MAX = 180.0
 # Wait for more workers while there are too few; then the run ends, and broker restarts it.
 WAIT_S_MAX = 600.0
+WHOLE_MAX = 2**31
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,8 @@ class Member:
     port: int  # free on its machine, for torch's store if this worker becomes rank 0
     order: tuple[int, int]  # ranks of the previous generation come first, in their order
     writer: Any
-    holding: tuple[int, int, int] = (-1, 0, 1)  # step in memory (-1: none), index of its part, number of parts
+    # Step in memory (-1: none), name of the world that computed it, index of its part, number of parts.
+    holding: tuple[int, int, int, int] = (-1, 0, 0, 1)
     unit: int = 1  # the size of its world must be a multiple of this
     generation: int = 0  # that of its previous world; 0: none
     former: tuple[str, ...] = ()  # ids of that world, sent if it met at another rendezvous
@@ -195,11 +198,13 @@ class Rendezvous:
         self.quorum, self.is_adopted = set(self.current), False
         self.waiting = {member.id: member for member in spare}
         holdings = [member.holding for member in chosen]
+        name = secrets.randbelow(WHOLE_MAX)
         # Rank 0 last: it is on this node, and if the node is lost at this moment, the others know their world.
         for rank, member in reversed(list(enumerate(chosen))):
             member.send(
                 kind="world",
                 generation=self.generation,
+                name=name,
                 rank=rank,
                 world_size=len(chosen),
                 address=chosen[0].address,
@@ -215,14 +220,15 @@ def arrange(members: Sequence[Member]) -> list[Member]:
     In this way, the members form a complete state if possible, and few of them must receive a part.
     """
     left = list(members)
-    newest = max((member.holding for member in left), default=(-1, 0, 1))
-    if newest[2] == 1:
+    newest = max((member.holding for member in left), default=(-1, 0, 0, 1))
+    step, world, _, count = newest
+    if count == 1:
         return left
     arranged: list[Member] = []
     while left:
-        wanted = (newest[0], len(arranged) % newest[2], newest[2])
+        wanted = (step, world, len(arranged) % count, count)
         place = next((place for place, member in enumerate(left) if member.holding == wanted), None)
         if place is None:  # a member that fits no place
-            place = next((place for place, member in enumerate(left) if member.holding[0] != newest[0]), 0)
+            place = next((place for place, member in enumerate(left) if member.holding[:2] != (step, world)), 0)
         arranged.append(left.pop(place))
     return arranged
