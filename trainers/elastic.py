@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainers.config import RunConfig
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.launch import find_free_port
-from trainers.preemption import PreemptionNotice
+from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 from trainers.rendezvous_search import Past, Places, read_past
 from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, STATE_VARIABLE, hand_over
 
@@ -93,7 +93,7 @@ class ElasticMember:
         self._notice = notice
         self._restarting = threading.Lock()
         self._id, self._unit = os.environ["BROKER_ELASTIC_MEMBER"], unit
-        self._leader, self._wire = self._places.connect()
+        self._leader, self._wire = self._places.connect(self._leave_if_noticed)
         threading.Thread(target=self._beat, name="elastic-beat", daemon=True).start()
         self.world = self._join()
         os.environ.update(
@@ -243,9 +243,18 @@ class ElasticMember:
             if world is not None:
                 return world
             self._wire.close()
+            self._leave_if_noticed()
             if self._places.is_one:
                 raise TrainerError("the rendezvous of `--elastic` ended: the first node is lost")
-            self._leader, self._wire = self._places.connect()
+            self._leader, self._wire = self._places.connect(self._leave_if_noticed)
+
+    def _is_leaving(self) -> bool:
+        """Return whether a preemption notice has arrived, and this rank holds no state that the next world needs."""
+        return not self._kept and self._notice is not None and self._notice.is_given()
+
+    def _leave_if_noticed(self) -> None:
+        if self._is_leaving():
+            raise SystemExit(EXIT_CODE_PREEMPTED)
 
     def _introduce(self) -> dict[str, Any]:
         past = self._past
@@ -263,10 +272,10 @@ class ElasticMember:
         return hello
 
     def _search(self, found: threading.Event) -> None:
-        """While waiting for a world, disconnect if the run continues at another node."""
+        """While waiting for a world, disconnect if the run continues at another node, or to leave."""
         wire, leader = self._wire, self._leader
-        while not self._places.is_one and not found.wait(SEARCH_S):
-            if self._places.find_better(leader):
+        while not found.wait(SEARCH_S):
+            if self._is_leaving() or (not self._places.is_one and self._places.find_better(leader)):
                 if not found.is_set():
                     wire.close()
                 return
@@ -279,8 +288,8 @@ class ElasticMember:
                 if message.pop("kind") == "world":
                     message["members"] = tuple(message.get("members", ()))
                     return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
-                if message.get("is_over"):
-                    raise SystemExit(0)  # the run finished before this worker was admitted
+                if message.get("is_over"):  # the run ended before this worker was admitted
+                    raise SystemExit(EXIT_CODE_PREEMPTED if message.get("is_stopped") else 0)
                 if "reason" in message:
                     raise TrainerError(message["reason"])
         return None

@@ -56,6 +56,7 @@ class Rendezvous:
     generation: int = 0
     is_gathering: bool = True
     is_over: bool = False
+    is_stopped: bool = False  # whether the run ended before its last step, because too many ranks leave
     waiting: dict[str, Member] = field(default_factory=dict)
     current: dict[str, Member] = field(default_factory=dict)
     expected: set[str] = field(default_factory=set)  # survivors that will reconnect
@@ -83,7 +84,7 @@ class Rendezvous:
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all, because it follows from the flags
         if self.is_over:
-            member.send(kind="end", is_over=True)
+            self._dismiss(member)
         elif self.is_gathering:
             self.consider()
         elif self._fit(len(self.current) + len(self.waiting)) > len(self.current):
@@ -123,12 +124,14 @@ class Rendezvous:
             verdicts = {key: "go" if key in leavers else "again" for key in self.current}
         else:
             verdicts = dict.fromkeys(self.current, "stop")
-            self.is_over = True
+            self.is_stopped = True
         for key, member in self.current.items():
             member.send(kind="verdict", verdict=verdicts[key])
         if "again" in verdicts.values():
             self.quorum = staying
             self.gather(staying)
+        elif self.is_stopped:
+            self.finish()
 
     def fail(self, member: Member) -> None:
         """Note that an error ended the training of a member. If all failed, none was lost, and they are told so."""
@@ -174,10 +177,13 @@ class Rendezvous:
         return min(count, self.most) // self.unit * self.unit
 
     def finish(self) -> None:
-        """End the run after its last step; waiting workers are dismissed."""
+        """End the run after its last step, or before it if it was stopped; waiting workers are dismissed."""
         self.is_over = True
         for member in self.waiting.values():
-            member.send(kind="end", is_over=True)
+            self._dismiss(member)
+
+    def _dismiss(self, member: Member) -> None:
+        member.send(kind="end", is_over=True, is_stopped=self.is_stopped)
 
     def give_up(self) -> None:
         """End the run for waiting workers because too few are left."""

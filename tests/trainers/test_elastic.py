@@ -165,7 +165,19 @@ def test_end_of_the_run_is_not_a_loss() -> None:
     rendezvous.depart(a)
     rendezvous.arrive(late)
     assert b.ear.take() == ["world"]
-    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True}]
+    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True, "is_stopped": False}]
+
+
+def test_workers_that_wait_are_dismissed_when_the_others_stop() -> None:
+    """They waited on, and their launcher for them, although no world would form any more."""
+    rendezvous, members = gather(least=3)
+    spare, late = make_member("y", order=(1, 6)), make_member("z", order=(1, 7))
+    rendezvous.most = 3
+    rendezvous.arrive(spare)
+    for member in members:
+        rendezvous.vote(member, is_leaving=member is not members[0])
+    rendezvous.arrive(late)
+    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True, "is_stopped": True}]
 
 
 def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
