@@ -229,6 +229,33 @@ def branches_of_single_ranks_are_averaged(_: Sequence[str]) -> int:
     return 0
 
 
+def parameters_without_gradient_are_left_alone(arguments: Sequence[str]) -> int:
+    """All layers are used in the first step, and then one by each rank, a common one, and one by none.
+
+    Moments and weight decay would move the last one, if it had a gradient of zero.
+    """
+    ranks = join_ranks()
+    name, count = arguments[0], ranks.world_size
+    model, reference = (nn.ModuleList(make_model() for _ in range(count + 2)) for _ in range(2))
+    strategy = create_strategy(name, ranks, StrategyOptions())
+    wrapped = strategy.wrap(model)
+    optimizer, alone = Optimizer(strategy.list_trained(model), CONFIG), Optimizer(reference.named_parameters(), CONFIG)
+    for passes in ([[*range(count + 2)]] * count, [[rank, count] for rank in range(count)]):
+        for layer in passes[ranks.rank]:
+            with strategy.micro_step(wrapped, last=layer == passes[ranks.rank][-1]):
+                model[layer](torch.full((1, 7), ranks.rank + 1.0)).square().sum().backward()
+        for rank in range(count):
+            for layer in passes[rank]:
+                (reference[layer](torch.full((1, 7), rank + 1.0)).square().sum() / count).backward()
+        strategy.step(wrapped, optimizer, LOSS)
+        alone.step()
+    for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert optimizer.state_dict()["moves_done"] == alone.state_dict()["moves_done"]
+    leave_ranks()
+    return 0
+
+
 def make_model() -> nn.Module:
     """Return a layer with the same weights everywhere."""
     torch.manual_seed(5)
