@@ -122,6 +122,13 @@ class Strategy:
             self._buffers = SharedBuffers(model)
         self._buffers.take_first([self.grid.group(each) for each in axes] if self.grid.size("island") > 1 else [None])
 
+    def find_mixture(self, model: nn.Module) -> Tensor | None:
+        """After the passes of a step, return whether gradients of different parameters were mixed, on the device.
+
+        None if that cannot happen.
+        """
+        return None
+
     # For a strategy under which a rank updates only a part of parameters that it holds whole.
 
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:

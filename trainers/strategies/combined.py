@@ -59,6 +59,10 @@ class Combined(Strategy):
         """Delegate to the part that selects its own parameters."""
         return self._find_owner("list_trained").list_trained(model)
 
+    def find_mixture(self, model: nn.Module) -> Tensor | None:
+        """Delegate to the part that shards parameters."""
+        return self._find_owner("find_mixture").find_mixture(model)
+
     def count_state_bytes(self) -> float:
         """Return the bytes under the part that saves the most memory."""
         return min(part.count_state_bytes() for part in self._parts)

@@ -256,6 +256,36 @@ def parameters_without_gradient_are_left_alone(arguments: Sequence[str]) -> int:
     return 0
 
 
+def different_layers_are_noticed(arguments: Sequence[str]) -> int:
+    """Only the last rank uses another block, of equal shape: torch reports nothing."""
+    ranks = join_ranks()
+    name, mesh = arguments
+    strategy = create_strategy(name, ranks, StrategyOptions(mesh=mesh))
+    model = Choice()
+    wrapped = strategy.wrap(model)
+    for step, (mine, is_mixed) in enumerate([(0, False), (int(ranks.rank == ranks.world_size - 1), True), (1, False)]):
+        with strategy.micro_step(wrapped, last=True):
+            wrapped(torch.ones(2, 7), mine).sum().backward()
+        mixture = strategy.find_mixture(wrapped)
+        assert mixture is not None and bool(mixture) == is_mixed, f"step {step}"
+        model.zero_grad()
+    leave_ranks()
+    return 0
+
+
+class Choice(nn.Module):
+    """A model of which one block is used, as the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_model() for _ in range(2))
+
+    def forward(self, inputs: Tensor, block: int) -> Tensor:
+        """Return the outputs of the chosen block."""
+        outputs: Tensor = self.blocks[block](inputs)
+        return outputs
+
+
 def make_model() -> nn.Module:
     """Return a layer with the same weights everywhere."""
     torch.manual_seed(5)
