@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,8 +84,14 @@ def test_rank_that_commits_the_checkpoint_is_not_cut_off_when_another_has_left(t
 
 
 def test_signal_before_a_program_executes_itself_again_counts_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainers.preemption.signal", SimpleNamespace(SIGTERM=15, signal=lambda *_: None))
-    monkeypatch.setattr("trainers.preemption.os", SimpleNamespace(environ=(environment := {})))
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    environment: dict[str, str] = {}
+    signals = SimpleNamespace(SIGTERM=15, signal=nothing, set_wakeup_fd=nothing)
+    system = SimpleNamespace(
+        environ=environment, register_at_fork=nothing, pipe=lambda: (0, 0), set_blocking=nothing, read=lambda *_: b""
+    )
+    monkeypatch.setattr("trainers.preemption.signal", signals)
+    monkeypatch.setattr("trainers.preemption.os", system)
     first, second, third = PreemptionNotice(), PreemptionNotice(), PreemptionNotice()
     first.listen()
     first.hand_on()
@@ -95,6 +102,41 @@ def test_signal_before_a_program_executes_itself_again_counts_in_the_next_one(mo
     assert second.is_given()
     third.listen()
     assert not third.is_given(), "it is not passed on to programs that the second one starts"
+
+
+# A main thread that is blocked, as in a collective with a lost peer, while another one restarts the program.
+BLOCKED = """
+import hashlib, os, signal, sys, threading, time
+from trainers.preemption import PreemptionNotice
+def block():
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+def restart():
+    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "block":
+        pass
+    if not (child := os.fork()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(child, 0)
+    notice.hand_on()
+    if "BROKER_ELASTIC_SIGNALLED" in os.environ:
+        os._exit(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    end_s = time.monotonic() + 30
+    while "BROKER_ELASTIC_SIGNALLED" not in os.environ and time.monotonic() < end_s:
+        notice.hand_on()
+    os._exit(0 if notice.is_given() else 1)
+notice = PreemptionNotice()
+notice.listen()
+threading.Thread(target=restart).start()
+block()
+"""
+
+
+def test_signal_counts_while_the_main_thread_is_blocked_and_that_of_a_child_does_not() -> None:
+    """The program that a thread executes after the loss of a peer did not know of the notice."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", BLOCKED], env=environment, timeout=300)
+    assert done.returncode == 0
 
 
 # As after a mistake of one rank alone, while the checkpoint before is still being written.
