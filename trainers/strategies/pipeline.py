@@ -57,8 +57,9 @@ class PipelineParallel(Strategy):
                 "a pipeline needs micro-batches of equal size; "
                 f"choose a `--train.batch` that {self.share.count} x `--train.micro_batch` divides"
             )
-        self._scale = passes.scale(first)
-        self.scale_own_losses(model, self._scale)
+        # A share without further samples repeats its last one with weight 0.
+        self._scales = [passes.scale(part) for part in micro_batches]
+        self.scale_own_losses(model, sum(self._scales) / len(self._scales))
         if self._schedule is None:
             self._schedule = self._make_schedule(model, passes)
         losses: list[Tensor] = []
@@ -84,9 +85,13 @@ class PipelineParallel(Strategy):
         return getattr(pipelining, SCHEDULES[name])(
             stages if name == "interleaved" else stages[0],
             n_microbatches=count,
-            loss_fn=lambda outputs, targets: passes.loss(outputs, targets) * self._scale,
+            loss_fn=lambda outputs, targets: passes.loss(outputs, targets) * self._find_scale(targets),
             scale_grads=False,
         )
+
+    def _find_scale(self, targets: Tensor) -> float:
+        """Return the factor of the loss of a micro-batch, whose targets are a view of those of all micro-batches."""
+        return self._scales[targets.storage_offset() // targets.numel()]
 
     def _make_stage(self, module: nn.Module, place: int, passes: Passes) -> Any:
         from torch.distributed.pipelining import PipelineStage
