@@ -169,6 +169,13 @@ class Strategy:
 
     # For a strategy that orders forward and backward passes itself: a pipeline.
 
+    def choose_micro_batch(self, batch: int, micro_batch: int) -> int:
+        """Return the largest number of samples of a pass, at most `micro_batch`, with which a step can be taken.
+
+        Returns `micro_batch` if there is none. Elastic runs call it, because the number of ranks changes.
+        """
+        return micro_batch
+
     @property
     def has_own_schedule(self) -> bool:
         """Return whether `run_schedule` replaces the loop's `forward_backward`."""

@@ -45,6 +45,10 @@ class Combined(Strategy):
                 stack.enter_context(part.micro_step(model, last=last))
             yield
 
+    def choose_micro_batch(self, batch: int, micro_batch: int) -> int:
+        """Delegate to the part with passes of equal size."""
+        return self._find_owner("choose_micro_batch").choose_micro_batch(batch, micro_batch)
+
     @property
     def has_own_schedule(self) -> bool:
         """Return whether one of the parts has its own schedule."""
