@@ -249,7 +249,10 @@ def serve_rendezvous(
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
         if plan.node_rank == 0:
-            raise
+            raise SystemExit(
+                f"error: the rendezvous of `--elastic` cannot listen on port {port}: {error.strerror}\n\n"
+                "hint: end the run that uses it, or set `BROKER_MASTER_PORT` to another port on all nodes"
+            ) from None
         print(f"note: port {port}: {error.strerror}; the run cannot continue from this node alone", file=sys.stderr)
         return None
     if server.address in ("0.0.0.0", "::"):
