@@ -224,6 +224,9 @@ def _read_number(fields: Mapping[str, Any], name: str, default: Any, kind: Any) 
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(400, f"`{name}` must be a number")
-    return kind(value)
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise RequestError(400, f"`{name}` must be a number")
+        return kind(value)
+    except OverflowError:  # an integer beyond the range of floats
+        raise RequestError(400, f"`{name}` is out of range") from None

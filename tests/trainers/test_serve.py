@@ -237,7 +237,8 @@ def test_chat_streams_deltas_and_other_paths_answer() -> None:
     [{"prompt": ""}, {"prompt": [999]}, {"prompt": "a" * 64}, {"prompt": "a", "max_tokens": "x"}, {"prompt": ["a"]},
      {"prompt": "a", "resumed_tokens": 2}, {"prompt": "a", "temperature": float("nan")}, {"prompt": "a", "seed": 1e999},
      {"prompt": "a", "stop": "x"}, {"prompt": "a", "n": 2}, {"prompt": "a", "logprobs": 0}, {"prompt": 5},
-     {"prompt": {"a": 1}}, {"prompt": "\ud800"}, {"prompt": "a", "stream_options": "x"}],
+     {"prompt": {"a": 1}}, {"prompt": "\ud800"}, {"prompt": "a", "stream_options": "x"},
+     {"prompt": "a", "temperature": 10**400}],
 )  # fmt: skip
 def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> None:
     async def check(port: int) -> None:
