@@ -131,7 +131,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises no specific type
             raise TrainerError(f"cannot read `{folder / 'tokenizer.json'}`: {error}") from error
         self.name = str(folder.resolve())
-        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        # Not their number: between the ids of a vocabulary and those of added tokens there may be a gap.
+        self.vocabulary: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._end = self._find_end(folder / "tokenizer_config.json")
 
     def encode(self, text: bytes) -> Sequence[int]:

@@ -243,6 +243,18 @@ def test_tokenizer_of_a_folder_encodes_ends_documents_and_decodes(tmp_path: Path
         create_tokenizer(str(tmp_path / "none"))
 
 
+def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
+    """Its number of tokens was taken for the bound of their ids, beyond which the model has no embedding."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 300, "?": 2}, unk_token="?"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = create_tokenizer(str(tmp_path))
+    assert tokenizer.vocabulary == 301 and list(tokenizer.encode(b"two")) == [300] and tokenizer.decode([300]) == "two"
+    (tmp_path / "text.txt").write_text("two")
+    assert prepare([str(tmp_path / "text.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "out/tokens.json").read_text())["dtype"] == "uint16"
+
+
 def test_tokenizer_of_a_checkpoint_is_that_of_its_data(tmp_path: Path) -> None:
     """It was `bytes` unless `--init-from` had one, so a model of other tokens wrote nonsense."""
     config = parse_config(["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--model.context", "8"])
