@@ -318,13 +318,12 @@ def run_workers(
     exit_code = 0
     while running:
         pid, status = os.wait()
-        if standbys and standbys.forget(pid):
+        if pid not in running:  # a standby, or a child of a worker that has ended: the first process of a container
+            if standbys:
+                standbys.forget(pid)
             continue
         place = running.pop(pid)
-        code = _read_code(status, is_ending=is_ending)
-        successor = standbys.take(place) if standbys and code == EXIT_CODE_HANDED_OVER else None
-        if standbys and code == EXIT_CODE_HANDED_OVER and successor is None:
-            code = -signal.SIGKILL  # the standby was killed just after
+        code, successor = _find_successor(_read_code(status, is_ending=is_ending), place, standbys)
         if code < 0 and not is_ending and restarts_left and prepare_again and not exit_code:
             restarts_left -= 1
             successor = _start_again(place, prepare_again(place), standbys)
@@ -348,6 +347,14 @@ def _read_code(status: int, *, is_ending: bool) -> int:
     code = os.waitstatus_to_exitcode(status)
     # A worker that was starting did not listen to the signal yet.
     return EXIT_CODE_PREEMPTED if code == -signal.SIGTERM and is_ending else code
+
+
+def _find_successor(code: int, place: int, standbys: Standbys | None) -> tuple[int, int | None]:
+    """Return the standby in which a worker continues, or None, and the code of the worker."""
+    if standbys is None or code != EXIT_CODE_HANDED_OVER:
+        return code, None
+    successor = standbys.take(place)
+    return (-signal.SIGKILL if successor is None else code), successor  # without one, it was killed just after
 
 
 def _start_again(place: int, command: Command, standbys: Standbys | None) -> int:

@@ -66,6 +66,28 @@ def test_workers_that_are_started_while_the_signal_arrives_are_ended_too(count: 
     assert done.returncode == 143 and not list(tmp_path.iterdir())
 
 
+# A launcher that is the first process of a container inherits the children of its workers, such as a compiler's.
+INHERITING = """
+import ctypes, os, sys
+from trainers.launch import run_workers
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+parent = "import os; pid = os.fork() or os.execlp('sleep', 'sleep', '0'); open('child.new', 'w').write(str(pid))"
+parent += "; os.rename('child.new', 'child')"
+wait = "import os, time\\nwhile not os.path.exists('child') or os.path.exists('/proc/' + open('child').read()):"
+wait += " time.sleep(0.01)"
+sys.exit(run_workers([([sys.executable, "-S", "-c", code], dict(os.environ)) for code in (parent, wait)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_launcher_survives_the_end_of_processes_that_it_has_inherited(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", INHERITING], cwd=tmp_path, env=environment, timeout=300, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 # Ranks that leave one after the other, and a launcher that is in a hurry after a failure.
 LEAVING = """
 import os, sys
