@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainers.config import RunConfig
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.launch import find_free_port
-from trainers.preemption import PreemptionNotice
+from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 from trainers.rendezvous_search import Past, Places, read_past
 from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, STATE_VARIABLE, hand_over
 
@@ -40,8 +40,9 @@ EXPLAINED_S_MAX = 5.0
 # Errors in a program, which no lost peer causes: collectives raise RuntimeError, and their users TrainerError.
 MISTAKES = (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError)
 VOTE_S_MAX = 120.0
-HOLDING_VARIABLE = "BROKER_ELASTIC_HOLDING"  # step, index of the part and number of parts in the memory kept
-NOTHING_HELD = "[-1, 0, 1]"
+# In the memory kept: step, name of the world that computed it, index of the part and number of parts.
+HOLDING_VARIABLE = "BROKER_ELASTIC_HOLDING"
+NOTHING_HELD = "[-1, 0, 0, 1]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,12 @@ class World:
     """A generation of the gang, as announced by the rendezvous."""
 
     generation: int
+    name: int  # random: the same step of another world is not bit-identical
     rank: int
     world_size: int
     address: str
     port: int
-    holdings: tuple[tuple[int, int, int], ...]  # per rank: step in memory, index of its part, number of parts
+    holdings: tuple[tuple[int, int, int, int], ...]  # per rank: step in memory, its world, index and number of parts
     members: tuple[str, ...] = ()  # ids, if the rendezvous may move
 
     def read_holdings(self) -> "Sequence[Holding]":
@@ -61,7 +63,10 @@ class World:
         from trainers.state_transfer import Holding
         from trainers.strategies.grid import Part
 
-        return [Holding(step=step, part=Part(index=index, count=count)) for step, index, count in self.holdings]
+        return [
+            Holding(step=step, world=world, part=Part(index=index, count=count))
+            for step, world, index, count in self.holdings
+        ]
 
 
 class ElasticMember:
@@ -77,6 +82,7 @@ class ElasticMember:
         self._kept = [int(number) for number in os.environ.get(STATE_VARIABLE, "").split(",") if number]
         self._peers: PeerCheckpoint | None = None
         self._live: LiveState | None = None
+        self._taken: tuple[int, int] | None = None  # step and world of the state that was taken over
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
@@ -87,7 +93,7 @@ class ElasticMember:
         self._notice = notice
         self._restarting = threading.Lock()
         self._id, self._unit = os.environ["BROKER_ELASTIC_MEMBER"], unit
-        self._leader, self._wire = self._places.connect()
+        self._leader, self._wire = self._places.connect(self._leave_if_noticed)
         threading.Thread(target=self._beat, name="elastic-beat", daemon=True).start()
         self.world = self._join()
         os.environ.update(
@@ -144,7 +150,8 @@ class ElasticMember:
                 file.seek(0)
                 return torch.load(file, map_location="cpu", weights_only=True)
 
-        return transfer_state(ranks, part, self.world.read_holdings(), read, shared)
+        self._taken = transfer_state(ranks, part, self.world.read_holdings(), read, shared)
+        return None if self._taken is None else self._taken[0]
 
     def vote(self, *, is_leaving: bool) -> str:
         """Vote between two steps at which all ranks stop; return the verdict of the rendezvous.
@@ -193,7 +200,7 @@ class ElasticMember:
         elif self._live is not None:
             kept = self._live.keep()
             self._kept = [] if kept is None else [kept]
-            os.environ[HOLDING_VARIABLE] = NOTHING_HELD if kept is None else json.dumps(self._live.holding)
+            os.environ[HOLDING_VARIABLE] = NOTHING_HELD if kept is None else json.dumps(self._describe(self._live))
         world = self.world
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
@@ -210,10 +217,18 @@ class ElasticMember:
         if self._notice is not None:
             self._notice.hand_on()
         path = os.environ.get(PATH_VARIABLE)
-        if path and hand_over(path, os.environ, self._kept):
+        connection = hand_over(path, os.environ, self._kept) if path else None
+        if connection is not None:
             os._exit(EXIT_CODE_HANDED_OVER)
         command = os.environ.get(COMMAND_VARIABLE)  # a standby has a command line of its own
         os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)
+
+    def _describe(self, live: "LiveState") -> tuple[int, int, int, int]:
+        """Return what this rank holds. A state that was taken over belongs to its world until the next step."""
+        step, index, count = live.holding
+        if self._taken is not None and self._taken[0] == step:
+            return step, self._taken[1], index, count
+        return step, self.world.name, index, count
 
     def _join(self) -> World:
         """Wait at the rendezvous for a world; search again if the rendezvous moves."""
@@ -228,9 +243,18 @@ class ElasticMember:
             if world is not None:
                 return world
             self._wire.close()
+            self._leave_if_noticed()
             if self._places.is_one:
                 raise TrainerError("the rendezvous of `--elastic` ended: the first node is lost")
-            self._leader, self._wire = self._places.connect()
+            self._leader, self._wire = self._places.connect(self._leave_if_noticed)
+
+    def _is_leaving(self) -> bool:
+        """Return whether a preemption notice has arrived, and this rank holds no state that the next world needs."""
+        return not self._kept and self._notice is not None and self._notice.is_given()
+
+    def _leave_if_noticed(self) -> None:
+        if self._is_leaving():
+            raise SystemExit(EXIT_CODE_PREEMPTED)
 
     def _introduce(self) -> dict[str, Any]:
         past = self._past
@@ -248,10 +272,10 @@ class ElasticMember:
         return hello
 
     def _search(self, found: threading.Event) -> None:
-        """While waiting for a world, disconnect if the run continues at another node."""
+        """While waiting for a world, disconnect if the run continues at another node, or to leave."""
         wire, leader = self._wire, self._leader
-        while not self._places.is_one and not found.wait(SEARCH_S):
-            if self._places.find_better(leader):
+        while not found.wait(SEARCH_S):
+            if self._is_leaving() or (not self._places.is_one and self._places.find_better(leader)):
                 if not found.is_set():
                     wire.close()
                 return
@@ -264,8 +288,8 @@ class ElasticMember:
                 if message.pop("kind") == "world":
                     message["members"] = tuple(message.get("members", ()))
                     return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
-                if message.get("is_over"):
-                    raise SystemExit(0)  # the run finished before this worker was admitted
+                if message.get("is_over"):  # the run ended before this worker was admitted
+                    raise SystemExit(EXIT_CODE_PREEMPTED if message.get("is_stopped") else 0)
                 if "reason" in message:
                     raise TrainerError(message["reason"])
         return None

@@ -16,6 +16,7 @@ from trainers.config import LoraConfig, ModelConfig
 from trainers.environment import read_environment
 from trainers.errors import TrainerError
 from trainers.hugging_face import rename, write_shape
+from trainers.tokenizers import find_tokenizer
 
 PREFIX = "model."
 # The files of a tokenizer in a Hugging Face folder.
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         help="one file with the trainers' names, or a folder that Hugging Face's `from_pretrained` reads",
     )
     parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="copy the tokenizer from here (default: the folder of `--init-from`)"
+        "--tokenizer", metavar="FOLDER", help="copy the tokenizer from here (default: the checkpoint's)"
     )
     options = parser.parse_args(arguments)
     try:
@@ -85,7 +86,7 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     about_file = {"format": "pt", "step": str(step)}
     write_safetensors(output / SINGLE_FILE, convert(rename(tensors, model), dtype), about_file)
     (output / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
-    copied = copy_tokenizer(tokenizer or about.get("init_from"), output)
+    copied = copy_tokenizer(tokenizer or find_tokenizer(about), output)
     print(f"step {step} is in `{output}` ({'with' if copied else 'without'} a tokenizer)")
     if model.expert_capacity:
         print("note: Transformers has no equivalent of `--model.expert_capacity`: there, no token skips its experts")

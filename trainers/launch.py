@@ -249,7 +249,10 @@ def serve_rendezvous(
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
         if plan.node_rank == 0:
-            raise
+            raise SystemExit(
+                f"error: the rendezvous of `--elastic` cannot listen on port {port}: {error.strerror}\n\n"
+                "hint: end the run that uses it, or set `BROKER_MASTER_PORT` to another port on all nodes"
+            ) from None
         print(f"note: port {port}: {error.strerror}; the run cannot continue from this node alone", file=sys.stderr)
         return None
     if server.address in ("0.0.0.0", "::"):
@@ -311,22 +314,22 @@ def run_workers(
         running[os.posix_spawn(command[0], command, environment)] = place
         if standbys:
             standbys.start(place)
+    _send(signal.SIGTERM, running if is_ending else ())  # to those that were started after the signal
     exit_code = 0
     while running:
         pid, status = os.wait()
-        if standbys and standbys.forget(pid):
+        if pid not in running:  # a standby, or a child of a worker that has ended: the first process of a container
+            if standbys:
+                standbys.forget(pid)
             continue
         place = running.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code == EXIT_CODE_HANDED_OVER and standbys and (successor := standbys.take(place)):
-            running[successor] = place
-            _send(signal.SIGTERM, (successor,) if is_ending else ())
-            continue
-        if code == -signal.SIGTERM and is_ending:
-            code = EXIT_CODE_PREEMPTED  # it was starting, and did not listen to the signal yet
+        code, successor = _find_successor(_read_code(status, is_ending=is_ending), place, standbys)
         if code < 0 and not is_ending and restarts_left and prepare_again and not exit_code:
             restarts_left -= 1
-            running[_start_again(place, prepare_again(place), standbys)] = place
+            successor = _start_again(place, prepare_again(place), standbys)
+        if successor is not None:
+            running[successor] = place
+            _send(signal.SIGTERM, (successor,) if is_ending else ())  # it may have come before it was started
             continue
         if code == EXIT_CODE_PREEMPTED and prepare_again:
             exit_code = exit_code or code
@@ -339,11 +342,27 @@ def run_workers(
     return exit_code
 
 
+def _read_code(status: int, *, is_ending: bool) -> int:
+    """Return an exit code, or a negative signal number."""
+    code = os.waitstatus_to_exitcode(status)
+    # A worker that was starting did not listen to the signal yet.
+    return EXIT_CODE_PREEMPTED if code == -signal.SIGTERM and is_ending else code
+
+
+def _find_successor(code: int, place: int, standbys: Standbys | None) -> tuple[int, int | None]:
+    """Return the standby in which a worker continues, or None, and the code of the worker."""
+    if standbys is None or code != EXIT_CODE_HANDED_OVER:
+        return code, None
+    successor = standbys.take(place)
+    return (-signal.SIGKILL if successor is None else code), successor  # without one, it was killed just after
+
+
 def _start_again(place: int, command: Command, standbys: Standbys | None) -> int:
     arguments, environment = command
-    if standbys and hand_over(environment[PATH_VARIABLE], environment, []):
-        successor = standbys.take(place)
-        if successor:
+    connection = hand_over(environment[PATH_VARIABLE], environment, []) if standbys else None
+    if standbys and connection:
+        connection.close()  # only then does the standby begin
+        if successor := standbys.take(place):
             return successor
     return os.posix_spawn(arguments[0], arguments, environment)
 

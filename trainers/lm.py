@@ -4,6 +4,7 @@ Run the same command again after a preemption or a failure: it resumes from the 
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -53,10 +54,13 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     from trainers.lora import add_adapters, check_strategy
     from trainers.models import create_language_model
     from trainers.models.experts import count_idle_parameters
+    from trainers.tokenizers import warn_of_other_tokenizer
     from trainers.tokens import open_corpora, open_tokens
 
     # Data.
     tokens = open_tokens(config.data)
+    if config.init_from and os.environ.get("RANK", "0") == "0":
+        warn_of_other_tokenizer(tokens.tokenizer, Path(config.init_from), is_gpt2=config.model.kind == "gpt")
     training, validation = open_corpora(config.data, tokens, config.model.context)
 
     forward, loss = choose_forward(config, tokens.separator)
@@ -94,7 +98,7 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         flops_per_sample=count_flops(config, parameter_count, vocabulary),
         fill=initialize if is_empty else None,
         demonstrate=partial(write_sample, config, tokens, device) if writes_text else None,
-        about=describe(config, shape, mask_id),
+        about=describe(config, shape, mask_id, tokens.tokenizer),
     )
 
 
@@ -159,13 +163,14 @@ def initialize_weights(
         load_weights(model, shape, Path(config.init_from))
 
 
-def describe(config: Config, shape: ModelConfig, mask_id: int) -> dict[str, Any]:
-    """Return the description of the model that is stored with each checkpoint for `trainers.export`."""
+def describe(config: Config, shape: ModelConfig, mask_id: int, tokenizer: str) -> dict[str, Any]:
+    """Return the description of the model that is stored with each checkpoint, for `trainers.export` and `.serve`."""
     return {
         "model": dataclasses.asdict(shape),
         "lora": dataclasses.asdict(config.lora),
         **({"mask_id": mask_id} if mask_id >= 0 else {}),
         "init_from": str(Path(config.init_from).resolve()) if config.init_from else "",
+        "tokenizer": tokenizer,
     }
 
 

@@ -119,6 +119,7 @@ def iterate_steps(
             loss = strategy.run_schedule(model, passes)
         else:
             loss = forward_backward(model, passes, strategy, clock)
+        mixture = strategy.find_mixture(model)
         strategy.share_buffers(model)
         scaling.unscale(parameter for _, parameter in strategy.list_trained(model))
         norm = strategy.clip(model, config.norm_max)
@@ -133,7 +134,7 @@ def iterate_steps(
 
         # Two numbers: the mean loss of the global batch, and the number of ranks asked to stop.
         totals = strategy.all_reduce_loss(loss, weight=passes.weight, is_stop_asked=is_stop_asked())
-        device_log.add(position.steps_done, norm, totals, is_overflow=is_overflow)
+        device_log.add(position.steps_done, norm, totals, mixture=mixture, is_overflow=is_overflow)
         is_read = is_read_due(position.steps_done) or position.steps_done == config.steps
         yield StepReport(
             step=position.steps_done,
@@ -193,7 +194,7 @@ def read_passes(
 @dataclass(kw_only=True)
 class _Entry:
     step: int
-    values: Tensor  # [3]: norm, loss, number of ranks asked to stop
+    values: Tensor  # [4]: norm, loss, number of ranks asked to stop, whether ranks used different parameters
     is_overflow: bool
 
 
@@ -205,19 +206,24 @@ class DeviceLog:
     _entries: list[_Entry] = field(default_factory=list)
     _skips: int = 0  # consecutive, up to the last step that was read
 
-    def add(self, step: int, norm: Tensor, totals: Tensor, *, is_overflow: bool) -> None:
+    def add(self, step: int, norm: Tensor, totals: Tensor, *, is_overflow: bool, mixture: Tensor | None = None) -> None:
         """Keep the results of a step. `is_overflow`: non-finite gradients may be due to the loss scale."""
-        values = torch.cat([norm.detach().double().reshape(1), totals.to(norm.device)])
+        mixed = torch.zeros_like(norm) if mixture is None else mixture
+        norm, mixed = (value.detach().double().reshape(1) for value in (norm, mixed))
+        values = torch.cat([norm, totals.to(norm.device), mixed])
         self._entries.append(_Entry(step=step, values=values, is_overflow=is_overflow))
 
     def read(self) -> Reading:
         """Wait for the device and check all steps since the last reading.
 
-        Raises TrainerError if gradients were not finite and `--train.on_nan` does not allow skipping the step.
+        Raises TrainerError if gradients were not finite and `--train.on_nan` does not allow skipping the step, and if
+        ranks used different parameters under a strategy that mixes them.
         """
         rows = torch.stack([entry.values for entry in self._entries]).tolist()
         skipped = []
-        for entry, (norm, _, _) in zip(self._entries, rows, strict=True):
+        for entry, (norm, _, _, mixed) in zip(self._entries, rows, strict=True):
+            if mixed:
+                raise make_mixture_error(entry.step)
             if math.isfinite(norm):
                 self._skips = 0
                 continue
@@ -226,7 +232,7 @@ class DeviceLog:
             if not entry.is_overflow:
                 self._check_skips(entry.step, norm)
         self._entries.clear()
-        norm, loss, _ = rows[-1]
+        norm, loss, *_ = rows[-1]
         stops = any(row[2] > 0 for row in rows)
         return Reading(loss=loss, norm=norm, skipped_steps=tuple(skipped), is_stop_asked=stops)
 
@@ -239,3 +245,11 @@ class DeviceLog:
             "hint: lower `--train.learning_rate`, raise `--train.warmup_steps`, or pass `--train.z_loss 1e-4`\n"
             "hint: `--train.on_nan skip` skips single steps; the run resumes from its last checkpoint"
         )
+
+
+def make_mixture_error(step: int) -> TrainerError:
+    """Return the error for a step in which ranks used different parameters."""
+    return TrainerError(
+        f"ranks used different parameters in step {step}, of which `fsdp` and `hsdp` mix weights and gradients\n\n"
+        "hint: `ddp`, `allreduce`, `zero1` and `zero2` average them; with `fsdp`, every rank must use the same layers"
+    )

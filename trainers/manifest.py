@@ -155,6 +155,9 @@ def remove_old(
         # Checkpoints of later attempts are not touched, and our own save is the newest.
         if name.attempt > newest.attempt or name == newest:
             continue
+        # Ours is the newest unless this machine was paused, and the others of an elastic run write this one by now.
+        if not is_complete and name not in damaged and name.attempt == newest.attempt and name.step > newest.step:
+            continue
         if kept > keep or not is_complete:
             # The manifest is removed first: an interrupted removal leaves an incomplete checkpoint, not a corrupt one.
             storage.delete(f"{name}/manifest.json")

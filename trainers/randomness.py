@@ -16,38 +16,56 @@ class RandomNumbers:
 
     def __init__(self, device: torch.device) -> None:
         """Use torch's generator of the CPU and, on a GPU, that of the device; and those of Python and NumPy."""
-        self._device = device
+        self.device = DeviceRandomNumbers(device) if device.type == "cuda" else None
         self.libraries = LibraryRandomNumbers()
 
     def seed(self, seed: int) -> None:
         """Seed all generators."""
         torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
+        if self.device is not None:
             torch.cuda.manual_seed(seed)
         self.libraries.seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of torch's generators."""
-        state = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
-        return state
+        """Return the state of torch's generator of the CPU."""
+        return {"cpu": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of torch's generators."""
+        """Restore the state of torch's generator of the CPU."""
         torch.set_rng_state(state["cpu"])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], self._device)
 
-    def copy_all(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def list_states(self) -> "dict[str, RandomNumbers | DeviceRandomNumbers | LibraryRandomNumbers]":
+        """Return all generators, by their names in checkpoints."""
+        device = {} if self.device is None else {"device_random_numbers": self.device}
+        return {"random_numbers": self, **device, "library_random_numbers": self.libraries}
+
+    def copy_all(self) -> dict[str, dict[str, Any]]:
         """Return the states of all generators, for `restore_all`."""
-        return self.state_dict(), self.libraries.state_dict()
+        return {name: generators.state_dict() for name, generators in self.list_states().items()}
 
-    def restore_all(self, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    def restore_all(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the states of all generators."""
-        own, others = states
-        self.load_state_dict(own)
-        self.libraries.load_state_dict(others)
+        for name, generators in self.list_states().items():
+            generators.load_state_dict(states[name])
+
+
+class DeviceRandomNumbers:
+    """Torch's generator of a GPU.
+
+    Separate from that of the CPU in checkpoints, because a run on CPUs may be continued on as many GPUs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Use the generator of `device`."""
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state."""
+        return {"cuda": torch.cuda.get_rng_state(self._device)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the generator's state."""
+        torch.cuda.set_rng_state(state["cuda"], self._device)
 
 
 class LibraryRandomNumbers:

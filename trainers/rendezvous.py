@@ -6,6 +6,7 @@ generation, for which all workers restart.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ SILENT_LOOKS = 6
 RETURN_S_MAX = 180.0
 # Wait for more workers while there are too few; then the run ends, and broker restarts it.
 WAIT_S_MAX = 600.0
+WHOLE_MAX = 2**31
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,8 @@ class Member:
     port: int  # free on its machine, for torch's store if this worker becomes rank 0
     order: tuple[int, int]  # ranks of the previous generation come first, in their order
     writer: Any
-    holding: tuple[int, int, int] = (-1, 0, 1)  # step in memory (-1: none), index of its part, number of parts
+    # Step in memory (-1: none), name of the world that computed it, index of its part, number of parts.
+    holding: tuple[int, int, int, int] = (-1, 0, 0, 1)
     unit: int = 1  # the size of its world must be a multiple of this
     generation: int = 0  # that of its previous world; 0: none
     former: tuple[str, ...] = ()  # ids of that world, sent if it met at another rendezvous
@@ -53,6 +56,7 @@ class Rendezvous:
     generation: int = 0
     is_gathering: bool = True
     is_over: bool = False
+    is_stopped: bool = False  # whether the run ended before its last step, because too many ranks leave
     waiting: dict[str, Member] = field(default_factory=dict)
     current: dict[str, Member] = field(default_factory=dict)
     expected: set[str] = field(default_factory=set)  # survivors that will reconnect
@@ -80,7 +84,7 @@ class Rendezvous:
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all, because it follows from the flags
         if self.is_over:
-            member.send(kind="end", is_over=True)
+            self._dismiss(member)
         elif self.is_gathering:
             self.consider()
         elif self._fit(len(self.current) + len(self.waiting)) > len(self.current):
@@ -120,12 +124,14 @@ class Rendezvous:
             verdicts = {key: "go" if key in leavers else "again" for key in self.current}
         else:
             verdicts = dict.fromkeys(self.current, "stop")
-            self.is_over = True
+            self.is_stopped = True
         for key, member in self.current.items():
             member.send(kind="verdict", verdict=verdicts[key])
         if "again" in verdicts.values():
             self.quorum = staying
             self.gather(staying)
+        elif self.is_stopped:
+            self.finish()
 
     def fail(self, member: Member) -> None:
         """Note that an error ended the training of a member. If all failed, none was lost, and they are told so."""
@@ -171,10 +177,13 @@ class Rendezvous:
         return min(count, self.most) // self.unit * self.unit
 
     def finish(self) -> None:
-        """End the run after its last step; waiting workers are dismissed."""
+        """End the run after its last step, or before it if it was stopped; waiting workers are dismissed."""
         self.is_over = True
         for member in self.waiting.values():
-            member.send(kind="end", is_over=True)
+            self._dismiss(member)
+
+    def _dismiss(self, member: Member) -> None:
+        member.send(kind="end", is_over=True, is_stopped=self.is_stopped)
 
     def give_up(self) -> None:
         """End the run for waiting workers because too few are left."""
@@ -195,11 +204,13 @@ class Rendezvous:
         self.quorum, self.is_adopted = set(self.current), False
         self.waiting = {member.id: member for member in spare}
         holdings = [member.holding for member in chosen]
+        name = secrets.randbelow(WHOLE_MAX)
         # Rank 0 last: it is on this node, and if the node is lost at this moment, the others know their world.
         for rank, member in reversed(list(enumerate(chosen))):
             member.send(
                 kind="world",
                 generation=self.generation,
+                name=name,
                 rank=rank,
                 world_size=len(chosen),
                 address=chosen[0].address,
@@ -215,14 +226,15 @@ def arrange(members: Sequence[Member]) -> list[Member]:
     In this way, the members form a complete state if possible, and few of them must receive a part.
     """
     left = list(members)
-    newest = max((member.holding for member in left), default=(-1, 0, 1))
-    if newest[2] == 1:
+    newest = max((member.holding for member in left), default=(-1, 0, 0, 1))
+    step, world, _, count = newest
+    if count == 1:
         return left
     arranged: list[Member] = []
     while left:
-        wanted = (newest[0], len(arranged) % newest[2], newest[2])
+        wanted = (step, world, len(arranged) % count, count)
         place = next((place for place, member in enumerate(left) if member.holding == wanted), None)
         if place is None:  # a member that fits no place
-            place = next((place for place, member in enumerate(left) if member.holding[0] != newest[0]), 0)
+            place = next((place for place, member in enumerate(left) if member.holding[:2] != (step, world)), 0)
         arranged.append(left.pop(place))
     return arranged

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -83,13 +83,15 @@ class Places:
         """Return whether there is one rendezvous only, so that the run ends with its first node."""
         return len(self._places) == 1
 
-    def connect(self) -> tuple[int, Wire]:
+    def connect(self, check: Callable[[], object] = lambda: None) -> tuple[int, Wire]:
         """Connect to the node at which the run continues, or should begin or continue; return its index and connection.
 
-        Raises TrainerError if none is reachable within `CONNECT_S_MAX`.
+        `check` is called before each try, and may raise. Raises TrainerError if no node is reachable within
+        `CONNECT_S_MAX`.
         """
         end_s = time.monotonic() + (NAMED_S_MAX if self._is_named else CONNECT_S_MAX)
         while True:
+            check()
             found, problem = self._find_named() if self._is_named else self._scan()
             if found is not None:
                 return found

@@ -16,12 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 from trainers.errors import TrainerError
-from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, SILENT_LOOKS, WAIT_S_MAX, Member, Rendezvous
+from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, SILENT_LOOKS, WAIT_S_MAX, WHOLE_MAX, Member, Rendezvous
 from trainers.wire import HANDSHAKE_S, LINE_BYTES_MAX, Credential, parse_line
 
 STRANGERS_MAX = 512  # unauthenticated connections; beyond this the oldest one is closed
 UNSENT_BYTES_MAX = 1 << 20  # a worker that leaves more unread is treated as lost
-WHOLE_MAX = 2**31
 UNIT_MAX = 2**20
 FORMER_MAX = 2**16
 DEPARTURES_S = 0.05
@@ -214,8 +213,8 @@ async def read_line(reader: asyncio.StreamReader) -> bytes:
 def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:
     """Parse a hello message into a member. Raises ValueError for an invalid field."""
     id, port, unit = message.get("id"), message.get("port"), message.get("unit")
-    order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 3)
-    step, index, count = holding
+    order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 4)
+    step, world, index, count = holding
     if not isinstance(id, str) or not 0 < len(id) <= 64:
         raise ValueError("invalid id")
     if not is_whole(port, 1, 65535) or not is_whole(unit, 1, UNIT_MAX):
@@ -227,7 +226,7 @@ def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWri
         address=address,
         port=message["port"],
         order=(order[0], order[1]),
-        holding=(step, index, count),
+        holding=(step, world, index, count),
         unit=message["unit"],
         writer=writer,
         **read_past(message),

@@ -64,7 +64,8 @@ class SafetensorsFolder:
 
     def _find_files(self) -> list[str]:
         index = self._folder / INDEX_FILE
-        if not index.exists():
+        # If a model was exported over a larger one, both are there. `from_pretrained` prefers the single file, too.
+        if (self._folder / SINGLE_FILE).exists() or not index.exists():
             return [SINGLE_FILE]
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
 
@@ -76,6 +77,8 @@ class SafetensorsFolder:
         header = json.loads(content[8 : 8 + length])
         for name, entry in header.items():
             if name != "__metadata__":
+                if 8 + length + entry["data_offsets"][1] > len(content):
+                    raise ValueError(f"`{path.name}` is cut off in `{name}`")
                 self._places[name] = content, 8 + length, entry
 
 

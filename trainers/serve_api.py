@@ -75,9 +75,12 @@ class Api:
     def _read_generation(self, fields: Mapping[str, Any], *, is_chat: bool) -> Generation:
         _refuse_unsupported(fields)
         prompt = self._read_prompt(fields, is_chat=is_chat)
-        vocabulary = self._tokenizer.vocabulary
+        # A tokenizer may have tokens for which the model has no embedding: such an id would end the engine.
+        vocabulary = self._engine.vocabulary
         if not prompt or not all(isinstance(each, int) and 0 <= each < vocabulary for each in prompt):
-            raise RequestError(400, f"`prompt` must be text, or token ids below {vocabulary}")
+            raise RequestError(
+                400, f"the prompt must consist of tokens that the model knows, with ids below {vocabulary}"
+            )
         if len(prompt) >= self._context:
             raise RequestError(400, f"the prompt has {len(prompt)} tokens; the model's context is {self._context}")
         rest = self._context - len(prompt)
@@ -221,6 +224,9 @@ def _read_number(fields: Mapping[str, Any], name: str, default: Any, kind: Any) 
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(400, f"`{name}` must be a number")
-    return kind(value)
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise RequestError(400, f"`{name}` must be a number")
+        return kind(value)
+    except OverflowError:  # an integer beyond the range of floats
+        raise RequestError(400, f"`{name}` is out of range") from None

@@ -76,8 +76,8 @@ class Engine:
     """
 
     def __init__(self, model: CachedModel, *, slots: int, vocabulary: int) -> None:
-        """Create an idle engine. `vocabulary` is that of the tokenizer, because the model's may be padded."""
-        self._model, self._vocabulary = model, min(vocabulary, model.vocabulary)
+        """Create an idle engine. `vocabulary` is that of the tokenizer; the model's may be smaller, or padded."""
+        self._model, self.vocabulary = model, min(vocabulary, model.vocabulary)
         self._free = list(range(slots))
         self._active: dict[int, Generation] = {}
         self._waiting: deque[Generation] = deque()
@@ -164,7 +164,7 @@ class Engine:
     def _add(self, slot: int, logits: Tensor) -> None:
         generation = self._active[slot]
         position = generation.resumed + len(generation.tokens)
-        token = choose_token(logits[: self._vocabulary], generation, position)
+        token = choose_token(logits[: self.vocabulary], generation, position)
         self.token_count += 1
         if token in generation.stop_ids:
             self._release(slot, "stop")

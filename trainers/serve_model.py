@@ -15,6 +15,7 @@ from trainers.config import LoraConfig, ModelConfig
 from trainers.errors import TrainerError
 from trainers.models import create_language_model
 from trainers.models.experts import Router
+from trainers.tokenizers import find_tokenizer
 
 
 class CachedModel:
@@ -107,9 +108,7 @@ def load_model(source: str, *, dtype: torch.dtype) -> tuple[nn.Module, ModelConf
     _check_writes(config)
     model = create_language_model(config.kind, config)
     model.load_state_dict(tensors)
-    folder = str(about.get("init_from") or "")
-    has_tokenizer = folder and (Path(folder) / "tokenizer.json").is_file()
-    return model.to(dtype), config, folder if has_tokenizer else "bytes"
+    return model.to(dtype), config, find_tokenizer(about)
 
 
 def _merge(about: Mapping[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:

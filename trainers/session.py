@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainers.config import RunConfig
+from trainers.config import RunConfig, TrainConfig
 from trainers.elastic import Elastic, ElasticMember, join_world
 from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainers.restore_progress import RestoreProgress, RestoreStatus
     from trainers.state import RunState
     from trainers.storage import Storage
+    from trainers.strategies.base import Strategy
 
 STARTED_S = time.perf_counter()
 IS_WARM = "torch" in sys.modules  # in a standby
@@ -292,7 +293,7 @@ class Session:
         if config.prefetch:
             samples = Prefetch(samples, config.train.batch, is_pinned=self.ranks.device.type == "cuda")
         return iterate_steps(
-            config.train,
+            self._choose_train(state.strategy),
             model=state.wrapped,
             strategy=state.strategy,
             optimizer=state.optimizer,
@@ -306,6 +307,15 @@ class Session:
             is_read_due=is_read_due,
             clock=clock,
         )
+
+    def _choose_train(self, strategy: "Strategy") -> TrainConfig:
+        """Return the training settings: in an elastic run, with a micro-batch that suits this number of ranks."""
+        train = self.config.train
+        size = strategy.choose_micro_batch(train.batch, train.micro_batch) if self.member else train.micro_batch
+        if size != train.micro_batch and self.ranks.is_first:
+            words = f"{self.ranks.world_size} ranks: passes of {size} samples instead of {train.micro_batch}"
+            print(f"note: {words}, because a pipeline needs passes of equal size", file=sys.stderr, flush=True)
+        return replace(train, micro_batch=size)
 
     def _is_stop_asked(self) -> bool:
         return self.notice.is_given() or (self.member is not None and self.member.is_change_asked)

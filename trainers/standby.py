@@ -23,7 +23,7 @@ STATE_VARIABLE = "BROKER_ELASTIC_STATE"
 EXIT_CODE_HANDED_OVER = 86  # the code of a worker that has handed over to its standby
 HAND_OVER_S = 5.0
 DESCRIPTORS_MAX = 253  # in one message; SCM_MAX_FD of Linux
-READY, END = b"ready", b"\n"
+READY, END, CONFIRMED = b"ready", b"\n", b"."
 SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
 # The session is left out, because it measures the time since its import.
 PREPARED = (
@@ -69,24 +69,37 @@ def receive(path: Path) -> tuple[dict[str, str], list[int]]:
             if not part:
                 raise SystemExit(1)  # the worker died during the handover
             message += part
-        connection.sendall(READY)
-        connection.recv(1)  # returns when the worker has exited and released its device
+        answer = b""
+        with contextlib.suppress(OSError):
+            connection.sendall(READY)
+            answer = connection.recv(1)
+        if answer != CONFIRMED:
+            raise SystemExit(1)  # the worker did not wait for us, and restarts by itself: both would have the same id
+        with contextlib.suppress(OSError):
+            connection.recv(1)  # returns when the worker has exited and released its device
     variables: dict[str, str] = json.loads(message)
     return variables, list(descriptors)
 
 
-def hand_over(path: str, variables: Mapping[str, str], descriptors: Sequence[int]) -> bool:
-    """Hand over to the standby at `path`; return False, without effect, if none is ready."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+def hand_over(path: str, variables: Mapping[str, str], descriptors: Sequence[int]) -> socket.socket | None:
+    """Hand over to the standby at `path`; return None, without effect, if none is ready.
+
+    The standby begins when the returned connection is closed, at the latest by the exit of this process.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
         connection.settimeout(HAND_OVER_S)
         connection.connect(path)
         message = json.dumps(dict(variables)).encode() + END
         sent = socket.send_fds(connection, [message], descriptors)
         connection.sendall(message[sent:])
         if connection.recv(len(READY)) == READY:
-            connection.detach()  # stays open until this process exits
-            return True
-    return False
+            connection.sendall(CONFIRMED)
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
 
 
 class Standbys:

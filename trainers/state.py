@@ -51,10 +51,10 @@ class RunState:
     @cached_property
     def own(self) -> dict[str, Any]:
         """The state of this rank alone, by name."""
-        own = {**self.strategy.own_state(self.model, self.optimizer), "random_numbers": self.random_numbers}
+        own = {**self.strategy.own_state(self.model, self.optimizer), **self.random_numbers.list_states()}
         if self.optimizer.values is not None:
             own["optimizer_values"] = self.optimizer.values
-        return {**own, "library_random_numbers": self.random_numbers.libraries}
+        return own
 
 
 def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: int = 1) -> RunState:

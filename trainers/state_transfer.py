@@ -19,10 +19,19 @@ from trainers.strategies.grid import Part
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """The part of the state that a rank kept from the previous world, and its step."""
+    """The part of the state that a rank kept from an earlier world, and its step.
+
+    A rank that was left behind, because its machine was paused, may hold the same step of another world than the rest.
+    """
 
     step: int  # -1 for nothing
+    world: int = 0  # the name of the one that computed the step
     part: Part
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Parts of equal versions belong together; newer ones compare greater."""
+        return self.step, self.world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,42 +45,42 @@ class Transfer:
 
 def transfer_state(
     ranks: Ranks, part: Part, holdings: Sequence[Holding], kept: Callable[[], Any], shared: Mapping[str, Any]
-) -> int | None:
-    """Load the newest complete state; return its step, or None if there is none. A collective call.
+) -> tuple[int, int] | None:
+    """Load the newest complete state; return its step and world, or None if there is none. A collective call.
 
     `holdings` are those of all ranks, `kept` reads this rank's own state, and `part` is the part that it holds from now
     on.
     """
-    step = find_step(holdings, part.count)
-    if step is None:
+    version = find_version(holdings, part.count)
+    if version is None:
         return None
     live = pack_extra_state({key: holder.state_dict() for key, holder in shared.items()})
     held: dict[int, Any] = {}  # index of a part -> its state
     mine = holdings[ranks.rank]
-    if mine.step == step:
+    if mine.version == version:
         held[mine.part.index] = kept()
     if part.index in held:
         held[part.index] = fill(live, held[part.index])
-    for transfer in plan_transfers(holdings, step, ranks.collect(part.index)):
+    for transfer in plan_transfers(holdings, version, ranks.collect(part.index)):
         if ranks.rank == transfer.source:
             send(held[transfer.index], transfer.target, ranks)
         elif ranks.rank == transfer.target:
             held[transfer.index] = receive(live, transfer.source, ranks)
     for key, state in held[part.index].items():
         shared[key].load_state_dict(unpack_extra_state(state))
-    return step
+    return version
 
 
-def find_step(holdings: Sequence[Holding], count: int) -> int | None:
-    """Return the newest step at which all `count` parts are held; None if there is none."""
-    indexes_held: dict[int, set[int]] = {}
+def find_version(holdings: Sequence[Holding], count: int) -> tuple[int, int] | None:
+    """Return the newest version of which all `count` parts are held; None if there is none."""
+    indexes_held: dict[tuple[int, int], set[int]] = {}
     for holding in holdings:
         if holding.step >= 0 and holding.part.count == count:
-            indexes_held.setdefault(holding.step, set()).add(holding.part.index)
-    return max((step for step, indexes in indexes_held.items() if len(indexes) == count), default=None)
+            indexes_held.setdefault(holding.version, set()).add(holding.part.index)
+    return max((version for version, indexes in indexes_held.items() if len(indexes) == count), default=None)
 
 
-def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]) -> list[Transfer]:
+def plan_transfers(holdings: Sequence[Holding], version: tuple[int, int], wanted: Sequence[int]) -> list[Transfer]:
     """Return the transfers between ranks, in an order without deadlock. `wanted` is the index of each rank's part.
 
     A rank that has received a part forwards it, so a part on a single rank reaches n ranks in log2(n) rounds.
@@ -79,7 +88,7 @@ def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]
     transfers = []
     for index in sorted(set(wanted)):
         holders = [
-            rank for rank, holding in enumerate(holdings) if holding.step == step and holding.part.index == index
+            rank for rank, holding in enumerate(holdings) if holding.version == version and holding.part.index == index
         ]
         waiting = [rank for rank, index_wanted in enumerate(wanted) if index_wanted == index and rank not in holders]
         while waiting:

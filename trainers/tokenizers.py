@@ -1,12 +1,14 @@
 """Convert text to token ids and back: `bytes`, a folder of a Hugging Face model, or an encoding of tiktoken."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainers.errors import TrainerError
 
+TOKENIZER_FILE = "tokenizer.json"
 # Encodings by the better-known name of the model that introduced them.
 MODEL_ENCODINGS = {"gpt2": "gpt2", "gpt4": "cl100k_base", "gpt4o": "o200k_base"}
 
@@ -36,6 +38,33 @@ def create_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     return HuggingFaceTokenizer(Path(name)) if "/" in name or Path(name).is_dir() else TiktokenTokenizer(name)
+
+
+def find_tokenizer(about: Mapping[str, Any]) -> str:
+    """Return the name of the tokenizer of a checkpoint with this description, or its folder, which may be missing."""
+    folder = Path(str(about.get("init_from") or ""))
+    if about.get("init_from") and (folder / TOKENIZER_FILE).is_file():
+        return str(folder)
+    if "tokenizer" in about:
+        return str(about["tokenizer"])
+    # An older checkpoint does not name that of its data.
+    return str(folder) if about.get("init_from") and not folder.is_dir() else ByteTokenizer.name
+
+
+def warn_of_other_tokenizer(name: str, folder: Path, *, is_gpt2: bool) -> None:
+    """Warn if data of the tokenizer `name` is not for the pretrained model in `folder`: ids would mean other tokens."""
+    theirs, mine = folder / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE
+    if not theirs.is_file() or (is_gpt2 and name == "gpt2"):
+        return
+    is_folder = "/" in name or Path(name).is_dir()
+    if is_folder and (not mine.is_file() or mine.read_bytes() == theirs.read_bytes()):
+        return  # equal, or unknown, because the data comes from another machine
+    print(
+        f"warning: the data was tokenized by `{name}`, and `--init-from {folder}` has a tokenizer of its own\n\n"
+        f"hint: `python -m trainers.prepare TEXT --tokenizer {folder} --output tokens`, then `--data.path tokens`",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class ByteTokenizer:
@@ -98,11 +127,12 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise TrainerError(f"the tokenizer in `{folder}` needs a package: `pip install tokenizers`") from error
         try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         except Exception as error:  # the package raises no specific type
             raise TrainerError(f"cannot read `{folder / 'tokenizer.json'}`: {error}") from error
         self.name = str(folder.resolve())
-        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        # Not their number: between the ids of a vocabulary and those of added tokens there may be a gap.
+        self.vocabulary: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._end = self._find_end(folder / "tokenizer_config.json")
 
     def encode(self, text: bytes) -> Sequence[int]:

@@ -215,7 +215,7 @@ def await_kind(heard: queue.Queue[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def make_hello(name: str, place: int = 0) -> dict[str, Any]:
-    return {"kind": "hello", "id": name, "port": 1, "order": [1, place], "holding": [-1, 0, 1], "unit": 1}
+    return {"kind": "hello", "id": name, "port": 1, "order": [1, place], "holding": [-1, 0, 0, 1], "unit": 1}
 
 
 @contextmanager

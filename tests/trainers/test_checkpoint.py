@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from trainers import snapshot
 from trainers.checkpoint import CheckpointManager, find_newest, list_checkpoints
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
+from trainers.randomness import RandomNumbers
 from trainers.ranks import Ranks, join_ranks, leave_ranks
 from trainers.storage import FolderStorage, open_storage
 
@@ -224,6 +225,23 @@ def test_checkpoint_of_another_shape_is_one_line_with_a_hint(tmp_path: Path) -> 
     manager.wait()
     with pytest.raises(CheckpointError, match=r"does not fit this model: .*\[1, 3\].*\n\nhint: use the `--model"):
         open_for(4, 2).restore()
+
+
+def test_run_on_a_cpu_continues_on_a_gpu_and_then_keeps_its_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was refused as one of another model, because it lacks the generator of a GPU."""
+    restored: list[int] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.full((16,), 7, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(int(state[0])))
+    for attempt, (kind, before, after) in enumerate([("cpu", None, []), ("cuda", 5, []), ("cuda", 10, [7])], start=1):
+        own = RandomNumbers(torch.device(kind)).list_states()
+        manager = CheckpointManager(
+            FolderStorage(tmp_path), ALONE, attempt=attempt, keep=3, shared={"counter": Counter()}, own=own
+        )
+        assert (manager.restore(), restored) == (before, after)
+        manager.save(5 * attempt)
+        manager.wait()
 
 
 class Undeletable(FolderStorage):

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from tests.tiers import long
 from trainers.config import Config, find_problem
+from trainers.elastic import ElasticMember
 from trainers.launch import parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
 from trainers.session import Session
-from trainers.state_transfer import Holding, find_step, plan_transfers
+from trainers.state_transfer import Holding, find_version, plan_transfers
 from trainers.strategies.grid import Part
 
 from .conftest import STEADY, Start, TrainingFolder, await_line, await_step, count_lost_steps
@@ -50,11 +51,10 @@ class Ears(Member):
 
 
 def make_member(
-    name: str, *, order: tuple[int, int], step: int = -1, unit: int = 1, holding: tuple[int, int, int] | None = None
+    name: str, *, order: tuple[int, int], step: int = -1, unit: int = 1, part: tuple[int, int] = (0, 1), world: int = 0
 ) -> Ears:
-    member = Ears(
-        id=name, address=f"host-{name}", port=1, order=order, holding=holding or (step, 0, 1), unit=unit, writer=None
-    )
+    holding = (step, world, *part)
+    member = Ears(id=name, address=f"host-{name}", port=1, order=order, holding=holding, unit=unit, writer=None)
     member.ear = Ear()
     return member
 
@@ -94,7 +94,7 @@ def test_lost_member_is_reported_to_the_others_which_form_the_next_world() -> No
     c = come_back(rendezvous, c, rank=2, step=8)
     for member, rank in ((b, 0), (c, 1)):
         (world,) = member.ear.received
-        assert (world["rank"], world["world_size"], world["holdings"]) == (rank, 2, [(7, 0, 1), (8, 0, 1)])
+        assert (world["rank"], world["world_size"], world["holdings"]) == (rank, 2, [(7, 0, 0, 1), (8, 0, 0, 1)])
         assert (world["generation"], world["address"]) == (2, "host-b")
 
 
@@ -165,7 +165,19 @@ def test_end_of_the_run_is_not_a_loss() -> None:
     rendezvous.depart(a)
     rendezvous.arrive(late)
     assert b.ear.take() == ["world"]
-    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True}]
+    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True, "is_stopped": False}]
+
+
+def test_workers_that_wait_are_dismissed_when_the_others_stop() -> None:
+    """They waited on, and their launcher for them, although no world would form any more."""
+    rendezvous, members = gather(least=3)
+    spare, late = make_member("y", order=(1, 6)), make_member("z", order=(1, 7))
+    rendezvous.most = 3
+    rendezvous.arrive(spare)
+    for member in members:
+        rendezvous.vote(member, is_leaving=member is not members[0])
+    rendezvous.arrive(late)
+    assert spare.ear.received == late.ear.received == [{"kind": "end", "is_over": True, "is_stopped": True}]
 
 
 def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
@@ -176,7 +188,7 @@ def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
     rendezvous.depart(c)
     again = []
     for rank, member in ((0, a), (1, b), (3, d)):
-        again.append(make_member(member.id, order=(0, rank), unit=2, holding=(7, rank % 2, 2)))
+        again.append(make_member(member.id, order=(0, rank), unit=2, step=7, part=(rank % 2, 2)))
         rendezvous.depart(member)
         rendezvous.arrive(again[-1])
     assert [each.ear.take() for each in again] == [["world"], ["world"], []]
@@ -187,42 +199,76 @@ def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
 
 def test_parts_alternate_in_their_order_so_that_few_have_to_be_sent() -> None:
     parts = [("a", 1), ("b", 1), ("c", 0), ("d", 0)]
-    members = [make_member(name, order=(0, place), holding=(9, index, 2)) for place, (name, index) in enumerate(parts)]
-    older, newcomer = make_member("e", order=(0, 4), holding=(8, 0, 2)), make_member("f", order=(1, 0))
+    members = [
+        make_member(name, order=(0, place), step=9, part=(index, 2)) for place, (name, index) in enumerate(parts)
+    ]
+    older, newcomer = make_member("e", order=(0, 4), step=8, part=(0, 2)), make_member("f", order=(1, 0))
     assert [each.id for each in arrange([*members, older, newcomer])] == ["c", "a", "d", "b", "e", "f"]
     # Where a part is missing, whoever would have to be sent one anyway takes its place.
     assert [each.id for each in arrange([*members[2:], newcomer])] == ["c", "f", "d"]
+    left_behind = make_member("g", order=(0, 0), step=9, part=(1, 2), world=-1)
+    assert [each.id for each in arrange([left_behind, *members[2:]])] == ["c", "g", "d"]
 
 
-def hold(step: int, index: int = 0, count: int = 1) -> Holding:
-    return Holding(step=step, part=Part(index=index, count=count))
+def hold(step: int, index: int = 0, count: int = 1, *, world: int = 0) -> Holding:
+    return Holding(step=step, world=world, part=Part(index=index, count=count))
+
+
+def test_rank_that_was_left_behind_takes_the_state_of_the_others_though_it_is_of_the_same_step() -> None:
+    """Its machine was paused, and it computed the step in the former world: its weights differ in the last bits."""
+    paused, others = hold(8, world=3), [hold(8, world=5)] * 2
+    version = find_version([paused, *others], 1)
+    assert version == (8, 5)
+    assert [each.target for each in plan_transfers([paused, *others], version, [0, 0, 0])] == [0]
+    halves = [hold(8, 0, 2, world=3), hold(8, 1, 2, world=5), hold(7, 0, 2, world=3), hold(7, 1, 2, world=3)]
+    assert find_version(halves, 2) == (7, 3), "halves of different worlds make no state"
+
+
+def test_state_belongs_to_the_world_that_computed_its_step() -> None:
+    member: Any = ElasticMember.__new__(ElasticMember)
+    member.world, live = SimpleNamespace(name=5), SimpleNamespace(holding=(8, 1, 2))
+    member._taken = None
+    assert member._describe(live) == (8, 5, 1, 2)
+    member._taken = (7, 3)
+    assert member._describe(live) == (8, 5, 1, 2)
+    live.holding = (7, 1, 2)
+    assert member._describe(live) == (7, 3, 1, 2), "taken over, and no step was made since"
+
+
+def test_worlds_have_different_names_which_all_their_members_know() -> None:
+    rendezvous, members = gather()
+    (first,) = {each.ear.received[-1]["name"] for each in members}
+    rendezvous.depart(members[2])
+    members = [come_back(rendezvous, each, rank=rank, step=7) for rank, each in enumerate(members[:2])]
+    (second,) = {each.ear.received[-1]["name"] for each in members}
+    assert first != second
 
 
 def test_state_is_whole_at_the_newest_step_of_which_every_part_is_held() -> None:
-    assert find_step([hold(7), hold(8), hold(-1)], 1) == 8
+    assert find_version([hold(7), hold(8), hold(-1)], 1) == (8, 0)
     halves = [hold(7, 0, 2), hold(7, 1, 2), hold(8, 1, 2)]
-    assert find_step(halves, 2) == 7
-    assert find_step(halves, 1) is None and find_step(halves[1:], 2) is None
-    assert find_step([hold(-1, 0, 1)], 1) is None
+    assert find_version(halves, 2) == (7, 0)
+    assert find_version(halves, 1) is None and find_version(halves[1:], 2) is None
+    assert find_version([hold(-1, 0, 1)], 1) is None
 
 
 @given(holdings=st.lists(st.tuples(st.integers(6, 8), st.integers(0, 2)), min_size=1, max_size=12), data=st.data())
 def test_every_rank_comes_to_hold_its_part_in_few_rounds(holdings: list[tuple[int, int]], data: st.DataObject) -> None:
     held = [hold(step, index, 3) for step, index in holdings]
-    step = find_step(held, 3)
-    if step is None:
+    version = find_version(held, 3)
+    if version is None:
         return
     indexes = st.integers(0, 2)
     wanted = data.draw(st.lists(indexes, min_size=len(held), max_size=len(held)))
-    has = [{each.part.index} if each.step == step else set() for each in held]
-    for transfer in plan_transfers(held, step, wanted):
+    has = [{each.part.index} if each.version == version else set() for each in held]
+    for transfer in plan_transfers(held, version, wanted):
         assert transfer.index in has[transfer.source] and transfer.index not in has[transfer.target]
         has[transfer.target].add(transfer.index)
     assert all(index in parts for index, parts in zip(wanted, has, strict=True))
 
 
 def test_part_that_one_of_sixteen_holds_comes_to_all_in_four_rounds() -> None:
-    transfers = plan_transfers([hold(5), *[hold(4)] * 15], 5, [0] * 16)
+    transfers = plan_transfers([hold(5), *[hold(4)] * 15], (5, 0), [0] * 16)
     round_of = {0: 0}
     busy: dict[int, int] = {}
     for each in transfers:

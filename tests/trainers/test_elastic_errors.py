@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from tests.fuzz.targets_gang import come, open_rendezvous
+from tests.fuzz.targets_gang import await_that, come, open_rendezvous
 from trainers import elastic
 from trainers.elastic import ElasticMember
+from trainers.preemption import PreemptionNotice
 from trainers.wire import Credential, Wire
 
 from .test_elastic import come_back, gather
@@ -47,9 +50,8 @@ def test_error_that_no_lost_peer_causes_is_not_waited_for() -> None:
         member.await_change(error)
 
 
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ElasticMember, Wire]]:
-    """A member of a world of two, and the connection of the other one."""
+def prepare_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment of a worker, but for the address of its rendezvous."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # set by the member
         monkeypatch.setenv(name, "")
     for name in ("BROKER_ELASTIC_WORLD", "BROKER_GANG_PEM", "BROKER_ELASTIC_NAMED"):
@@ -57,6 +59,31 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ElasticMember, Wire]
     monkeypatch.setenv("BROKER_ELASTIC_MEMBER", "0.b")
     monkeypatch.setenv("BROKER_ELASTIC_ORDER", "[1, 1]")
     monkeypatch.setenv("BROKER_ELASTIC_SECRET", SECRET.secret or "")
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_worker_that_waits_for_its_first_world_leaves_at_a_preemption_notice(
+    is_reached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignored the notice, as it does between two steps, until it was killed or had waited for 20 minutes."""
+    prepare_member(monkeypatch)
+    monkeypatch.setattr(elastic, "SEARCH_S", 0.01)
+    notice = PreemptionNotice(tmp_path / "notice")
+    with open_rendezvous(2, credential=SECRET) as (rendezvous, server):
+        # Nothing listens on the port 1.
+        monkeypatch.setenv("BROKER_ELASTIC_AT", f"127.0.0.1:{server.port if is_reached else 1}")
+        notify = Thread(target=lambda: (await_that(lambda: rendezvous.waiting, ""), (tmp_path / "notice").touch()))
+        notify.start() if is_reached else (tmp_path / "notice").touch()
+        with pytest.raises(SystemExit) as leave:
+            ElasticMember(os.environ["BROKER_ELASTIC_AT"], notice=notice)
+        assert leave.value.code == 143
+        await_that(lambda: not rendezvous.waiting, "it still waits")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ElasticMember, Wire]]:
+    """A member of a world of two, and the connection of the other one."""
+    prepare_member(monkeypatch)
     # At the loss of the other one it would execute pytest again.
     monkeypatch.setattr(ElasticMember, "restart", lambda self: None)
     with open_rendezvous(credential=SECRET) as (_, server):

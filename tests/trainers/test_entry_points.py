@@ -13,6 +13,7 @@ from tests.tiers import long
 from trainers import export
 from trainers.allreduce import RESULTS, describe, find_bus_factor, iterate_plan, parse_config, read_results
 from trainers.collectives import Collective
+from trainers.errors import TrainerError
 from trainers.safetensors import SafetensorsFolder, write_safetensors
 
 from .strategies.conftest import TOTAL, Worlds, read_lines, read_losses
@@ -172,6 +173,21 @@ def test_safetensors_in_several_files_are_read_by_their_index(tmp_path: Path) ->
     folder = SafetensorsFolder(tmp_path)
     assert all(torch.equal(folder.read(name), tensor) for name, tensor in tensors.items())
     assert "a" in folder and "d" not in folder
+
+
+def test_model_that_was_exported_over_a_larger_one_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model-00001.safetensors", {"a": torch.zeros(2)}, {})
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+    write_safetensors(tmp_path / "model.safetensors", {"a": torch.ones(2)}, {})
+    assert SafetensorsFolder(tmp_path).read("a").tolist() == [1.0, 1.0]
+
+
+def test_file_that_was_copied_in_part_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"a": torch.ones(2), "b": torch.ones(2)}, {})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TrainerError, match=r"no readable safetensors: `model.safetensors` is cut off in `b`"):
+        SafetensorsFolder(tmp_path)
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from trainers.lm import build
 from trainers.lm import main as train
 from trainers.prepare import main as prepare
 from trainers.serve_model import load_model
-from trainers.tokenizers import create_tokenizer
+from trainers.tokenizers import create_tokenizer, find_tokenizer, warn_of_other_tokenizer
 
 from .strategies.conftest import Worlds, read_lines, read_losses
 
@@ -241,6 +241,49 @@ def test_tokenizer_of_a_folder_encodes_ends_documents_and_decodes(tmp_path: Path
     assert about["vocabulary"] == 4 and create_tokenizer(about["tokenizer"]).vocabulary == 4
     with pytest.raises(TrainerError, match=r"cannot read `.*tokenizer\.json`"):
         create_tokenizer(str(tmp_path / "none"))
+
+
+def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
+    """Its number of tokens was taken for the bound of their ids, beyond which the model has no embedding."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 300, "?": 2}, unk_token="?"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = create_tokenizer(str(tmp_path))
+    assert tokenizer.vocabulary == 301 and list(tokenizer.encode(b"two")) == [300] and tokenizer.decode([300]) == "two"
+    (tmp_path / "text.txt").write_text("two")
+    assert prepare([str(tmp_path / "text.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "out/tokens.json").read_text())["dtype"] == "uint16"
+
+
+def test_tokenizer_of_a_checkpoint_is_that_of_its_data(tmp_path: Path) -> None:
+    """It was `bytes` unless `--init-from` had one, so a model of other tokens wrote nonsense."""
+    config = parse_config(["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--model.context", "8"])
+    assert find_tokenizer(build(config, torch.device("cpu")).about) == "bytes"
+    older = {"init_from": str(tmp_path / "gone")}
+    assert find_tokenizer({"init_from": "", "tokenizer": "gpt2"}) == "gpt2"
+    assert find_tokenizer({**older, "tokenizer": "/tokens/of"}) == "/tokens/of"
+    assert find_tokenizer(older) == str(tmp_path / "gone"), "unknown: whoever needs it says which folder is missing"
+    assert find_tokenizer({"init_from": str(tmp_path)}) == find_tokenizer({}) == "bytes"
+    (tmp_path / "tokenizer.json").touch()
+    assert find_tokenizer({"init_from": str(tmp_path), "tokenizer": "/tokens/of"}) == str(tmp_path)
+
+
+def test_data_of_another_tokenizer_than_the_model_s_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, same, other = (tmp_path / name for name in ("model", "same", "other"))
+    for folder in (model, same, other):
+        folder.mkdir()
+    warn_of_other_tokenizer("bytes", model, is_gpt2=False)  # it has no tokenizer
+    for folder in (model, same, other):
+        (folder / "tokenizer.json").write_text("{}" if folder != other else "[]")
+    warn_of_other_tokenizer("gpt2", model, is_gpt2=True)
+    for known in (model, same, tmp_path / "gone"):
+        warn_of_other_tokenizer(str(known), model, is_gpt2=False)
+    assert capsys.readouterr().err == ""
+    for name in ("bytes", "gpt2", str(other)):
+        warn_of_other_tokenizer(name, model, is_gpt2=False)
+        assert f"warning: the data was tokenized by `{name}`" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ from tests.tiers import examples, spread
 from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.gang_file import find_epoch, read_leader
-from trainers.launch import PEM_MISSING
+from trainers.launch import PEM_MISSING, Plan, serve_rendezvous
 from trainers.rendezvous import SILENT_LOOKS, Rendezvous
 from trainers.rendezvous_search import Past, Places
 from trainers.rendezvous_server import RendezvousServer, listen
@@ -200,9 +200,10 @@ def test_damaged_file_names_no_leader(content: str, gang_file: Path) -> None:
         {"order": [1]},
         {"order": [1, 2**80]},
         {"order": [1, None]},
-        {"holding": [0, 1, 1]},
-        {"holding": [-2, 0, 1]},
-        {"holding": [0, 0, 0]},
+        {"holding": [0, 0, 1, 1]},
+        {"holding": [-2, 0, 0, 1]},
+        {"holding": [0, 0, 0, 0]},
+        {"holding": [0, 0, 1]},
         {"holding": {}},
         {"unit": 0},
         {"unit": 0.5},
@@ -307,6 +308,23 @@ def test_server_listens_at_the_first_nodes_address_only() -> None:
             assert listener.getsockname()[0] == bound
     with listen("127.0.0.1", 0) as listener, pytest.raises(OSError, match="in use"):
         listen("127.0.0.1", listener.getsockname()[1])
+
+
+def test_port_in_use_ends_the_first_node_with_a_hint_and_another_one_not(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"BROKER_ELASTIC_SECRET": "ab" * 32}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for rank in range(2):
+            plan = Plan(
+                workers=1, node_rank=rank, node_count=2, master_address="127.0.0.1", master_port=port,
+                addresses=("127.0.0.1",) * 2,
+            )  # fmt: skip
+            if rank == 0:
+                with pytest.raises(SystemExit, match=f"port {port}: Address already in use(?s:.*)hint: end the run"):
+                    serve_rendezvous(plan, {"least": 1, "most": 2}, port, given)
+            else:
+                assert serve_rendezvous(plan, {"least": 1, "most": 2}, port, given) is None
+                assert f"note: port {port}: Address already in use" in capsys.readouterr().err
 
 
 def test_worker_and_agent_speak_the_same_tls_in_both_directions_at_once() -> None:

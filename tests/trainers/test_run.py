@@ -21,7 +21,7 @@ from trainers.devices import advise, check_memory, find_peak_flops, is_out_of_me
 from trainers.errors import TrainerError
 from trainers.generate import write_text
 from trainers.lm import count_flops, main
-from trainers.loop import Position, StepReport, Work, iterate_steps
+from trainers.loop import DeviceLog, Position, StepReport, Work, iterate_steps
 from trainers.losses import next_token_loss
 from trainers.metrics import Meter, MetricFiles
 from trainers.models import create_language_model
@@ -170,6 +170,17 @@ def test_run_that_can_no_longer_learn_stops_with_a_hint(on_nan: str, poisoned: t
     config = TrainConfig(steps=9, batch=4, micro_batch=4, on_nan=on_nan, skips_max=2)
     with pytest.raises(TrainerError, match=f"gradients of {message}(?s:.*)hint: lower `--train.learning_rate`"):
         list(take_steps(make_model(), config, Poison(*poisoned)))
+
+
+def test_ranks_that_used_different_layers_end_the_run_at_the_next_reading() -> None:
+    log = DeviceLog(TrainConfig())
+    for step, is_mixed in enumerate((False, True, False), start=1):
+        log.add(step, torch.ones(()), torch.zeros(2), is_overflow=False, mixture=torch.tensor(is_mixed))
+    with pytest.raises(TrainerError, match=r"different parameters in step 2(?s:.*)hint: `ddp`"):
+        log.read()
+    log = DeviceLog(TrainConfig())
+    log.add(1, torch.ones(()), torch.zeros(2), is_overflow=False)
+    assert log.read().norm == 1.0
 
 
 def test_z_loss_is_the_mean_of_squared_log_sums() -> None:

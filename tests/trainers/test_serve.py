@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import Awaitable, Callable
@@ -34,18 +35,19 @@ KINDS = {
 }
 
 
-def make_model(kind: str) -> tuple[Any, ModelConfig]:
+def make_model(kind: str, vocabulary: int = 256) -> tuple[Any, ModelConfig]:
     torch.manual_seed(3)
-    model = create_language_model(KINDS[kind].kind, KINDS[kind])
+    config = dataclasses.replace(KINDS[kind], vocabulary=vocabulary)
+    model = create_language_model(config.kind, config)
     with torch.no_grad():  # initial weights are so small that all tokens are nearly as likely
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8.0)
-    return model.eval(), KINDS[kind]
+    return model.eval(), config
 
 
-def make_engine(kind: str = "gpt", slots: int = 3) -> Engine:
-    model, config = make_model(kind)
+def make_engine(kind: str = "gpt", slots: int = 3, vocabulary: int = 256) -> Engine:
+    model, config = make_model(kind, vocabulary)
     return Engine(CachedModel(model, config, slots=slots, device=CPU), slots=slots, vocabulary=256)
 
 
@@ -161,9 +163,10 @@ def serve(
     check: Callable[[int], Awaitable[None]],
     preemption_file: Path | None = None,
     prepare: Callable[[Engine], None] = lambda engine: None,
+    vocabulary: int = 256,
 ) -> None:
     async def run() -> None:
-        engine = make_engine()
+        engine = make_engine(vocabulary=vocabulary)
         prepare(engine)
         engine.start()
         api = Api(engine, ByteTokenizer(), name="tiny", context=64, preemption_file=preemption_file)
@@ -234,7 +237,8 @@ def test_chat_streams_deltas_and_other_paths_answer() -> None:
     [{"prompt": ""}, {"prompt": [999]}, {"prompt": "a" * 64}, {"prompt": "a", "max_tokens": "x"}, {"prompt": ["a"]},
      {"prompt": "a", "resumed_tokens": 2}, {"prompt": "a", "temperature": float("nan")}, {"prompt": "a", "seed": 1e999},
      {"prompt": "a", "stop": "x"}, {"prompt": "a", "n": 2}, {"prompt": "a", "logprobs": 0}, {"prompt": 5},
-     {"prompt": {"a": 1}}, {"prompt": "\ud800"}, {"prompt": "a", "stream_options": "x"}],
+     {"prompt": {"a": 1}}, {"prompt": "\ud800"}, {"prompt": "a", "stream_options": "x"},
+     {"prompt": "a", "temperature": 10**400}],
 )  # fmt: skip
 def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> None:
     async def check(port: int) -> None:
@@ -242,6 +246,18 @@ def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> N
         assert status == 400 and json.loads(content)["error"]["message"]
 
     serve(check)
+
+
+def test_tokens_beyond_the_vocabulary_of_the_model_are_refused_and_do_not_end_the_engine() -> None:
+    """One such request, tried at one replica after the other, ended all of them."""
+
+    async def check(port: int) -> None:
+        for prompt in ("\u00e9", [5, 128]):
+            status, content = await call(port, "/v1/completions", {"prompt": prompt})
+            assert status == 400 and "ids below 128" in json.loads(content)["error"]["message"]
+        assert (await call(port, "/v1/completions", {"prompt": [5, 127]}))[0] == 200
+
+    serve(check, vocabulary=128)
 
 
 def test_fields_with_their_defaults_are_accepted() -> None:

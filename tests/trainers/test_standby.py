@@ -1,15 +1,19 @@
 """A worker's state and variables come to its standby, and the launcher follows."""
 
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from trainers import launch
 from trainers.standby import (
     COMMAND_VARIABLE,
+    END,
     EXIT_CODE_HANDED_OVER,
     PATH_VARIABLE,
     Standbys,
@@ -29,8 +33,8 @@ def hand_over_in_child(path: str, variables: dict[str, str], contents: list[byte
     kept = [os.memfd_create("test", 0) for _ in contents]
     for descriptor, content in zip(kept, contents, strict=True):
         os.write(descriptor, content)
-    is_taken = hand_over(path, variables, kept)
-    os._exit(EXIT_CODE_HANDED_OVER if is_taken else 1)
+    connection = hand_over(path, variables, kept)
+    os._exit(EXIT_CODE_HANDED_OVER if connection else 1)
 
 
 @pytest.mark.parametrize("contents", [[b"state" * 1000], [b"a", b"bc", b"d"], []], ids=["state", "parts", "no state"])
@@ -57,7 +61,56 @@ def test_variables_and_state_arrive(tmp_path: Path, contents: list[bytes]) -> No
 
 
 def test_standby_that_is_not_ready_takes_over_nothing(tmp_path: Path) -> None:
-    assert not hand_over(str(tmp_path / "missing"), {}, [])
+    assert hand_over(str(tmp_path / "missing"), {}, []) is None
+
+
+def test_standby_of_a_worker_that_did_not_wait_for_it_begins_nothing(tmp_path: Path) -> None:
+    """That worker restarts by itself: the standby would be a second one with the same id."""
+    path = tmp_path / "socket"
+    codes: list[object] = []
+
+    def be_standby() -> None:
+        try:
+            receive(path)
+            codes.append(0)
+        except SystemExit as leave:
+            codes.append(leave.code)
+
+    standby = threading.Thread(target=be_standby)
+    standby.start()
+    while True:  # until it listens
+        with socket.socket(socket.AF_UNIX) as worker:
+            try:
+                worker.connect(str(path))
+            except OSError:
+                continue
+            worker.sendall(b"{}" + END)
+            break
+    standby.join(timeout=300)
+    assert codes == [1]
+
+
+def test_worker_that_was_killed_starts_again_in_its_standby(tmp_path: Path) -> None:
+    """The launcher hands over for it, and goes on running: the standby waited for its exit, forever."""
+    path = tmp_path / "socket"
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writing, receive(path)[0]["A"].encode())
+        os._exit(0)
+    standbys = Standbys(["/bin/true"])
+    standbys._pids[pid] = 0
+    command = ["/bin/true"], {PATH_VARIABLE: str(path), "A": "b"}
+    while (successor := launch._start_again(0, command, standbys)) != pid:  # until it listens
+        os.waitpid(successor, 0)
+    has_begun = bool(select.select([reading], [], [], 60.0)[0])
+    if not has_begun:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    standbys.end()
+    assert has_begun and os.read(reading, 9) == b"b"
+    os.close(reading)
+    os.close(writing)
 
 
 def test_launcher_replaces_a_standby_that_was_taken_but_not_one_that_died() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -153,6 +156,48 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
         assert cache.read(chunk)[0] == chunk
     kept = {int(path.stem) for path in tmp_path.glob("*.chunk")}
     assert kept == {3, 4, 5}
+
+
+def test_chunks_from_before_the_clock_was_set_back_make_room_for_those_in_use(tmp_path: Path) -> None:
+    cache = ChunkCache(tmp_path, lambda chunk: bytes([chunk]) * 68, bytes_max=300, open_max=1)
+    later_s = time.time() + 3600
+    for chunk in range(6):
+        cache.read(chunk)
+        if chunk < 3:
+            os.utime(tmp_path / f"{chunk}.chunk", (later_s, later_s))
+    assert {int(path.stem) for path in tmp_path.glob("*.chunk")} == {3, 4, 5}
+
+
+def test_chunks_are_read_from_memory_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk ended the run, although it needed the disk only to save requests."""
+    fetched: list[int] = []
+
+    def fetch(chunk: int) -> bytes:
+        fetched.append(chunk)
+        return bytes([chunk]) * 68
+
+    cache, write, capacity = ChunkCache(tmp_path, fetch, bytes_max=300, open_max=1), Path.write_bytes, 210
+
+    def write_while_there_is_space(path: Path, content: bytes) -> int:
+        if sum(each.stat().st_size for each in tmp_path.iterdir()) + len(content) > capacity:
+            write(path, b"a part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_while_there_is_space)
+    for chunk in range(4):  # two of the same size fit
+        assert cache.read(chunk)[:68] == bytes([chunk]) * 68
+    assert capsys.readouterr().err == "" and fetched == [0, 1, 2, 3]
+    capacity = 0
+    for chunk in (4, 5, 4):
+        assert cache.read(chunk)[:68] == bytes([chunk]) * 68
+        cache.prefetch([chunk + 1])
+    assert capsys.readouterr().err.count("is full") == 1 and fetched == [0, 1, 2, 3, 4, 5, 4]
+    assert not list(tmp_path.glob("*.partial"))
+    capacity = 300
+    assert cache.read(6)[0] == 6 and (tmp_path / "6.chunk").exists() and not cache._is_full
 
 
 def test_language_model_s_data_is_streamed_with_its_validation_files(tokens: Path, tmp_path: Path) -> None:

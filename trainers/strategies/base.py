@@ -122,6 +122,13 @@ class Strategy:
             self._buffers = SharedBuffers(model)
         self._buffers.take_first([self.grid.group(each) for each in axes] if self.grid.size("island") > 1 else [None])
 
+    def find_mixture(self, model: nn.Module) -> Tensor | None:
+        """After the passes of a step, return whether gradients of different parameters were mixed, on the device.
+
+        None if that cannot happen.
+        """
+        return None
+
     # For a strategy under which a rank updates only a part of parameters that it holds whole.
 
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -161,6 +168,13 @@ class Strategy:
         return passes
 
     # For a strategy that orders forward and backward passes itself: a pipeline.
+
+    def choose_micro_batch(self, batch: int, micro_batch: int) -> int:
+        """Return the largest number of samples of a pass, at most `micro_batch`, with which a step can be taken.
+
+        Returns `micro_batch` if there is none. Elastic runs call it, because the number of ranks changes.
+        """
+        return micro_batch
 
     @property
     def has_own_schedule(self) -> bool:

@@ -45,6 +45,10 @@ class Combined(Strategy):
                 stack.enter_context(part.micro_step(model, last=last))
             yield
 
+    def choose_micro_batch(self, batch: int, micro_batch: int) -> int:
+        """Delegate to the part with passes of equal size."""
+        return self._find_owner("choose_micro_batch").choose_micro_batch(batch, micro_batch)
+
     @property
     def has_own_schedule(self) -> bool:
         """Return whether one of the parts has its own schedule."""
@@ -58,6 +62,10 @@ class Combined(Strategy):
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         """Delegate to the part that selects its own parameters."""
         return self._find_owner("list_trained").list_trained(model)
+
+    def find_mixture(self, model: nn.Module) -> Tensor | None:
+        """Delegate to the part that shards parameters."""
+        return self._find_owner("find_mixture").find_mixture(model)
 
     def count_state_bytes(self) -> float:
         """Return the bytes under the part that saves the most memory."""

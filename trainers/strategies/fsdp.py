@@ -1,11 +1,13 @@
 """PyTorch's fully_shard: parameters, gradients and moments are sharded, and parameters gathered block by block."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from trainers.errors import TrainerError
 from trainers.strategies.base import Strategy
@@ -53,6 +55,23 @@ class FullyShardedDataParallel(Strategy):
         for root in self._roots:
             root.set_requires_gradient_sync(last)
         yield
+
+    def find_mixture(self, model: nn.Module) -> Tensor | None:
+        """Return whether ranks used different parameters. A collective call.
+
+        fully_shard exchanges the weights and gradients of the layers that each rank calls, in the order of its calls.
+        If ranks call different layers of equal shapes, these are mixed without an error.
+        """
+        if not self._roots:
+            return None
+        trained = [parameter for _, parameter in self.list_trained(model) if parameter.requires_grad]
+        used = [parameter.grad is not None for parameter in trained]
+        uses = torch.ones(len(used), device=self.ranks.device)
+        if not all(used):
+            uses.copy_(torch.tensor(used))
+        for axis in self.AXES:
+            dist.all_reduce(uses, group=self.grid.group(axis))
+        return ((uses > 0) & (uses < math.prod(map(self.grid.size, self.AXES)))).any()
 
     def _settings(self) -> dict[str, Any]:
         from torch.distributed.fsdp import MixedPrecisionPolicy

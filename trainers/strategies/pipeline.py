@@ -1,11 +1,13 @@
 """Pipeline parallelism with torch.distributed.pipelining: stages of blocks on different ranks (arXiv:2104.04473)."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from trainers.data import samples_of_rank
 from trainers.errors import TrainerError
 from trainers.models.cuts import Segmentable
 from trainers.strategies.base import Passes, Strategy
@@ -43,6 +45,18 @@ class PipelineParallel(Strategy):
         """Return whether there is more than one stage."""
         return self.grid.size("pipeline") > 1
 
+    def choose_micro_batch(self, batch: int, micro_batch: int) -> int:
+        """Return the largest number that divides the samples of every share, with enough passes for the schedule."""
+        ranks, shares = self.grid.size("pipeline"), self.share.count
+        if ranks == 1 or batch < shares:
+            return micro_batch
+        sizes = [len(samples_of_rank(0, batch, share, shares)) for share in range(shares)]
+        for size in range(micro_batch, 0, -1):
+            count = math.ceil(max(sizes) / size)
+            if math.gcd(*sizes) % size == 0 and not find_count_needed(self.options.pipeline.schedule, count, ranks):
+                return size
+        return micro_batch
+
     def has_equal_work(self) -> bool:
         """Return whether there is one stage: stages differ, the last one by the output layer and the loss."""
         return self.grid.size("pipeline") == 1
@@ -57,8 +71,9 @@ class PipelineParallel(Strategy):
                 "a pipeline needs micro-batches of equal size; "
                 f"choose a `--train.batch` that {self.share.count} x `--train.micro_batch` divides"
             )
-        self._scale = passes.scale(first)
-        self.scale_own_losses(model, self._scale)
+        # A share without further samples repeats its last one with weight 0.
+        self._scales = [passes.scale(part) for part in micro_batches]
+        self.scale_own_losses(model, sum(self._scales) / len(self._scales))
         if self._schedule is None:
             self._schedule = self._make_schedule(model, passes)
         losses: list[Tensor] = []
@@ -84,9 +99,13 @@ class PipelineParallel(Strategy):
         return getattr(pipelining, SCHEDULES[name])(
             stages if name == "interleaved" else stages[0],
             n_microbatches=count,
-            loss_fn=lambda outputs, targets: passes.loss(outputs, targets) * self._scale,
+            loss_fn=lambda outputs, targets: passes.loss(outputs, targets) * self._find_scale(targets),
             scale_grads=False,
         )
+
+    def _find_scale(self, targets: Tensor) -> float:
+        """Return the factor of the loss of a micro-batch, whose targets are a view of those of all micro-batches."""
+        return self._scales[targets.storage_offset() // targets.numel()]
 
     def _make_stage(self, module: nn.Module, place: int, passes: Passes) -> Any:
         from torch.distributed.pipelining import PipelineStage
@@ -129,12 +148,18 @@ class Stages(nn.ModuleList):
         return passed
 
 
+def find_count_needed(schedule: str, count: int, ranks: int) -> str:
+    """Return how many micro-batches torch's schedule needs, if it does not support this number; "" if it does."""
+    if schedule == "1f1b" and count < ranks:
+        return f"at least {ranks}"
+    return f"a multiple of {ranks}" if schedule == "interleaved" and count % ranks else ""
+
+
 def _check_count(schedule: str, count: int, ranks: int) -> None:
     """Raise TrainerError for a number of micro-batches that torch's schedule does not support."""
-    needs = {"1f1b": f"at least {ranks}", "interleaved": f"a multiple of {ranks}"}
-    if (schedule == "1f1b" and count < ranks) or (schedule == "interleaved" and count % ranks):
+    if needed := find_count_needed(schedule, count, ranks):
         raise TrainerError(
-            f"`{schedule}` needs {needs[schedule]} micro-batches per step on each rank, not {count}; "
+            f"`{schedule}` needs {needed} micro-batches per step on each rank, not {count}; "
             "see `--train.batch` and `--train.micro_batch`"
         )
 

@@ -158,7 +158,9 @@ class ShardedGradients(ShardedOptimizerStates):
 class Bucket:
     """Parameters whose gradients, and later values, are sent as one message with a segment for each rank.
 
-    Each segment has the length of the first rank's rows, which is the maximum; others leave its end unused.
+    Each segment has the length of the first rank's rows, which is the maximum; others leave its end unused. Behind the
+    gradients, it has a number for each parameter, whose sum is the number of ranks that used it: a parameter that no
+    rank has used in a step gets no gradient, and AdamW leaves it as it is, as under the other strategies.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Any]], *, count: int, place: int, group: Any) -> None:
@@ -169,6 +171,8 @@ class Bucket:
         self._lengths = [own_rows(whole, count=count, place=0).numel() for whole in self.parameters]
         first = self.parameters[0]
         self._sums = torch.zeros(sum(self._lengths), dtype=first.dtype, device=first.device)
+        self._uses = self._sums.new_zeros(len(pairs))  # by all ranks
+        self._used = [False] * len(pairs)  # by this one
         self._under_way: tuple[Any, Tensor, Tensor] | None = None
 
     def list_gradients(self) -> list[Tensor]:
@@ -177,32 +181,39 @@ class Bucket:
 
     def begin(self, *, is_first: bool) -> None:
         """Start the reduce-scatter and free the gradients; `is_first`: they replace the sums instead of being added."""
-        flat = self._sums.new_zeros(self._count, len(self._sums))
+        length, used = len(self._sums), [whole.grad is not None for whole in self.parameters]
+        flat = self._sums.new_zeros(self._count, length + len(used))
+        flat[:, length:] = 1 if all(used) else flat.new_tensor(used)
         for place, row in enumerate(flat):
-            for target, whole in zip(self._view(row, place), self.parameters, strict=True):
+            for target, whole in zip(self._view(row[:length], place), self.parameters, strict=True):
                 if whole.grad is not None:
                     target.copy_(own_rows(whole.grad, count=self._count, place=place))
         for whole in self.parameters:
             whole.grad = None
         if is_first:
             self._sums.zero_()
-        mine = torch.empty_like(self._sums)
+            self._uses.zero_()
+        self._used = [now or (before and not is_first) for now, before in zip(used, self._used, strict=True)]
+        mine = flat.new_empty(flat.shape[1])
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
         work = scatter(mine, flat.view(-1), group=self._group, async_op=True)
         self._under_way = work, mine, flat
 
     def finish(self) -> None:
-        """Wait for the reduce-scatter and add its mean to the sums."""
+        """Wait for the reduce-scatter and add its mean to the sums, and its uses."""
         assert self._under_way is not None, "begun before"
         work, mine, _ = self._under_way
         self._under_way = None
         work.wait()
-        self._sums.add_(mine.div_(self._count))
+        gradients, uses = mine.split([len(self._sums), len(self._uses)])
+        self._sums.add_(gradients.div_(self._count))
+        self._uses.add_(uses)
 
     def publish(self) -> None:
-        """Set the gradients of the shards that are updated."""
-        for part, gradient in self.gradients:
-            part.grad = gradient
+        """Set the gradients of the shards that are updated. The host waits only if this rank left parameters unused."""
+        uses = self._used if all(self._used) else self._uses.tolist()
+        for (part, gradient), count in zip(self.gradients, uses, strict=True):
+            part.grad = gradient if count else None
 
     def gather(self) -> None:
         """All-gather the parameters from the shards that each rank has updated."""

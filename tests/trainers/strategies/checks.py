@@ -229,6 +229,63 @@ def branches_of_single_ranks_are_averaged(_: Sequence[str]) -> int:
     return 0
 
 
+def parameters_without_gradient_are_left_alone(arguments: Sequence[str]) -> int:
+    """All layers are used in the first step, and then one by each rank, a common one, and one by none.
+
+    Moments and weight decay would move the last one, if it had a gradient of zero.
+    """
+    ranks = join_ranks()
+    name, count = arguments[0], ranks.world_size
+    model, reference = (nn.ModuleList(make_model() for _ in range(count + 2)) for _ in range(2))
+    strategy = create_strategy(name, ranks, StrategyOptions())
+    wrapped = strategy.wrap(model)
+    optimizer, alone = Optimizer(strategy.list_trained(model), CONFIG), Optimizer(reference.named_parameters(), CONFIG)
+    for passes in ([[*range(count + 2)]] * count, [[rank, count] for rank in range(count)]):
+        for layer in passes[ranks.rank]:
+            with strategy.micro_step(wrapped, last=layer == passes[ranks.rank][-1]):
+                model[layer](torch.full((1, 7), ranks.rank + 1.0)).square().sum().backward()
+        for rank in range(count):
+            for layer in passes[rank]:
+                (reference[layer](torch.full((1, 7), rank + 1.0)).square().sum() / count).backward()
+        strategy.step(wrapped, optimizer, LOSS)
+        alone.step()
+    for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert optimizer.state_dict()["moves_done"] == alone.state_dict()["moves_done"]
+    leave_ranks()
+    return 0
+
+
+def different_layers_are_noticed(arguments: Sequence[str]) -> int:
+    """Only the last rank uses another block, of equal shape: torch reports nothing."""
+    ranks = join_ranks()
+    name, mesh = arguments
+    strategy = create_strategy(name, ranks, StrategyOptions(mesh=mesh))
+    model = Choice()
+    wrapped = strategy.wrap(model)
+    for step, (mine, is_mixed) in enumerate([(0, False), (int(ranks.rank == ranks.world_size - 1), True), (1, False)]):
+        with strategy.micro_step(wrapped, last=True):
+            wrapped(torch.ones(2, 7), mine).sum().backward()
+        mixture = strategy.find_mixture(wrapped)
+        assert mixture is not None and bool(mixture) == is_mixed, f"step {step}"
+        model.zero_grad()
+    leave_ranks()
+    return 0
+
+
+class Choice(nn.Module):
+    """A model of which one block is used, as the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_model() for _ in range(2))
+
+    def forward(self, inputs: Tensor, block: int) -> Tensor:
+        """Return the outputs of the chosen block."""
+        outputs: Tensor = self.blocks[block](inputs)
+        return outputs
+
+
 def make_model() -> nn.Module:
     """Return a layer with the same weights everywhere."""
     torch.manual_seed(5)

@@ -26,6 +26,23 @@ def test_parameters_that_single_ranks_use_get_their_own_gradients(worlds: Worlds
     assert ended.codes == [0] * 2, ended.errors
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero2", 2), ("zero2", 3), ("allreduce", 2)])
+def test_parameters_that_no_rank_used_are_not_updated(
+    worlds: Worlds, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    """`zero1` and `zero2` gave them a gradient of zero, so that they decayed."""
+    ended = worlds.call(tmp_path, f"{CHECKS}:parameters_without_gradient_are_left_alone", [strategy], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "ranks"), [("fsdp", "", 2), ("hsdp", "2x1", 2)])
+def test_ranks_that_use_different_layers_are_noticed_where_gradients_would_be_mixed(
+    worlds: Worlds, tmp_path: Path, strategy: str, mesh: str, ranks: int
+) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:different_layers_are_noticed", [strategy, mesh], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
 @pytest.mark.parametrize(("ranks", "key_heads"), [(2, 4), (3, 2), (4, 1)])
 def test_attention_in_a_ring_is_attention(worlds: Worlds, tmp_path: Path, ranks: int, key_heads: int) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:ring_attention_is_attention", [str(key_heads)], ranks=ranks)

@@ -4,6 +4,9 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from trainers.config import TrainConfig
 from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
+from trainers.session import Session
 from trainers.strategies import STRATEGIES, create_strategy, find_axes
 from trainers.strategies.base import MicroBatch, Passes, Strategy
 from trainers.strategies.combined import Combined
@@ -64,6 +68,36 @@ def test_ranks_hold_the_same_part_if_they_differ_in_the_replica_only(sizes: list
         parts.setdefault(tuple(digit for place, digit in enumerate(digits) if place != at), set()).add(part.index)
     assert all(len(each) == 1 for each in parts.values())
     assert sorted(next(iter(each)) for each in parts.values()) == list(range(len(parts)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "batch", "micro_batch", "size"),
+    [
+        (8, "1f1b", 8, 2, 1),  # four replicas with two samples each: a pipeline of two ranks needs two passes
+        (6, "1f1b", 8, 2, 1),  # after the loss of one, 2, 3 and 3 samples
+        (4, "1f1b", 8, 2, 2),
+        (4, "1f1b", 12, 4, 3),
+        (6, "interleaved", 12, 4, 2),
+        (2, "interleaved", 3, 2, 2),  # impossible: the run ends with an error
+        (8, "gpipe", 2, 2, 2),  # also: a replica would have no samples
+    ],
+)
+def test_pipelines_of_elastic_runs_choose_passes_of_equal_size(
+    ranks: int, schedule: str, batch: int, micro_batch: int, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of four replicas ended with an error about its flags when one was lost."""
+    options = StrategyOptions(mesh="*x2", pipeline=PipelineOptions(schedule=schedule))
+    strategy = create_strategy("allreduce+pipeline", place(0, ranks), options)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(train=TrainConfig(batch=batch, micro_batch=micro_batch)), ranks=place(0, ranks)
+    )
+    for session.member, chosen in ((None, micro_batch), ("a member", size)):
+        assert Session._choose_train(session, strategy).micro_batch == chosen
+        assert ("note:" in capsys.readouterr().err) == (chosen != micro_batch)
+    if size != micro_batch:
+        shares = [replace(strategy.share, index=index) for index in range(ranks // 2)]
+        passes = [[len(some) for some, _ in share.find_passes(0, batch, size)] for share in shares]
+        assert len({tuple(each) for each in passes}) == len(set(passes[0])) == 1
 
 
 def test_without_replicas_no_part_is_held_twice() -> None:

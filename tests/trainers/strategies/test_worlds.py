@@ -75,6 +75,17 @@ def test_losses_and_gradients_are_those_of_one_process(
     assert losses[TOTAL][0] < losses[1][0] - 0.1
 
 
+@long
+def test_pipelines_with_shares_of_different_sizes_count_each_sample_once(worlds: Worlds, tmp_path: Path) -> None:
+    """Shares of 1 and 2 samples make two passes each; the first one repeats its sample, which must not count again."""
+    flags = ("--train.batch", "3", "--train.micro_batch", "1")
+    expected = worlds.train(tmp_path / "alone", "ddp", *flags, ranks=1, function=NOTING)
+    flags = (*flags, "--mesh", "2x2")
+    found = worlds.train(tmp_path / "split", "allreduce+pipeline", *flags, ranks=4, function=NOTING)
+    assert read_norms(tmp_path / "split") == pytest.approx(read_norms(tmp_path / "alone"), rel=1e-4)
+    assert [each[0] for each in found.values()] == pytest.approx([each[0] for each in expected.values()], abs=ROUNDING)
+
+
 @pytest.mark.long
 def test_interleaved_pipeline_of_four_stages_on_two_ranks(worlds: Worlds, tmp_path: Path) -> None:
     flags = ("--model.depth", "5")  # stages of unequal length
