@@ -202,7 +202,11 @@ async def wait_running(
     clock: Clock,
     on_look: Callable[[Sequence[Node]], None],
 ) -> Sequence[Node] | None:
-    """Return the whole gang by rank; None if a node ended while booting, or after `timeout_s`."""
+    """Return the whole gang by rank; None if a node ended while booting, or after `timeout_s`.
+
+    Only the nodes in `created` count. Others may carry the token, too: those of an earlier zone of the same call, which
+    the cloud refused and did not remove completely. They belong to no record, so the collector terminates them.
+    """
     nodes = {node.id: node for node in created}
     waited = Stopwatch(math.inf)  # nodes that do not boot cost money: a clock that is set back extends no limit
     look_s = LOOK_S
@@ -222,6 +226,6 @@ async def wait_running(
         except CloudError:
             continue  # even for an expired login: the nodes cost money, and the caller terminates them at the limit
         before = dict(nodes)
-        nodes.update((node.id, node) for node in listing.by_token.get(token, ()))
+        nodes.update((node.id, node) for node in listing.by_token.get(token, ()) if node.id in nodes)
         if nodes != before:
             on_look(list(nodes.values()))
