@@ -76,6 +76,8 @@ class LocalTransport:
                 raise FileNotFoundError(home)
             await asyncio.to_thread(copy, source, path)
         except OSError as error:
+            if isinstance(error, PermissionError) and Path(str(error.filename)).is_relative_to(source):
+                raise  # it is not the node's
             raise TransientError(f"cannot copy `{source}` to node `{node.id}`: {error.strerror}") from error
 
 
