@@ -50,7 +50,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
     def scandir(path: Any = ".") -> Iterator[os.DirEntry[str]]:
         refuse(path)
-        return scan(path)  # type: ignore[return-value]
+        return scan(path)
 
     monkeypatch.setattr(os, "access", check)
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
