@@ -112,7 +112,7 @@ class MachineTransport:
             )
         await put_files(self, node, source, target)
 
-    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
         """Open a session with a program in the node, without waiting for its first output.
 
         Raises TransientError if the relay does not start on this machine, or if the site's file does not list the host.
