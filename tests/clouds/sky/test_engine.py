@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from broker import clock
 from broker.clouds.sky import engine as module
 from broker.clouds.sky.engine import WorkerEngine
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
@@ -110,7 +111,7 @@ def test_a_worker_whose_calls_hang_is_replaced(make: Make, monkeypatch: pytest.M
     """SkyPilot waits without a limit for a server that can no longer be reached, such as after a change of network."""
     engine = make(f'call["id"] > {module.OVERDUE_MAX} and answer(call, value=["oci"])')
     limits = iter([0.0] * module.OVERDUE_MAX)
-    within = module.within
+    within = clock.within
 
     async def give_up_at_first(work: Any, limit_s: float) -> Any:
         return await within(work, next(limits, limit_s))

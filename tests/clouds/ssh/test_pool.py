@@ -167,6 +167,25 @@ def test_hosts_of_another_size_are_not_claimed(bed: PoolBed) -> None:
     assert node.handle.startswith("pool://lab/h2/")
 
 
+@pytest.mark.parametrize("name", ["alive.lock", "node.json"])
+def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed, name: str) -> None:
+    """The home may be on a file server that does not answer for a moment, or the host may have no free descriptor."""
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    path = bed.find_folder(node) / name
+    kept = path.rename(path.with_name("kept"))
+    path.symlink_to(path)  # ELOOP
+    try:
+        listed = asyncio.run(bed.pool.list_nodes(OWNER))
+        assert [each.state for each in listed] == [NodeState.RUNNING] and "lab" in listed.unseen
+        with pytest.raises(TransientError):
+            asyncio.run(bed.pool.terminate_nodes([node]))
+        assert find_marked(bed, node), "its processes were not killed"
+    finally:
+        path.unlink()
+        kept.rename(path)
+    assert [each.state for each in list_all(bed)] == [NodeState.RUNNING]
+
+
 def make_lifecycle(bed: PoolBed, folder: Path) -> tuple[Store, Provisioner]:
     store = Store(folder / "state.db", clock=bed.clock)
     return store, Provisioner({"ssh": bed.pool}, store, clock=bed.clock, owner=OWNER)
