@@ -8,6 +8,7 @@ sweep      remove the finalizer of ended pods
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -37,6 +38,8 @@ from broker.sites.kubectl import run_kubectl
 from broker.sites.kubernetes import KubernetesContext, Pool, read_contexts, read_pools
 from broker.types import Node, NodeList, NodeRequest, NodeState
 from broker.user_files import UserFile
+
+log = logging.getLogger(__name__)
 
 KEPT_S = 3600.0  # an ended pod of a live cluster stays readable for this time
 Read = Callable[[], tuple[Mapping[str, KubernetesContext], Mapping[str, Sequence[Pool]]]]
@@ -189,7 +192,12 @@ class KubernetesCloud:
         pods = await api.list_pods(owner=owner)
         ours = [pod for pod in pods if read_record(pod) and not pod["metadata"].get("deletionTimestamp")]
         stuck = [pod["metadata"]["name"] for pod in ours if is_outlived(pod) or self._is_stuck(api.context, pod)]
-        raise_first(await call_all([partial(api.delete, name, api.context.namespace) for name in stuck]))
+        # One pod that cannot be deleted must not hide all others; the next list tries again.
+        for result in await call_all([partial(api.delete, name, api.context.namespace) for name in stuck]):
+            if isinstance(result, CloudError):
+                log.warning("a pod that does not start cannot be deleted: %s", result.message)
+            elif isinstance(result, BaseException):
+                raise result
         return self._make_nodes(api.context, pods)
 
     def _is_stuck(self, context: KubernetesContext, pod: Mapping[str, Any]) -> bool:

@@ -131,6 +131,11 @@ def test_image_that_cannot_be_pulled_ends_the_launch_with_its_name(
     async def act() -> None:
         request = make_request(bed, spec=MachineSpec(image_id="docker:nosuch/image:1"))
         await bed.cloud.create_nodes(request)
+        await asyncio.to_thread(bed.server.cluster.wait_until, lambda pods: any(states.find_obstacle(p) for p in pods))
+        bed.server.errors = [("DELETE", 500, "InternalError")]
+        listed = await bed.cloud.list_nodes(OWNER)
+        assert [each.state for each in listed] == [NodeState.PENDING] and not listed.unseen, "it hides no other pod"
+        assert not bed.server.errors, "the deletion was tried"
         (node,) = await wait_state(bed, request.token, NodeState.TERMINATED)
         assert node.reason == "ImagePullBackOff: image `nosuch/image:1`"
 
