@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -166,7 +166,7 @@ class SshCloud:
         claimed, holders = await self._claim(request, ready, ranks)
         holders += [f"{host.name} has failed a check of its GPUs" for host in avoided]
         if len(claimed) < count:
-            await self._release(claimed.values())
+            await self._release(pool, claimed.values())
             raise self._explain_shortage(request, fitting, answers, holders)
         return [claimed[rank] for rank in range(count)]
 
@@ -214,8 +214,9 @@ class SshCloud:
         self._memory.note_claim(host, answer)
         return self._make_node(host, answer)
 
-    async def _release(self, nodes: Any) -> None:
-        hosts = {host.key: host for host in self._list_hosts()}
+    async def _release(self, pool_hosts: Sequence[Host], nodes: Iterable[Node]) -> None:
+        """End new claims. `pool_hosts`: as read before the claims; the file may have changed since."""
+        hosts = {host.key: host for host in pool_hosts}
         for node in nodes:
             pool, name, node_id = split_handle(node)
             await self._end(hosts[f"{pool}/{name}"], [node_id], is_forgotten=True)

@@ -229,6 +229,23 @@ def test_hosts_file_that_cannot_be_read_fails_no_launch_for_good(tmp_path: Path)
         asyncio.run(cloud.list_nodes(OWNER))
 
 
+def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.leave_room(1)
+    run, kept = bed.run_on_host, list(bed.hosts)
+
+    async def run_and_edit(host: Host, program: bytes, timeout_s: float) -> Completed:
+        done = await run(host, program, timeout_s)
+        if b'"verb": "claim"' in program:
+            bed.hosts = [each for each in kept if each.name != "h1"]
+        return done
+
+    monkeypatch.setattr(bed.pool, "_run", run_and_edit)
+    with pytest.raises(CapacityError):
+        asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    bed.hosts = kept
+    assert not list_all(bed), "no claim is left"
+
+
 def test_node_on_a_host_that_is_off_counts_as_gone(bed: PoolBed) -> None:
     nodes = asyncio.run(bed.pool.create_nodes(make_request(bed)))
     kept, bed.hosts[0] = bed.hosts[0], replace(bed.hosts[0], is_off=True)
