@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.clouds.ssh.cloud import SshCloud, make_cloud, make_record
+from broker.clouds.ssh.memory import HostMemory
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
 from broker.provision.lifecycle import Provisioner
@@ -244,6 +246,22 @@ def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monk
         asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
     bed.hosts = kept
     assert not list_all(bed), "no claim is left"
+
+
+def test_threads_of_a_server_lose_nothing_that_another_remembers(tmp_path: Path) -> None:
+    """Each request has a cloud of its own, in a thread of its own."""
+    hosts = [Host(pool="lab", login=SshLogin(host=f"h{number}")) for number in range(8)]
+    claim = {"owner": "me", "ended": None}
+
+    def remember(host: Host) -> None:
+        memory = HostMemory(tmp_path)
+        for number in range(20):
+            memory.note_claim(host, {**claim, "id": f"{host.name}-{number}"})
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(remember, hosts))
+    known = [len(HostMemory(tmp_path).read_claims(host, "me", now_s=0.0)) for host in hosts]
+    assert known == [20] * len(hosts)
 
 
 def test_node_on_a_host_that_is_off_counts_as_gone(bed: PoolBed) -> None:
