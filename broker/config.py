@@ -16,10 +16,16 @@ import os
 import re
 import uuid
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from broker.errors import StateError, UsageError
+from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
+
+if TYPE_CHECKING:
+    from broker.user_files import UserFile
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
@@ -37,6 +43,8 @@ STATE_URL = r"postgres(?:ql)?://"
 ADMIN_POLICY = r"(?:(?:[A-Za-z_]\w*)(?:\.(?!py:)[A-Za-z_]\w*)*|/\S*\.py):[A-Za-z_]\w*"
 BACKUP_URL = r"(?:s3|gs)://[^/\s]\S*|file:///\S+"
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
+
+_KEPT: dict[Path, UserFile[Mapping[str, object]]] = {}  # see `keep_settings`
 
 
 @frozen
@@ -161,6 +169,19 @@ def _is_used(folder: Path) -> bool:
     is_used = is_used and _read_guard(folder).get("owner") != ""
     # checked again: a concurrent first command may have just generated it
     return is_used and not (folder / "owner").exists()
+
+
+def keep_settings(home: Path) -> None:
+    """Read `config.toml` now; from now on this process keeps its last valid content while the file is being edited.
+
+    For processes that outlive a command. A file that is invalid now is reported by the first reader.
+    """
+    from broker.user_files import UserFile  # imports logging, which commands do not need
+
+    path = home / SETTINGS
+    _KEPT[path] = UserFile(path, partial(_parse_settings, path))
+    with suppress(BrokerError):
+        _KEPT[path].read()
 
 
 def find_checkpoint_url(home: Path) -> str | None:
@@ -303,14 +324,18 @@ def _find_setting(home: Path, name: str) -> object:
     An unreadable file counts as missing here: the first command that needs all settings reports it.
     """
     try:
-        if name.encode() not in (home / SETTINGS).read_bytes():
+        if home / SETTINGS not in _KEPT and name.encode() not in (home / SETTINGS).read_bytes():
             return None
     except OSError:
         return None
     return _read_settings(home / SETTINGS).get(name)
 
 
-def _read_settings(path: Path) -> dict[str, object]:
+def _read_settings(path: Path) -> Mapping[str, object]:
+    return _KEPT[path].read() if path in _KEPT else _parse_settings(path)
+
+
+def _parse_settings(path: Path) -> Mapping[str, object]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

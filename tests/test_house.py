@@ -18,7 +18,9 @@ MODULE_LINES_MAX = 400
 LAYERS: list[set[str]] = [
     {"frozen", "agent"},
     {"errors"},
-    {"types", "clock", "config", "locks"},
+    {"types", "clock", "locks"},
+    {"user_files"},
+    {"config"},
     {"axes", "environment", "formatting", "redirects"},
     {"wording"},
     {"task", "catalog", "spot"},

@@ -16,16 +16,20 @@ PATH, POLICY = "/broker/", "buckets"
 LIFE_S = 129_600.0  # the same as a federation session
 
 
-def ensure_user(iam: Any, name: str, *, owner: str, policy: str, end_s: float) -> None:
-    """Create the user. Idempotent: an existing user gets the policy with the new expiry."""
+def ensure_user(iam: Any, name: str, *, owner: str, policy: str, end_s: float) -> bool:
+    """Create the user; return whether it did not exist. Idempotent: an existing user gets the policy with the new
+    expiry."""
     from botocore.exceptions import ClientError
 
+    is_new = False
     try:
         iam.create_user(UserName=name, Path=PATH, Tags=[{"Key": "broker-owner", "Value": owner}])
+        is_new = True
     except ClientError as error:
         if error.response["Error"]["Code"] != "EntityAlreadyExists":
             raise
     iam.put_user_policy(UserName=name, PolicyName=POLICY, PolicyDocument=limit_policy(policy, end_s=end_s))
+    return is_new
 
 
 def limit_policy(policy: str, *, end_s: float) -> str:

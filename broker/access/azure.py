@@ -131,6 +131,8 @@ def _send_request(method: str, url: str, need: Need, headers: Mapping[str, str] 
         if error.code == 404:
             hints = (f"create it with `az storage container create --name {need.bucket}`",)
             raise InvalidRequestError(what, hints=hints) from error
+        if 400 <= error.code < 500 and error.code not in (408, 409, 429):  # 409: the container is being deleted
+            raise InvalidRequestError(what) from error
         raise TransientError(what) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         # Not its message, nor the error itself as the cause: some contain the URL, which has the signature.

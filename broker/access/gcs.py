@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -44,6 +44,10 @@ def make_granter(config: Config, *, clock: Clock) -> GcsGranter:
     return GcsGranter(config, clock=clock)
 
 
+class RefusedKeyError(AuthError):
+    """Google does not know the key: it has ended, or it or its account was deleted."""
+
+
 class GcsGranter:
     """Implement `Granter` for Google Cloud Storage."""
 
@@ -51,7 +55,6 @@ class GcsGranter:
         self._settings = load_settings(config.home)
         self._kept, self._owner, self._clock = KeptKeys(config.home, "gs"), config.owner, clock
         self._open_iam = open_iam or _open_iam
-        self._is_fresh = False  # whether a key or permission is new, because Google takes time to apply it
 
     def find_own(self, task: Task, cloud: str) -> str:
         """Return the task's own credentials, or the service account of a Google node; "" without either."""
@@ -98,28 +101,54 @@ class GcsGranter:
         )
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """Prove access like a node: exchange the key for a token, then write and delete an object, or list names."""
+        """Prove access like a node: exchange the key for a token, then write and delete an object, or list names.
+
+        Google takes time to apply a new key or permission, also one that an earlier process made. An older key that
+        Google refuses belongs to an account that was deleted there: it is forgotten, so that the next call makes both.
+        """
         key = json.loads(grant.files["google.json"].value)
-        give_up_s = self._clock.now_s() + (PROPAGATION_S if self._is_fresh else 0.0)
         while True:
             try:
                 _use(key, need)
                 return
             except AuthError as error:
-                if self._clock.now_s() >= give_up_s:
-                    raise AuthError(f"{grant.by} cannot use `{need.url}`: {error.message}", hints=(OWN_KEY,)) from error
+                if not 0.0 <= self._clock.now_s() - grant.issued_s < PROPAGATION_S:
+                    hints: tuple[str, ...] = (OWN_KEY,)
+                    if isinstance(error, RefusedKeyError):
+                        self._forget(key)
+                        hints = ("run the command again: it makes another key", *hints)
+                    raise AuthError(f"{grant.by} cannot use `{need.url}`: {error.message}", hints=hints) from error
             asyncio.run(self._clock.sleep(PAUSE_S))
 
+    def _forget(self, key: Mapping[str, Any]) -> None:
+        with self._kept.locked():
+            for name in self._kept.list_names():
+                kept = self._kept.read(name)
+                if kept is not None and kept["key"] == key:
+                    self._kept.forget(name)
+
     def sweep(self) -> int:
-        """Delete the accounts with all their keys and permissions; return their number."""
+        """Delete the accounts with all their keys and permissions, each in its project; return their number.
+
+        Every account is attempted, then the first failure is raised.
+        """
         login = find_login(self._settings)
         if login is None or not (names := self._kept.list_names()):
             return 0
-        iam = self._open_iam(login)
+        iam, failures = self._open_iam(login), list[CloudError]()
         with self._kept.locked():
             for name in names:
-                iam.delete_account(f"broker-{name}@{login.project}.iam.gserviceaccount.com")
-                self._kept.forget(name)
+                # The login may be for another project by now, where Google would answer that there is no such account.
+                key = (self._kept.read(name) or {"key": {}})["key"]
+                project = str(key.get("project_id") or login.project)
+                email = key.get("client_email") or f"broker-{name}@{project}.iam.gserviceaccount.com"
+                try:
+                    iam.delete_account(str(email), project=project)
+                    self._kept.forget(name)
+                except CloudError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
         return len(names)
 
     def _make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
@@ -145,7 +174,6 @@ class GcsGranter:
                 now_s = self._clock.now_s()
                 iam.delete_ended_keys(email, now_s=now_s)
                 key = iam.upload_key(email, now_s=now_s, life_s=LIFE_S)
-                self._is_fresh = True
                 return {"issued_s": now_s, "key": key}
             except NotYetError:
                 if self._clock.now_s() >= give_up_s:
@@ -174,13 +202,14 @@ def _use(key: dict[str, Any], need: Need) -> None:
         else:
             answer = session.get(objects, params={"maxResults": "1", "prefix": need.path}, timeout=30)
     except GoogleAuthError as error:
-        raise AuthError(f"the key is not accepted ({type(error).__name__})") from error
+        raise RefusedKeyError(f"the key is not accepted ({type(error).__name__})") from error
     except requests.RequestException as error:
         raise TransientError(f"cannot reach Google: {type(error).__name__}") from error
     if answer.status_code in (401, 403):
         raise AuthError(f"HTTP {answer.status_code}")
     if answer.status_code >= 300:
-        kind: type[CloudError] = TransientError if answer.status_code >= 500 else InvalidRequestError
+        is_temporary = answer.status_code >= 500 or answer.status_code in (408, 429)
+        kind: type[CloudError] = TransientError if is_temporary else InvalidRequestError
         raise kind(f"cannot use `{need.url}`: HTTP {answer.status_code}")
 
 

@@ -90,9 +90,9 @@ class GoogleIam:
             "universe_domain": "googleapis.com",
         }
 
-    def delete_account(self, email: str) -> None:
-        """Delete the account with its keys and permissions; no effect if it does not exist."""
-        self._request("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
+    def delete_account(self, email: str, *, project: str) -> None:
+        """Delete an account of this project with its keys and permissions; no effect if it does not exist."""
+        self._request("DELETE", f"{self._endpoint or IAM}/v1/projects/{project}/serviceAccounts/{email}", fine=(404,))
 
     def delete_ended_keys(self, email: str, *, now_s: float) -> None:
         """Delete expired keys: an account may have at most ten, including expired ones."""

@@ -14,10 +14,11 @@ from broker.access.kept import name_needs
 from broker.access.needs import group_needs, list_needs
 from broker.clock import Clock
 from broker.config import Config, has_own_bucket_access
-from broker.errors import CloudError
+from broker.errors import AuthError, CloudError
 from broker.types import Cluster, Event, EventKind, Plan, Task, make_event
 
 HERE = "local"  # its nodes are processes on this machine: nothing is paid for, so nothing is refused
+CLUSTERS_MAX = 20_000  # whose times of renewal are kept
 USABLE_S_MIN = 900.0  # minimum remaining validity of an older grant that is used if a new one cannot be made
 OPT_OUT = 'if nodes have access by other means (their cloud identity): `bucket_access = "own"` in `config.toml`'
 ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
@@ -83,11 +84,11 @@ class Grants:
         if task is None:
             return
         try:
-            grant = await asyncio.to_thread(self._issue, cluster, task)
+            grant = await asyncio.to_thread(self._issue, cluster, task, is_renewal=True)
             if grant is not None:
                 await deliver(_make_request(grant))
         except CloudError as error:
-            self._record_once(cluster, error.message)
+            self._record_once(cluster, "; ".join([error.message, *error.hints[:1]]))
             return
         self._recorded.pop(cluster.name, None)
         self._note_renewal(cluster, grant)
@@ -95,6 +96,10 @@ class Grants:
     def _note_renewal(self, cluster: Cluster, grant: Grant | None) -> None:
         now_s = self._clock.now_s()
         due_s = float("inf") if grant is None else max(grant.renew_s, now_s + 60.0)
+        self._renew_s.pop(cluster.name, None)  # the oldest come first
+        if len(self._renew_s) >= CLUSTERS_MAX:  # of ended clusters; one that is not known is renewed at once
+            self._renew_s = dict(list(self._renew_s.items())[CLUSTERS_MAX // 2 :])
+            self._recorded = {name: error for name, error in self._recorded.items() if name in self._renew_s}
         self._renew_s[cluster.name] = (float("-inf") if grant is None else now_s, due_s)
 
     def sweep(self) -> int:
@@ -103,7 +108,7 @@ class Grants:
         granters = (self._get_granter(scheme) for scheme in GRANTERS)
         return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))
 
-    def _issue(self, cluster: Cluster, task: Task) -> Grant | None:
+    def _issue(self, cluster: Cluster, task: Task, *, is_renewal: bool = False) -> Grant | None:
         cloud = cluster.placement.offer.cloud
         if has_own_bucket_access(self._config):
             return None
@@ -114,14 +119,19 @@ class Grants:
             if granter.find_own(task, cloud):
                 continue
             try:
-                found.append(self._make(granter, scheme, needs, task))
+                found.append(self._make(granter, scheme, needs, task, is_renewal=is_renewal))
             except CloudError:
                 if cloud != HERE and not all(need.is_optional for need in needs):
                     raise
         return replace(join_grants(found), scope=name_needs(self._config.owner, "", all_needs)) if found else None
 
-    def _make(self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task) -> Grant:
-        """Return a cached grant if it is fresh enough, else a new one, else an older one with enough remaining time."""
+    def _make(
+        self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task, *, is_renewal: bool = False
+    ) -> Grant:
+        """Return a cached grant if it is fresh enough, else a new one, else an older one with enough remaining time.
+
+        `is_renewal`: the nodes have the older one, and a login error is raised while there is time to mend it.
+        """
         endpoint = _find_endpoint(scheme, task)
         with self._lock:
             known = self._known.get((needs, endpoint))
@@ -130,8 +140,9 @@ class Grants:
                 return known
             try:
                 grant = granter.issue(needs, endpoint=endpoint)
-            except CloudError:
-                if known is None or known.expires_s - now_s < USABLE_S_MIN:
+            except CloudError as error:
+                is_mendable = is_renewal and isinstance(error, AuthError)
+                if known is None or known.expires_s - now_s < USABLE_S_MIN or is_mendable:
                     raise
                 return known
             # A daemon runs for months, and the credentials of ended jobs must not stay in its memory.
@@ -148,6 +159,8 @@ class Grants:
                 if not need.is_optional and not need.is_made_later:
                     granter.prove(need, grant)
         except CloudError as error:
+            with self._lock:
+                self._known.pop((needs, _find_endpoint(scheme, task)), None)  # the next call makes another
             where, urls = " and ".join(clouds[:3]), ", ".join(f"`{need.url}`" for need in needs if not need.is_optional)
             message = f"nodes on {where} would have no access to {urls}: {error.message}"
             raise type(error)(message, hints=(*error.hints, OPT_OUT)) from error

@@ -17,7 +17,7 @@ from broker.clouds.aws.errors import find_kind
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.config import Config
 from broker.environment import read_aws_environment
-from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
+from broker.errors import AccountError, AuthError, CloudError, InvalidRequestError, TransientError
 from broker.storage.s3 import find_region
 from broker.types import Secret, Task
 
@@ -184,15 +184,19 @@ class S3Granter:
         now_s = self._clock.now_s()
         with self._kept.locked():
             kept = self._kept.read(name)
-            aws_user.ensure_user(iam, user, owner=self._owner, policy=policy, end_s=now_s + aws_user.LIFE_S)
-            if kept is None:
-                kept = {"issued_s": now_s, "key": aws_user.make_key(iam, user)}
+            end_s = now_s + aws_user.LIFE_S
+            is_new = aws_user.ensure_user(iam, user, owner=self._owner, policy=policy, end_s=end_s)
+            if kept is None or is_new:  # the user may have been deleted by hand, and the kept key with it
+                kept = {"issued_s": now_s, "account": account, "key": aws_user.make_key(iam, user)}
                 self._kept.write(name, kept)
                 self._is_fresh = True
         return {"Version": 1, **kept["key"]}, now_s + aws_user.LIFE_S, f"the IAM user `{user}`, which broker created"
 
     def sweep(self) -> int:
-        """Delete broker's own users with their keys; return their number."""
+        """Delete broker's own users with their keys; return their number.
+
+        Users in an account other than that of the login are kept, and named in an error.
+        """
         names = self._kept.list_names()
         if not names:
             return 0
@@ -200,13 +204,23 @@ class S3Granter:
 
         try:
             session = self._open_session()
-            iam = session.client("iam", region_name=session.region_name or "us-east-1")
+            region = session.region_name or "us-east-1"
+            iam = session.client("iam", region_name=region)
+            account = str(session.client("sts", region_name=region).get_caller_identity()["Account"])
+            left: dict[str, str] = {}
             with self._kept.locked():
                 for name in names:
+                    home = (self._kept.read(name) or {}).get("account", account)
+                    if home != account:
+                        left[f"broker-{name}"] = home
+                        continue
                     aws_user.delete_user(iam, f"broker-{name}")
                     self._kept.forget(name)
         except (ClientError, BotoCoreError) as error:
             _refuse(error, "cannot delete the IAM users that broker created", (LOGIN,))
+        if left:
+            found = ", ".join(f"`{user}` in account {home}" for user, home in left.items())
+            raise AccountError(f"these IAM users are in another account: {found}", hints=(LOGIN,))
         return len(names)
 
     def _find_region(self, needs: Sequence[Need]) -> str:

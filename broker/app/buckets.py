@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
+from broker.app.sources import make_read_error
 from broker.errors import AuthError, MissingPackageError, TransientError, UsageError
 from broker.formatting import format_usd
 from broker.types import Plan, Task
@@ -39,7 +40,10 @@ def _fill(context: Context, task: Task, track: TrackUpload) -> Task:
         if uploads is None:
             continue
         with track(step.url) as on_sent:
-            sent = send_files(step.url, collect_files(uploads), on_sent=on_sent)
+            try:
+                sent = send_files(step.url, collect_files(uploads), on_sent=on_sent)
+            except PermissionError as error:
+                raise make_read_error(error, field="file_mounts") from error
         made = f"created bucket `{step.url}`" if sent.is_new_bucket else f"bucket `{step.url}`"
         if sent.files:
             made += f": {sent.sent_files} of {sent.files} files uploaded, {sent.sent_bytes / MIB:,.1f} MiB"

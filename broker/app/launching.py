@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
@@ -20,6 +19,7 @@ from broker.app.planning import (
     plan_launch,
     warn_of_more_nodes,
 )
+from broker.app.sources import check_sources, note_state_folder
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
@@ -122,6 +122,7 @@ def prepare(
     is_priced = target.check(plans)
     if is_priced:
         check_programs(context, plans)
+        check_sources(tasks)
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
         note_copies(context, plans)
@@ -138,23 +139,6 @@ def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, .
     from broker.app.repositories import fetch_repositories as fetch
 
     return fetch(tasks, context.config.home, note=context.note)
-
-
-def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
-    """Note once that the state folder is excluded, if a folder to upload contains it."""
-    home = context.config.home
-    for field, source in list_sources(tasks):
-        if home.is_relative_to(Path(source).resolve()):
-            context.note(f"`{field}` contains broker's state folder {home}, which is not uploaded")
-            return
-
-
-def list_sources(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
-    """Yield the field and path of every local folder or file that the tasks upload."""
-    for task in tasks:
-        if task.workdir:
-            yield "workdir", task.workdir
-        yield from (("file_mounts", source) for source in task.file_mounts.values())
 
 
 @frozen

@@ -14,6 +14,7 @@ from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
 if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.optimizer.rating import History
+    from broker.sites.offers import OwnOffers
 
 
 class Market:
@@ -182,12 +183,15 @@ class Market:
         return list_native(self.home) if self.home else ()
 
     def list_own_offers(self) -> Sequence[Offer]:
-        """Return the offers of own machines, read each time because their files may change."""
-        if not self._native or self.home is None:
-            return ()
-        from broker.sites.offers import list_own_offers
+        """Return the offers of own machines, whose files may change."""
+        return self._own_offers.list() if self._native else ()
 
-        return list_own_offers(self.home)
+    @cached_property
+    def _own_offers(self) -> OwnOffers:
+        from broker.sites.offers import OwnOffers
+
+        assert self.home is not None, "without a folder no cloud is native"
+        return OwnOffers(self.home)
 
 
 def _locate(task: Task) -> Sequence[str]:

@@ -14,6 +14,7 @@ from broker.app.freshness import keep_prices_fresh
 from broker.cli.context import make_context
 from broker.cli.descriptors import allow_descriptors
 from broker.cli.log_lines import start_log
+from broker.config import keep_settings
 from broker.jobs.daemon import run_daemon
 from broker.state.opening import open_store
 
@@ -26,6 +27,7 @@ def daemon(
     """Run the managed jobs of a state folder."""
     context = make_context()
     start_log(context.config)
+    keep_settings(context.config.home)
     allow_descriptors()  # each node keeps one; with fewer, the remaining nodes are polled
     os.chdir(context.config.home)  # the caller's folder may be deleted
     asyncio.run(run_controllers(context, idle_s=idle))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -89,17 +90,18 @@ class LazyGroup(TyperGroup):
 
 
 def _check_numbers(command: Any) -> None:
-    """Let all numeric options of a command and its subcommands refuse `nan`, which is within every range."""
+    """Let all numeric options of a command and its subcommands refuse `nan`, which is within every range, and `inf`."""
     for parameter in command.params:
         if parameter.type.name in ("float", "float range") and parameter.callback is None:
-            parameter.callback = _refuse_nan
+            parameter.callback = _require_finite
     for each in getattr(command, "commands", {}).values():
         _check_numbers(each)
 
 
-def _refuse_nan(ctx: Any, param: Any, value: Any) -> Any:
-    if isinstance(value, float) and value != value:
-        raise typer.BadParameter("nan is not a number", ctx=ctx, param=param)
+def _require_finite(ctx: Any, param: Any, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        what = "nan is not a number" if math.isnan(value) else f"{value} is not a finite number"
+        raise typer.BadParameter(what, ctx=ctx, param=param)
     return value
 
 

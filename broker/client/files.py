@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from broker.app.planning import anchor
+from broker.app.sources import make_read_error
 from broker.config import find_home
 from broker.errors import UsageError
 from broker.types import Task
@@ -54,7 +55,10 @@ def _send_path(path: Path, send: Send) -> str:
     if not path.exists():
         raise UsageError(f"`{path}` does not exist", hints=["paths are relative to the current folder"])
     with tempfile.TemporaryFile() as file:
-        write_archive(path, file)
+        try:
+            write_archive(path, file)
+        except PermissionError as error:
+            raise make_read_error(error, field=str(path)) from error
         file.seek(0)
         digest = hashlib.sha256()
         while chunk := file.read(CHUNK):

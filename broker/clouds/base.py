@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
+from broker.errors import CloudError
 from broker.types import MachineSpec, Node, NodeList, NodeRequest, Offer
 
 if TYPE_CHECKING:
@@ -72,6 +73,18 @@ class HasAccounts(Protocol):
 
     async def find_account(self) -> str:
         """Return the account that this login reaches: AWS account id, Google project. Raises CloudError."""
+
+
+@runtime_checkable
+class ReadsSites(Protocol):
+    """A cloud whose regions and machines a file of the user names. An entry may be removed while nodes run there."""
+
+    def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
+        """Return an AuthError if the file no longer names the region, or the node's machine; None if it does.
+
+        Nodes there can be neither listed nor terminated, so they do not count as gone.
+        """
+        ...
 
 
 @runtime_checkable

@@ -210,13 +210,20 @@ class LocalCloud:
         return [folder for folder in folders if (folder / "node.json").exists()]
 
     def _end(self, ids: Sequence[str], *, state: str, reason: str) -> None:
+        """End every node, then raise the first failure."""
+        failures: list[Exception] = []
         for folder in self._find(ids):
-            ended = read_json(folder / "ended.json")
-            if ended and ended["state"] == "STOPPED" and state == "TERMINATED":
-                (folder / "ended.json").unlink(missing_ok=True)
-            local_machine.record_end(str(folder), state=state, reason=reason)
-            kill(folder)
-            self._observe(folder)
+            try:
+                ended = read_json(folder / "ended.json")
+                if ended and ended["state"] == "STOPPED" and state == "TERMINATED":
+                    (folder / "ended.json").unlink(missing_ok=True)
+                local_machine.record_end(str(folder), state=state, reason=reason)
+                kill(folder)
+                self._observe(folder)
+            except (OSError, UnknownOutcomeError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _start(self, ids: Sequence[str]) -> None:
         for folder in self._find(ids):

@@ -1,14 +1,13 @@
 """The machine of the local cloud: `python -I -S local_machine.py NODE_DIR`; standard library only.
 
 SSH pools and Slurm allocations run it too: there a node is this process tree on a host, and its end frees the host.
-
 Two processes, so that no child outlives the machine however it dies. The keeper holds the tree; the machine serves
 commands on a Unix socket (in place of sshd), one per connection. Both are child subreapers: when one is killed, the
 other stops and kills every descendant, then exits. Without prctl (macOS), orphans are found by a marker in their
 environment instead. Both share a lock on NODE_DIR/alive.lock: a node is alive exactly as long as the lock is held.
 """
 # Plain paths: pathlib would double the boot time.
-# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH110, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH110, PTH116, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ def become_subreaper() -> None:
 
 
 def serve(folder: str, ready: int, mode: str) -> NoReturn:
-    """Run commands until a power-off is requested."""
+    """Run commands until a power-off is requested. Without a free process or descriptor, only a command is lost."""
     keeper = os.getppid()
     end_signal = signal.SIGTERM
     if mode == FOREGROUND:
@@ -151,11 +150,10 @@ def serve(folder: str, ready: int, mode: str) -> NoReturn:
     preempt_s: float | None = None
     while os.getppid() == keeper:
         if select.select([listener], [], [], TICK_S)[0]:
-            connection = listener.accept()[0]
-            if os.fork() == 0:
-                listener.close()
-                handle(connection)
-            connection.close()
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                if os.fork() == 0:
+                    listener.close()
+                    handle(connection)
         reap()
         preempt_s = check_power(folder, preempt_s)
     power_off(folder, "crashed")
@@ -164,8 +162,11 @@ def serve(folder: str, ready: int, mode: str) -> NoReturn:
 def check_power(folder: str, preempt_s: float | None) -> float | None:
     """Power off if the agent requested it (`.broker/shutdown` gives the reason), a preemption notice has run out, or
     the node's folder was deleted because a node without a folder could be neither listed nor terminated."""
-    if not read_text(os.path.join(folder, "node.json")):
-        power_off(folder, "deleted")
+    try:
+        os.stat(os.path.join(folder, "node.json"))
+    except OSError as error:  # any other one, as of a file server that does not answer, does not mean that it is gone
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            power_off(folder, "deleted")
     shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))
     if shutdown:
         power_off(folder, shutdown.strip())
@@ -234,7 +235,6 @@ def run_command(header: dict[str, Any], files: list[int]) -> int:
     except FileNotFoundError:
         os.write(files[2], b"command not found\n")
         return 127
-
     is_late = False
 
     def expire(_signal: int, _frame: FrameType | None) -> None:

@@ -28,6 +28,7 @@ FAILED_HOURS = 24.0  # how long a failed job requires attention
 ATTENTION_KINDS = (  # a live job whose newest event is of one of these kinds may require attention
     EventKind.LATE, EventKind.WAITING, EventKind.UNSEEN, EventKind.UNFIT, EventKind.LAUNCH_RETRIED,
     EventKind.REPLACEMENT_FAILED, EventKind.ACCESS_NOT_RENEWED, EventKind.CALL_FAILED,
+    EventKind.LOGIN_NEEDED,
 )  # fmt: skip
 
 

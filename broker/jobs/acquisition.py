@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from broker.clock import Clock
-from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
+from broker.errors import AccountError, AuthError, CapacityError, DeniedError, InvalidRequestError, NoOfferError
 from broker.jobs.group_member import GroupMember
 from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.kinds import keep_ranks
@@ -33,6 +33,7 @@ from broker.types import (
 )
 from broker.wording import make_place
 
+NO_OFFER_S = 5.0  # longer than `broker.user_files.SETTLE_S`
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 
 
@@ -61,6 +62,8 @@ class Acquisition:
         self._group = group
         self._queue = queue
         self._refusals = 0  # consecutive; only sets the backoff
+        self._login_error = ""  # last reported
+        self._unplannable_s: float | None = None  # since when no offer fits
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
         """Return the new attempt once its nodes are up, otherwise the seconds until the next step.
@@ -80,7 +83,10 @@ class Acquisition:
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:
+            if job.attempts and not self._is_without_offers():
+                return NO_OFFER_S
             return self._recorder.finish_job(job, JobStatus.FAILED_NO_RESOURCE, OutcomeKind.NO_OFFER, error.message)
+        self._unplannable_s = None
         try:
             cluster = await self._provisioner.up(
                 job.name_cluster(number),
@@ -97,7 +103,7 @@ class Acquisition:
             return self._wait(job, error)
         except InvalidRequestError as error:
             return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
-        self._refusals = 0
+        self._refusals, self._login_error = 0, ""
         attempt = self._record(job, number, cluster)
         # The first machines may be older than this call: a killed controller may have requested them.
         is_over = self._limits.find_breach(replace(job, attempts=(*job.attempts, attempt))) is not None
@@ -132,15 +138,41 @@ class Acquisition:
         return attempt
 
     def _wait(self, job: Job, error: CapacityError | AuthError) -> float:
-        """Back off and retry; only a job that has never had an attempt fails on a login error."""
-        if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
+        """Back off and retry. A job that has never had an attempt fails on a missing permission, and on any login error
+        once its deadline has passed; a user may log in again before that."""
+        is_lasting = isinstance(error, DeniedError) or (
+            isinstance(error, AuthError)
+            and not isinstance(error, AccountError)
+            and is_overdue(job, self._clock.now_s())
+        )
+        if is_lasting and not job.attempts:
             return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
+        hint = error.hints[0] if isinstance(error, AuthError) and error.hints else ""
+        if isinstance(error, AuthError) and error.message != self._login_error:
+            self._login_error = error.message
+            self._add_event(job, make_event(EventKind.LOGIN_NEEDED, error=error.message, hint=hint))
         self._refusals += 1
         wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
-        self._add_event(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
+        self._add_event(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s, hint=hint))
         if not job.attempts:
             self._store.jobs.set_status(job.id, JobStatus.PENDING)
         return wait_s
 
+    def _is_without_offers(self) -> bool:
+        """Return whether planning has found no offer for `NO_OFFER_S`: a file of machines or prices may have been in
+        the course of being saved."""
+        now_s = self._clock.now_s()
+        if self._unplannable_s is None:
+            self._unplannable_s = now_s
+        return not 0.0 <= now_s - self._unplannable_s < NO_OFFER_S
+
     def _add_event(self, job: Job, event: Event) -> None:
         self._store.events.add(event, job_id=job.id)
+
+
+def is_overdue(job: Job, now_s: float) -> bool:
+    """Return whether the job's deadline has passed."""
+    goal = job.task.goal
+    return (
+        goal is not None and goal.deadline_hours is not None and now_s >= job.submitted_s + goal.deadline_hours * 3600
+    )

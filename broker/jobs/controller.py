@@ -113,6 +113,13 @@ class JobController:
 
     async def step(self) -> float:
         """Take one step; return the seconds until the next one, infinity once the job has ended and is cleaned up."""
+        try:
+            return await self._step()
+        except AuthError as error:  # nodes can be neither listed nor terminated until a user acts
+            self._report_list_error(error)
+            raise
+
+    async def _step(self) -> float:
         self._quiet = None
         job = self._store.jobs.get(self.job_id)
         if job is None:
@@ -382,10 +389,11 @@ class JobController:
         return make_envs(self._config, job, attempt, cluster, advice=advice, find_job=self._store.jobs.get)
 
     def _report_list_error(self, error: CloudError) -> None:
-        """Report each login error once: only the user can fix it, whereas other errors are temporary."""
+        """Report each login error once, with its remedy: only the user can fix it, whereas others are temporary."""
         if isinstance(error, AuthError) and error.message != self._list_error:
             self._list_error = error.message
-            self._add_event(make_event(EventKind.UNSEEN, error=error.message))
+            hint = error.hints[0] if error.hints else ""
+            self._add_event(make_event(EventKind.UNSEEN, error=error.message, hint=hint))
 
     def _add_event(self, event: Event) -> None:
         self._store.events.add(event, job_id=self.job_id)

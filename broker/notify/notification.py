@@ -21,6 +21,7 @@ KINDS = {
     EventKind.RECOVERED: NotificationKind.RECOVERED,
     EventKind.LATE: NotificationKind.DEADLINE,
     EventKind.UNSEEN: NotificationKind.ATTENTION,
+    EventKind.LOGIN_NEEDED: NotificationKind.ATTENTION,
     EventKind.ACCESS_NOT_RENEWED: NotificationKind.ATTENTION,
 }
 # The status of a job from this event on, for `event_callback`. For `ended`, the event has the status.

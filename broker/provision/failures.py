@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from broker.errors import AuthError, BrokerError, CapacityError, CloudError
+from broker.errors import AuthError, BrokerError, CapacityError, CloudError, DeniedError
 from broker.provision.launch import describe
 from broker.provision.zones import split_zones
 from broker.types import Placement
@@ -63,8 +63,8 @@ class SearchFailures:
 
     def explain(self, cluster: str) -> BrokerError:
         """Return the error of the whole search: CapacityError if a later search may succeed."""
-        if self._lasting and not self._has_temporary:
-            return next(iter(self._lasting.values()))
+        if self._lasting and not self._has_temporary:  # a login can be renewed, whereas other errors remain
+            return min(self._lasting.values(), key=lambda error: not is_login_error(error))
         suffixes = {
             key: " (earlier refusal, not retried yet)" if key in self._remembered else "" for key in self._refused
         }
@@ -82,6 +82,11 @@ class SearchFailures:
                 "retry until capacity is available with `broker launch -r`, or allow more regions",
             ),
         )
+
+
+def is_login_error(error: CloudError) -> bool:
+    """Return whether a user who logs in again may remove the error."""
+    return isinstance(error, AuthError) and not isinstance(error, DeniedError)
 
 
 def _join(placements: Sequence[Placement]) -> str:

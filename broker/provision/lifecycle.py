@@ -139,7 +139,7 @@ class Provisioner:
         listing = await self._lister.list(cloud, age_s_max=age_s_max)
         hidden = [node for node in cluster.nodes if _is_open(node) and node.id not in listing.by_id]
         silent = {(node.account, node.region) for node in hidden if node.id not in answering}
-        if doubt := find_doubt(listing, silent):
+        if doubt := find_doubt(cloud, listing, silent, [node for node in hidden if node.id not in answering]):
             raise doubt
         nodes = tuple(
             self._observe(node, listing.by_id.get(node.id), is_answering=node.id in answering) for node in cluster.nodes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from broker.clock import Clock, Stopwatch
-from broker.clouds.base import Cloud
+from broker.clouds.base import Cloud, ReadsSites
 from broker.errors import AuthError, CloudError, TransientError
 from broker.provision.listing import RETRYABLE, Lister, Listing, Place
 from broker.types import Node, NodeEnd, NodeState
@@ -44,8 +44,8 @@ async def confirm_gone(
     cover its account and region. If fewer than `expected_count` nodes were ever listed, a create call may still take
     effect: lists of all `places` must then omit them for `UNSEEN_SETTLES * settle_s`, where the time between two such
     lists counts up to `settle_s`.
-    Raises AccountError or AuthError if this login cannot list one of the places, TransientError at the limit, and the
-    CloudError of a list that fails.
+    Raises AccountError or AuthError if this login cannot list one of the places, or if the user's file no longer names
+    it, TransientError at the limit, and the CloudError of a list that fails.
     """
     waited = Stopwatch(math.inf)  # a clock that is set back adds nothing, and does not extend the limit
     ending = _Ending(cloud, known, clock)
@@ -60,7 +60,7 @@ async def confirm_gone(
         present = ending.note([node for node in listing.nodes if is_ours(node) or node.id in ending.seen])
         live = ending.list_live()
         is_whole = len(ending.seen) >= expected_count
-        doubt = find_doubt(listing, places)
+        doubt = find_doubt(cloud, listing, places)
         if doubt is None:
             looks += 1
             is_gone = [
@@ -83,9 +83,16 @@ async def confirm_gone(
     )
 
 
-def find_doubt(listing: Listing, places: Collection[Place]) -> CloudError | None:
-    """Return why an omitted node of these places may be alive; login errors precede temporary ones."""
+def find_doubt(
+    cloud: Cloud, listing: Listing, places: Collection[Place], nodes: Sequence[Node] = ()
+) -> CloudError | None:
+    """Return why an omitted node of these places, or one of `nodes`, may be alive; login errors precede temporary
+    ones."""
     doubts = [doubt for place in places if (doubt := listing.find_doubt(place))]
+    if isinstance(cloud, ReadsSites):
+        removals = [cloud.find_removal(region) for _, region in places]
+        removals += [cloud.find_removal(node.region, node) for node in nodes]
+        doubts += [removal for removal in removals if removal]
     return min(doubts, key=lambda doubt: not isinstance(doubt, AuthError), default=None)
 
 
@@ -195,7 +202,11 @@ async def wait_running(
     clock: Clock,
     on_look: Callable[[Sequence[Node]], None],
 ) -> Sequence[Node] | None:
-    """Return the whole gang by rank; None if a node ended while booting, or after `timeout_s`."""
+    """Return the whole gang by rank; None if a node ended while booting, or after `timeout_s`.
+
+    Only the nodes in `created` count. Others may carry the token, too: those of an earlier zone of the same call, which
+    the cloud refused and did not remove completely. They belong to no record, so the collector terminates them.
+    """
     nodes = {node.id: node for node in created}
     waited = Stopwatch(math.inf)  # nodes that do not boot cost money: a clock that is set back extends no limit
     look_s = LOOK_S
@@ -215,6 +226,6 @@ async def wait_running(
         except CloudError:
             continue  # even for an expired login: the nodes cost money, and the caller terminates them at the limit
         before = dict(nodes)
-        nodes.update((node.id, node) for node in listing.by_token.get(token, ()))
+        nodes.update((node.id, node) for node in listing.by_token.get(token, ()) if node.id in nodes)
         if nodes != before:
             on_look(list(nodes.values()))

@@ -64,10 +64,11 @@ class AsksForAccess(Protocol):
 class CanStream(Protocol):
     """A transport that supports long-lived input and output of a program."""
 
-    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
         """Start the program in the node's HOME. Raises TransientError if the node cannot be reached.
 
-        A program that exits at once ends the stream. The program's input closes with this process, however it dies.
+        `carries_calls`: other calls to the node may use the stream's connection, if the transport keeps one. A program
+        that exits at once ends the stream. The program's input closes with this process, however it dies.
         """
         ...
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.clock import Clock, within
-from broker.errors import CloudError, FencedError, InvalidRequestError, TransientError
+from broker.errors import CloudError, FencedError, TransientError
 from broker.runtime.base import CanStream, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
@@ -33,6 +33,7 @@ from broker.runtime.reports import (
 )
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
+from broker.runtime.sending import send_source
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.sites.openssh import Completed
 from broker.types import Autostop, Cluster, GangHead, Node, NodeState, Run, RunStatus, Task
@@ -84,16 +85,10 @@ class Gang:
         if needs_trainers(task):
             await send_trainers(self._transport, node)
         if task.workdir:
-            await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
+            await send_source(self._transport, node, field="workdir", source=Path(task.workdir), target="sky_workdir")
         for target, source in task.file_mounts.items():
-            await self._put(node, f"file_mounts: {target}", Path(source), target)
-
-    async def _put(self, node: Node, field: str, source: Path, target: str) -> None:
-        """Copy a source to a node. A missing source is the user's error, which a retry cannot fix."""
-        path = source.expanduser()
-        if not path.exists():
-            raise InvalidRequestError(f"`{field}`: {path} no longer exists")
-        await self._transport.put(node, path, target)
+            field = f"file_mounts: {target}"
+            await send_source(self._transport, node, field=field, source=Path(source), target=target)
 
     async def start(
         self,

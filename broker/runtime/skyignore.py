@@ -24,12 +24,15 @@ Rules = tuple[tuple[str, tuple[Pattern, ...]], ...]  # (folder relative to the s
 
 
 def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder to send, with the names of its files and links. Links to folders are not followed."""
+    """Yield each folder to send, with the names of its files and links. Links to folders are not followed.
+
+    Raises PermissionError for a folder that cannot be read: a part of a program must not be left out silently.
+    """
     is_clone = (source / ".git" / CLONE_MARK).is_file()
     file_name = ".skyignore" if (source / ".skyignore").is_file() else ".gitignore"
     rules_of: dict[str, Rules] = {}
     outer = () if file_name == ".skyignore" else _read_rules(source / ".git" / "info" / "exclude", "")
-    for folder_name, folders, files in os.walk(source):
+    for folder_name, folders, files in os.walk(source, onerror=_refuse):
         folder = Path(folder_name)
         links = [name for name in folders if (folder / name).is_symlink()]
         if is_clone:
@@ -49,6 +52,11 @@ def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
             if name not in links and name not in NEVER_COPIED and not is_ignored(f"{prefix}{name}/", rules)
         ]
         yield folder, [name for name in files + links if not is_ignored(prefix + name, rules)]
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # it was removed meanwhile
+        raise error
 
 
 def is_ignored(path: str, rules: Rules) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from broker import __version__
 from broker.app.container import Context
-from broker.config import find_backup_url
+from broker.config import find_backup_url, keep_settings
 from broker.errors import FencedError, UsageError
 from broker.server.context import Policy
 from broker.server.serving import Certificate, Listening, serve, write_listening
@@ -36,6 +36,7 @@ def run_server(
     Raises UsageError if the address cannot be used, and FencedError once a restored server has replaced this one.
     """
     home = context.config.home
+    keep_settings(home)
 
     def begin(listening: Listening) -> None:
         write_listening(home, listening, version=__version__)

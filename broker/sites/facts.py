@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -78,9 +78,9 @@ def write_facts(path: Path, facts: Mapping[str, Machine]) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file of the state folder atomically."""
+    """Replace a file of the state folder atomically. A server writes it in several threads."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     aside.write_text(json.dumps(value, indent=1))
     aside.replace(path)
 

@@ -54,6 +54,7 @@ CONTEXT = Table(
         "queue": Field(shape=DNS_NAME, about="Kueue's LocalQueue; its admission then decides when a gang starts."),
         "priority_class": Field(shape=DNS_NAME, about="Priority class of the pods."),
         "hours_max": Field(shape=Number(), about="Maximum lifetime of a pod; default: until its lease ends."),
+        "is_off": Field(shape=Flag(), about="The cluster was shut down; its pods have ended."),
     },
     about="One context.",
 )
@@ -79,6 +80,7 @@ class KubernetesContext:
     queue: str | None = None
     priority_class: str | None = None
     hours_max: float | None = None
+    is_off: bool = False
 
     def get_usd_hour(self, pool: str) -> float:
         """Return the price of a whole node of the pool in USD per hour; 0 if the file states none."""
@@ -135,6 +137,7 @@ def _read_context(reader: Reader, name: str, section: Section, namespace: str) -
         queue=section.get("queue"),
         priority_class=section.get("priority_class"),
         hours_max=section.get("hours_max"),
+        is_off=section.get("is_off", False),
     )
 
 
@@ -173,6 +176,7 @@ def list_offers(contexts: Mapping[str, KubernetesContext], facts: Path) -> Seque
     offers = {
         (offer.region, offer.zone, offer.instance_type): offer
         for context in contexts.values()
+        if not context.is_off
         for pool in known.get(context.name, ())
         if not context.pools or pool.name in context.pools
         for offer in _list_pool_offers(context, pool)

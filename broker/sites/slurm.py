@@ -22,7 +22,7 @@ from broker.sites.facts import Machine, write_json
 from broker.sites.login import SshLogin, read_login
 from broker.sites.reading import ADDRESS, LOGIN_FIELDS, OneOrList, read_entries
 from broker.task.reading import Reader
-from broker.task.shapes import Either, MapOf, Number, Text
+from broker.task.shapes import Either, Flag, MapOf, Number, Text
 from broker.task.tables import Field, Section, Table
 from broker.types import Offer
 
@@ -51,6 +51,7 @@ CLUSTER = Table(
             shape=Text(pattern=r"[\d:-]+", expected="a time such as `1-00:00:00`", also_scalar=True),
             about="Time limit; default: the partition's longest.",
         ),
+        "is_off": Field(shape=Flag(), about="The cluster was shut down; its jobs have ended."),
     },
     about="One Slurm cluster.",
 )
@@ -68,6 +69,7 @@ class SlurmCluster:
     preemptible_qos: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     time: str | None = None
+    is_off: bool = False
 
     def get_usd_hour(self, partition: str) -> float:
         """Return the price of a whole node of the partition in USD per hour; 0 if the file states none."""
@@ -108,6 +110,7 @@ def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
         preemptible_qos=section.get("preemptible_qos", ()),
         options=section.get("options", ()),
         time=section.get("time"),
+        is_off=section.get("is_off", False),
     )
 
 
@@ -139,6 +142,7 @@ def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[O
     offers = {
         (offer.region, offer.zone, offer.instance_type): offer
         for cluster in clusters.values()
+        if not cluster.is_off
         for partition in known.get(cluster.name, ())
         if not cluster.partitions or partition.name in cluster.partitions
         for offer in _list_partition_offers(cluster, partition)

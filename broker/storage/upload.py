@@ -62,7 +62,7 @@ def ensure_bucket(url: str) -> bool:
 def send_files(
     url: str, files: Mapping[str, Path], *, on_sent: Callable[[int, int], None] = lambda sent, total: None
 ) -> UploadResult:
-    """Upload files, by their keys below the URL, if they are newer or of another size. Nothing is deleted.
+    """Upload files, by their keys below the URL, if they changed later or have another size. Nothing is deleted.
 
     `on_sent` is called after each file with the bytes sent and the total. Idempotent: a file appears complete or not at
     all, and a repeated call does not send it again.
@@ -81,20 +81,33 @@ def send_files(
 
 def is_changed(file: Path, there: StoredKey | None) -> bool:
     """Return whether to upload a file: its key is missing, older, or of another size."""
+    return there is None or there.size_bytes != file.stat().st_size or there.modified_s < find_change_s(file)
+
+
+def find_change_s(file: Path) -> float:
+    """Return when the file last changed, in Unix time.
+
+    `cp -p`, `mv`, `tar` and `rsync -t` put an older time on new content; only the time of the inode shows that.
+    """
     status = file.stat()
-    return there is None or there.size_bytes != status.st_size or there.modified_s < status.st_mtime
+    return max(status.st_mtime, status.st_ctime)
 
 
 def _send(bucket: Bucket, key: str, file: Path) -> int:
     """Upload a file, again if it changed meanwhile: half of it would be old, and look newer than the file."""
     for _ in range(TRIES):
-        before = file.stat()
+        before = _identify(file)
         bucket.upload(file, key)
-        after = file.stat()
-        if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
-            return after.st_size
+        if _identify(file) == before:
+            return before[0]
     bucket.delete(key)
     raise InvalidRequestError(
         f"`{file}` changed during each of {TRIES} uploads",
         hints=("run the command again when no program writes to it, or name another file",),
     )
+
+
+def _identify(file: Path) -> tuple[int, ...]:
+    """Return the size, and what changes with every write and replacement of the file."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

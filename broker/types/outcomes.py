@@ -102,6 +102,7 @@ class EventKind(StrEnum):
     ADVISED = "advised"
     NOTICED = "noticed"  # the cloud announced the preemption of a node
     UNSEEN = "unseen"
+    LOGIN_NEEDED = "login_needed"
     FLUSHING = "flushing"
     NODE_UNHEALTHY = "node_unhealthy"
     NODE_SLOW = "node_slow"

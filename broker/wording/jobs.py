@@ -207,8 +207,9 @@ def render_late() -> str:
     return "the deadline can no longer be met with the requested confidence; continuing"
 
 
-def render_waiting(*, error: str, wait_s: float) -> str:
-    return f"{error}; retrying in {wait_s:.0f} s"
+def render_waiting(*, error: str, wait_s: float, hint: str = "") -> str:
+    """Render a wait. `hint`, what a user can do about it, is missing in older events."""
+    return f"{error}{f'; {hint}' if hint else ''}; retrying in {wait_s:.0f} s"
 
 
 def render_queued(*, position: int, limit: int, project: str = "") -> str:
@@ -237,8 +238,13 @@ def render_noticed(*, rank: int, place: Place, node: str = "") -> str:
     return f"the cloud announced the preemption of {name}: {describe_place(place)}"
 
 
-def render_unseen(*, error: str) -> str:
-    return f"cannot list the nodes: {error}"
+def render_unseen(*, error: str, hint: str = "") -> str:
+    """Render an error that hides the nodes. `hint`, the remedy, is missing in older events."""
+    return f"cannot list the nodes: {error}" + (f"; {hint}" if hint else "")
+
+
+def render_login_needed(*, error: str, hint: str = "") -> str:
+    return f"cannot start machines until you act: {error}" + (f"; {hint}" if hint else "")
 
 
 def render_flushing(*, text: str) -> str:

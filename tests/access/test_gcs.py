@@ -103,6 +103,60 @@ def test_sweep_deletes_the_accounts_that_were_made(config: Config, google: FakeG
     assert granter.sweep() == 1 and not google.accounts and not list((config.home / "access").glob("*.json"))
 
 
+def test_sweep_finds_accounts_in_the_project_of_an_earlier_login(
+    config: Config, google: FakeGoogle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue(config, SystemClock())
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "other")
+    granter = GcsGranter(config, clock=SystemClock())
+    google.refusals["/serviceAccounts/"] = Refusal(403, "no permission in that project")
+    with pytest.raises(AuthError):
+        granter.sweep()
+    assert list((config.home / "access").glob("*.json")), "it is not forgotten"
+    google.refusals.clear()
+    assert granter.sweep() == 1 and not google.accounts
+
+
+def test_key_of_an_account_that_was_deleted_by_hand_is_made_again(config: Config, google: FakeGoogle) -> None:
+    clock = PatientClock()
+    grants, plan = Grants(config, clock=clock), plan_on(make_task(PLACE), "aws")
+    grants.check([plan])
+    (email,) = google.accounts
+    google.accounts.clear()
+    google.keys.clear()
+    google.policies["testbed"]["bindings"] = []
+    clock.ahead_s += 3600.0
+    with pytest.raises(AuthError, match="the key is not accepted") as refused:
+        grants.check([plan])
+    assert "run the command again" in refused.value.hints[0]
+    grants.check([plan])
+    assert google.accounts == {email}
+
+
+def test_key_that_an_earlier_process_has_just_made_is_given_time(
+    config: Config, google: FakeGoogle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = PatientClock()
+    need = list_needs(make_task(PLACE), "0wner")[0]
+    grant = issue(config, clock)
+    use, tries = gcs._use, 0
+
+    def refuse_twice(key: dict[str, Any], need: Need) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 2:
+            raise AuthError("HTTP 403")
+        use(key, need)
+
+    monkeypatch.setattr(gcs, "_use", refuse_twice)
+    GcsGranter(config, clock=clock).prove(need, grant)
+    assert tries == 3
+    tries, clock.ahead_s = 0, clock.ahead_s + 3600.0
+    with pytest.raises(AuthError, match="HTTP 403"):
+        GcsGranter(config, clock=clock).prove(need, grant)
+    assert tries == 1 and list((config.home / "access").glob("*.json")), "others may use the key"
+
+
 def test_an_account_that_has_not_propagated_yet_is_waited_for(config: Config, google: FakeGoogle) -> None:
     google.unknown_count = 3
     clock = PatientClock()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from broker.access import granting
 from broker.access.base import Grant, Need
 from broker.access.granting import Grants
 from broker.access.needs import list_needs
@@ -214,6 +215,29 @@ def test_failed_renewal_is_reported_once_and_retried(config: Config, granter: Fa
     assert told == ["cannot renew the nodes' bucket access: no network"]
     granter.error = None
     assert len(renew(grants)) == 1
+
+
+def test_login_that_expired_is_reported_while_the_nodes_still_have_access(config: Config, granter: FakeGranter) -> None:
+    grants, told = make_grants(config, granter, make_task())
+    asyncio.run(grants.grant(make_cluster("gcp", job_id=1), make_task()))
+    granter.now_s += 3600.0  # of 36 hours
+    granter.error = TransientError("no network")
+    assert len(renew(grants)) == 1 and told == [], "it passes; they get the same key again"
+    granter.now_s += 60.0
+    granter.error = AuthError("the login has expired", hints=("run `gcloud auth application-default login`",))
+    assert renew(grants) == renew(grants) == []
+    (sentence,) = told
+    assert "the login has expired; run `gcloud auth application-default login`" in sentence
+
+
+def test_times_of_renewal_of_ended_clusters_do_not_stay_in_memory(
+    config: Config, granter: FakeGranter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(granting, "CLUSTERS_MAX", 10)
+    grants, _ = make_grants(config, granter, make_task())
+    for number in range(25):
+        asyncio.run(grants.grant(replace(make_cluster("gcp"), name=f"c{number}"), make_task()))
+    assert len(grants._renew_s) <= 10 and "c24" in grants._renew_s
 
 
 def test_grants_show_no_secret(granter: FakeGranter) -> None:

@@ -18,7 +18,7 @@ from broker.access.s3_policy import POLICY_CHARACTERS_MAX, make_policy
 from broker.clock import SystemClock
 from broker.clouds.aws.settings import Settings
 from broker.config import Config
-from broker.errors import AuthError, InvalidRequestError
+from broker.errors import AccountError, AuthError, InvalidRequestError
 from tests.access.plans import make_task, plan_on
 from tests.testbed.sts import FakeStore
 
@@ -154,6 +154,14 @@ def test_role_login_creates_a_user_for_these_keys_and_each_renewal_extends_its_a
     granter.issue(needs)
     with pytest.raises(ClientError, match="InvalidAccessKeyId"):
         client.put_object(Bucket="testbed", Key="runs/0wner-job/a", Body=b"old")
+    store.users.clear()  # by hand: the kept key is that of no user
+    again = granter.issue(needs)
+    open_client(again).put_object(Bucket="testbed", Key="runs/0wner-job/a", Body=b"new")
+    store.arn = ADMIN.replace(ADMIN.split(":")[4], "999999999999")
+    with pytest.raises(AccountError, match=f"in account {ADMIN.split(':')[4]}"):
+        granter.sweep()
+    assert store.users and list((config.home / "access").glob("*.json"))
+    store.arn = ADMIN
     assert granter.sweep() == 1 and not store.users and not store.sessions
     assert granter.sweep() == 0
 

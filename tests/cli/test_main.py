@@ -112,3 +112,23 @@ def test_a_limit_that_nothing_exceeds_is_refused(
         main(arguments)
     assert ended.value.code == 2
     assert f"'{arguments[-2]}': nan is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lease", "words"),
+    [
+        ("inf", "inf is not a finite number"),
+        ("-inf", "is not in the range"),
+        ("nan", "nan is not a number"),
+        ("-1", "is not in the range"),
+        ("0", "is not in the range"),
+    ],
+)
+def test_lease_of_a_map_is_a_finite_number_of_seconds(
+    lease: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With an infinite one, the shard of a lost worker would never be given to another."""
+    with pytest.raises(SystemExit) as ended:
+        main(("map", "task.yaml", "--input", "in", "--output", "out", f"--lease={lease}"))
+    message = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and "--lease" in message and words in message

@@ -17,10 +17,10 @@ import pytest
 from local_gang import Rig, make_request, processes_of, wait_for
 
 from broker.clock import SystemClock
-from broker.clouds import local_machine
+from broker.clouds import local, local_machine
 from broker.clouds.base import CanPreempt, CanStop
 from broker.clouds.local import LocalCloud, is_alive
-from broker.errors import CapacityError, TransientError
+from broker.errors import CapacityError, TransientError, UnknownOutcomeError
 from broker.runtime.transports.local import exchange
 from broker.runtime.transports.machine_protocol import pack_header
 from broker.types import Node, NodeState
@@ -293,6 +293,59 @@ def test_a_node_whose_folder_is_deleted_ends_with_its_processes(rig: Rig) -> Non
         deleted = Path(node.handle).rename(f"{node.handle}-deleted")  # at once: the node may write until it notices
         await wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         shutil.rmtree(deleted)
+
+    asyncio.run(act())
+
+
+def test_a_node_whose_file_server_does_not_answer_lives_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools may have their homes on NFS: an error of it, or a lack of descriptors, is not a deleted folder."""
+    ends: list[str] = []
+    monkeypatch.setattr(local_machine, "power_off", lambda folder, reason: ends.append(reason))
+    (tmp_path / "node.json").symlink_to(tmp_path / "node.json")  # ELOOP
+    local_machine.check_power(str(tmp_path), None)
+    assert ends == []
+    (tmp_path / "node.json").unlink()
+    local_machine.check_power(str(tmp_path), None)
+    assert ends == ["deleted"]
+
+
+def test_a_node_without_a_free_descriptor_lives_on(rig: Rig) -> None:
+    """As without a free process: the program may have started as many threads as its user may."""
+
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        machine = json.loads((Path(node.handle) / "machine.json").read_text())["machine"]
+        limits = resource.prlimit(machine, resource.RLIMIT_NOFILE)
+        resource.prlimit(machine, resource.RLIMIT_NOFILE, (1, limits[1]))
+
+        def count_ticks() -> int:
+            return int(Path(f"/proc/{machine}/stat").read_text().rpartition(")")[2].split()[11])
+
+        before = count_ticks()
+        command = asyncio.ensure_future(exchange(Path(node.handle), pack_header(["true"], timeout_s=300.0), b""))
+        await wait_for(lambda: not is_alive(Path(node.handle)) or count_ticks() > before + 2)  # it tries again
+        resource.prlimit(machine, resource.RLIMIT_NOFILE, limits)
+        assert (await command).returncode == 0
+        assert [each.state for each in await rig.cloud.list_nodes("me")] == [NodeState.RUNNING]
+
+    asyncio.run(act())
+
+
+def test_one_node_that_does_not_end_does_not_keep_the_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act() -> None:
+        nodes = [node for _ in range(2) for node in await rig.cloud.create_nodes(make_request())]
+        stuck, kill = nodes[0], local.kill
+
+        def fail_once(folder: Path) -> None:
+            if folder.name == stuck.id:
+                raise UnknownOutcomeError(f"node `{folder.name}` does not terminate")
+            kill(folder)
+
+        with monkeypatch.context() as patch, pytest.raises(UnknownOutcomeError):
+            patch.setattr(local, "kill", fail_once)
+            await rig.cloud.terminate_nodes(nodes)
+        states = {node.id: node.state for node in await rig.cloud.list_nodes("me")}
+        assert states == {stuck.id: NodeState.RUNNING, nodes[1].id: NodeState.TERMINATED}
 
     asyncio.run(act())
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from broker.errors import AccountError, AuthError, BrokerError, TransientError
-from broker.types import ClusterStatus, JobStatus, Node, NodeEnd, NodeRequest, NodeState
+from broker.errors import AccountError, AuthError, BrokerError, DeniedError, TransientError
+from broker.types import ClusterStatus, JobStatus, Node, NodeEnd, NodeList, NodeRequest, NodeState
 from tests.simulation.world import OWNER, World, make_plan
 
 STEPS = 3000
@@ -117,6 +117,37 @@ def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotte
     play(world, scenario)
 
 
+@pytest.mark.long
+def test_nodes_on_a_machine_that_left_the_users_file_are_neither_replaced_nor_forgotten(world: World) -> None:
+    removal = AuthError("host `h1` is no longer in `ssh_pools.yaml`", hints=("add the host again",))
+
+    async def scenario(controller: Any) -> None:
+        first = {node.id for node in world.list_live_nodes()}
+        list_nodes = world.cloud.list_nodes
+        world.gang.poll = silence(world, first)  # type: ignore[method-assign]
+
+        async def list_none(owner: str) -> NodeList:
+            return NodeList()
+
+        world.cloud.list_nodes = list_none  # type: ignore[method-assign]
+        world.cloud.find_removal = lambda region, node=None: removal  # type: ignore[attr-defined]
+        await drive(world, controller, wait(world, 1200.0))
+        assert count_attempts(world) == 1 and first <= {node.id for node in world.list_live_nodes()}
+        events = world.store.events.list(job_id=world.job_id)
+        (message,) = [event.message for event in events if event.kind == "unseen"]
+        assert message == "cannot list the nodes: host `h1` is no longer in `ssh_pools.yaml`; add the host again"
+
+        world.store.jobs.request_cancel(world.job_id)
+        await drive(world, controller, wait(world, 600.0))
+        assert world.get_job().status is JobStatus.CANCELLING, "its end cannot be confirmed"
+        world.cloud.list_nodes = list_nodes  # type: ignore[method-assign]
+        del world.cloud.find_removal  # type: ignore[attr-defined]
+        await drive(world, controller, lambda: world.get_job().status.is_terminal)
+        assert world.get_job().status is JobStatus.CANCELLED and not world.list_live_nodes()
+
+    play(world, scenario)
+
+
 def silence(world: World, ids: set[str]) -> Callable[..., Any]:
     """Return a `poll` that gets no answer from these nodes."""
     poll = world.gang.poll
@@ -210,7 +241,7 @@ def test_a_working_gang_keeps_its_lease_while_lists_fail(world: World) -> None:
 
 def test_nodes_of_a_failed_job_are_terminated_even_if_lists_are_denied(world: World) -> None:
     async def deny(owner: str) -> Any:
-        raise AuthError("UnauthorizedOperation: explicit deny in a service control policy")
+        raise DeniedError("UnauthorizedOperation: explicit deny in a service control policy", scope="cloud")
 
     world.cloud.list_nodes = deny  # type: ignore[method-assign]
 

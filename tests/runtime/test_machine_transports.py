@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ from local_gang import Rig
 
 from broker.clock import SystemClock
 from broker.config import Config
-from broker.errors import StateError, TransientError, UnreachedError
+from broker.errors import TransientError, UnreachedError
 from broker.runtime.transports import kubernetes, pool, slurm
 from broker.runtime.transports.machine import MachineTransport
 from broker.sites.openssh import Completed
@@ -81,7 +82,7 @@ def test_a_shell_on_a_silent_node_is_abandoned_within_a_minute() -> None:
 )
 def test_a_host_that_is_no_longer_in_the_file_is_named(module: object, handle: str, file: str, tmp_path: Path) -> None:
     transport: MachineTransport = module.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())  # type: ignore[attr-defined]
-    with pytest.raises(StateError, match=f"of node `n` is not in `{file}`"):
+    with pytest.raises(TransientError, match=f"of node `n` is not in `{file}`"):
         asyncio.run(transport.run(replace(NODE, handle=handle), ["true"], timeout_s=300.0))
 
 
@@ -90,6 +91,30 @@ def test_the_hosts_of_a_pool_are_logged_in_to_as_its_file_says(tmp_path: Path) -
     transport = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
     argv = transport._make_argv(replace(NODE, handle="pool://lab/10.0.0.1/n"), ["echo", "a b"])
     assert "10.0.0.1" in argv and argv[-1] == "exec echo 'a b'"
+
+
+def test_a_host_that_is_added_while_a_daemon_runs_is_logged_in_to(tmp_path: Path) -> None:
+    file = tmp_path / "ssh_pools.yaml"
+    file.write_text("lab:\n  hosts: [h1]\n")
+    transport = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
+    assert "h1" in transport._make_argv(replace(NODE, handle="pool://lab/h1/n"), ["true"])
+    file.write_text("lab:\n  hosts: [h1, h2]\n")
+    os.utime(file, (1000.0, 1000.0))  # it changed long ago
+    assert "h2" in transport._make_argv(replace(NODE, handle="pool://lab/h2/n"), ["true"])
+
+
+def test_a_file_that_is_being_saved_neither_hides_nor_fails_its_nodes(tmp_path: Path) -> None:
+    file = tmp_path / "ssh_pools.yaml"
+    file.write_text("lab:\n  hosts: [h1]\n")
+    transport = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
+    transport._make_argv(replace(NODE, handle="pool://lab/h1/n"), ["true"])
+    for text in ("", "lab:\n  hos", "lab: ["):
+        file.write_text(text)
+        assert "h1" in transport._make_argv(replace(NODE, handle="pool://lab/h1/n"), ["true"])
+    (tmp_path / "ssh_pools.yaml").write_text("lab: [")
+    fresh = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
+    with pytest.raises(TransientError):
+        fresh._make_argv(replace(NODE, handle="pool://lab/h1/n"), ["true"])
 
 
 def test_allocation_in_which_broker_runs_does_not_reach_the_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from broker.client.shell import InputSender
 from broker.config import LOGIN
 from broker.errors import DeniedError, InvalidRequestError, RunFailedError, UsageError
 from broker.runtime.base import Shell
+from broker.runtime.streams import Stream, open_program
 from broker.server.context import Policy, ServerContext
 from broker.server.tokens import create_token
-from broker.sites.openssh import Completed
 from broker.state.people import Owned, Role
 from broker.types import Cluster, ClusterStatus, Node, Placement, Task
 from tests.clouds.beds import make_node
@@ -37,11 +37,8 @@ class NearTransport:
 
     options: tuple[str, ...] = ("-e",)
 
-    async def run(
-        self, node: Node, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-    ) -> Completed:  # fmt: skip
-        return Completed(returncode=len(argv), stdout=" ".join(argv).encode() + b"\xff", stderr=node.id.encode())
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
+        return await open_program([sys.executable, *argv[1:]])
 
     async def open_shell(self, node: Node) -> Shell:
         return Shell(argv=("sh", "-c", PROGRAM), env={}, folder="/", relayed_options=self.options)
@@ -141,7 +138,7 @@ def test_owner_of_a_managed_job_enters_its_nodes_and_others_do_not(hosted: Hoste
     store.clusters.put(replace(own, job_id=job.id))  # the owner of the job decides, not that of the name
     found: list[ShellOutput] = []
     arguments = {"cluster": cluster, "rank": 0, "command": ("hostname",), "on_output": found.append}
-    assert hosted.open("other").call(run_on_node, **arguments) == 1 and found
+    assert hosted.open("other").call(run_on_node, **arguments) == 0 and found
     with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to other"):
         hosted.open("user").call(run_on_node, **arguments)
     token = next(each for each in store.tokens.list() if each.user == "user")
@@ -155,12 +152,9 @@ def test_command_returns_its_output_as_bytes_and_its_exit_code(hosted: Hosted, c
     session = hosted.open("user")
     found: list[ShellOutput] = []
     node = session.call(find_node, node="dev-1")
-    code = session.call(
-        run_on_node, cluster=node.cluster, rank=node.rank, command=("nvidia-smi", "-L"), on_output=found.append
-    )
-    assert code == 2 and [(each.read(), each.is_error) for each in found] == [
-        (b"nvidia-smi -L\xff", False), (b"n1", True),
-    ]  # fmt: skip
+    command = ("sh", "-c", r"printf 'out\377'; printf err >&2; exit 7")
+    code = session.call(run_on_node, cluster=node.cluster, rank=node.rank, command=command, on_output=found.append)
+    assert code == 7 and {(each.read(), each.is_error) for each in found} == {(b"out\xff", False), (b"err", True)}
     with pytest.raises(UsageError, match="has no node 2"):
         session.call(find_node, node="dev-2")
     with pytest.raises(UsageError, match="unknown cluster"):
@@ -252,5 +246,5 @@ def test_exit_code_of_a_command_is_that_of_the_command_line(
     monkeypatch.setenv("BROKER_HOME", str(tmp_path))
     save_login(tmp_path / LOGIN, hosted.login("user"))
     with pytest.raises(RunFailedError) as failed:
-        ssh("dev", ["a", "b"])
-    assert failed.value.returncode == 2 and capfdbinary.readouterr() == (b"a b\xff", b"n0")
+        ssh("dev", ["sh", "-c", r"printf 'a\377'; printf e >&2; exit 2"])
+    assert failed.value.returncode == 2 and capfdbinary.readouterr() == (b"a\xff", b"e")

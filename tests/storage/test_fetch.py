@@ -169,9 +169,13 @@ def test_a_file_is_sent_where_its_key_is_missing_older_or_of_another_size(tmp_pa
     file = tmp_path / "f"
     file.write_text("12345")
     os.utime(file, (1e9, 1e9))
+    changed_s = file.stat().st_ctime
 
     def find(size: int, modified_s: float) -> bool:
         return is_changed(file, StoredKey(key="k", size_bytes=size, modified_s=modified_s))
 
     assert is_changed(file, None)
-    assert [find(5, 1e9), find(5, 1e9 + 1), find(5, 1e9 - 1), find(4, 1e9 + 1)] == [False, False, True, True]
+    assert [find(5, changed_s), find(5, changed_s + 1), find(4, changed_s + 1)] == [False, False, True]
+    assert find(5, changed_s - 1), "content with an older time was put there since, as by `cp -p` or `mv`"
+    os.utime(file, (changed_s + 100, changed_s + 100))
+    assert find(5, changed_s + 50)

@@ -56,6 +56,7 @@ class FakeGce(Operations):
     capacity: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, machine type) -> machines; else many
     limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
     allowed: set[str] | None = None  # permissions of the caller; None: all
+    rollback_failures: set[str] = field(default_factory=set)  # zones in which refused gangs are not removed
     disabled: bool = False  # the API is not enabled for the project
     tells_permissions: bool = True  # the Resource Manager API is enabled
     others: set[str] = field(default_factory=set)  # projects of ours with nothing in them
@@ -261,7 +262,7 @@ class FakeGce(Operations):
 
         def settle() -> None:
             for instance in made:
-                if refusal is None:
+                if refusal is None or zone in self.rollback_failures:
                     self._run(instance)
                 else:
                     self._remove(zone, instance["name"])
@@ -269,7 +270,7 @@ class FakeGce(Operations):
         return self._operate(zone, kind, target, settle, error=refusal)
 
     def _bulk_insert(self, zone: str, body: Json, fault: Fault | None) -> Json:
-        names = list(body["perInstanceProperties"])
+        names = sorted(body["perInstanceProperties"])
         if int(body["count"]) != len(names) or int(body.get("minCount", 0)) != len(names):
             raise invalid("resource.count", body["count"])
         properties = body["instanceProperties"]

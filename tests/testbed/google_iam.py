@@ -48,6 +48,7 @@ class FakeGoogle:
     unknown_count: int = 0  # calls that do not know of a new account yet
     writes: int = 0
     key_count: int = 0
+    project: str = "vision"  # with all accounts; others have none
 
     def answer(self, method: str, path: str, query: dict[str, str], body: bytes, token: str) -> Any:
         for word, refusal in self.refusals.items():
@@ -62,6 +63,8 @@ class FakeGoogle:
             self.accounts.add(email)
             return {"email": email}
         if "/serviceAccounts/" in path:
+            if f"/projects/{self.project}/" not in path:
+                raise Refusal(404, "unknown service account")
             return self.answer_keys(method, path.partition("/serviceAccounts/")[2], body)
         if path.endswith("/iam"):
             return self.answer_policy(method, path.split("/")[-2], body)

@@ -89,7 +89,7 @@ class FakeStore:
         if action in self.forbidden:
             raise Denied("AccessDenied")
         if action == "GetCallerIdentity":
-            return {"Arn": self.arn, "Account": ACCOUNT, "UserId": "AIDA"}
+            return {"Arn": self.arn, "Account": self.arn.split(":")[4], "UserId": "AIDA"}
         if action == "AssumeRole" and int(asked["DurationSeconds"]) > self.role_s_max:
             raise Denied("ValidationError", 400)
         serial = next(self.serials)

@@ -12,6 +12,8 @@ from broker.app.consoles import ScreenSize
 from broker.app.container import Context
 from broker.errors import InvalidRequestError, UsageError
 from broker.frozen import frozen
+from broker.runtime.base import CanStream
+from broker.runtime.commands import run_with_output
 from broker.state.people import Owned
 from broker.state.store import Store
 from broker.types import Cluster, Node
@@ -120,16 +122,24 @@ def run_on_node(
     command: tuple[str, ...],
     on_output: Callable[[ShellOutput], None],
 ) -> int:
-    """Run a command on a node without a terminal or input, for at most an hour; return its exit code."""
+    """Run a command on a node without a terminal or input, for at most an hour; return its exit code.
+
+    Its output is passed on as it appears.
+    """
     if not command:
         raise UsageError("no command was given")
     found = _find_own(context, cluster)
-    run = context.transport.run(get_node(found, rank), command, timeout_s=COMMAND_S_MAX)
-    done = asyncio.run(context.run_paid(run))
-    for data, is_error in ((done.stdout, False), (done.stderr, True)):
-        if data:
-            on_output(ShellOutput.make(data, is_error=is_error))
-    return done.returncode
+
+    def show(name: str, data: bytes) -> None:
+        on_output(ShellOutput.make(data, is_error=name == "err"))
+
+    transport = context.transport
+    if not isinstance(transport, CanStream):
+        raise UsageError(f"commands cannot be run on the nodes of `{cluster}`")
+    run = run_with_output(
+        transport, get_node(found, rank), command, timeout_s=COMMAND_S_MAX, on_output=show
+    )  # fmt: skip
+    return asyncio.run(context.run_paid(run))
 
 
 def open_shell(

@@ -22,7 +22,7 @@ from broker.clouds.gcp.quotas import (
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.zones import list_zones
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import Node, NodeEnd, NodeRequest, NodeState
 
 CALLERS_KNOWN_S = 60.0  # several gangs in a row share one lookup
 
@@ -79,10 +79,7 @@ class NodeLauncher:
         """Find the zone in which an earlier call with this token created its nodes. By name, as lists may lag."""
         name, project = instance_names(request)[0], self._login.project
 
-        def fetch_from(zone: str) -> Callable[[Clients], Node | None]:
-            return lambda clients: instances.fetch(clients, NodeId(project=project, zone=zone, name=name))
-
-        gangs = await asyncio.gather(*(self._sdk.call(fetch_from(zone)) for zone in zones))
+        gangs = await self._fetch_all([NodeId(project=project, zone=zone, name=name) for zone in zones])
         return next((zone for zone, node in zip(zones, gangs, strict=True) if node is not None), None)
 
     async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
@@ -121,7 +118,30 @@ class NodeLauncher:
             check_quotas(needs, found, project=project)
 
     async def _insert_in(self, request: NodeRequest, zone: str, image: str) -> None:
-        await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)
+        try:
+            await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)
+        except (UnknownOutcomeError, TransientError):
+            raise
+        except CloudError as error:
+            await self._delete_rest(request, zone, error)
+            raise
+
+    async def _delete_rest(self, request: NodeRequest, zone: str, refusal: CloudError) -> None:
+        """Delete the nodes of a refused gang that Google did not remove: its own rollback may fail.
+
+        Raises UnknownOutcomeError if they cannot be queried or deleted, so that the caller terminates them.
+        """
+        if request.placement.node_count == 1:
+            return
+        try:
+            found = await self._fetch_all(self._list_places(request, zone))
+            if rest := [NodeId.parse(node.id) for node in found if node is not None]:
+                log.warning("Google refused a gang in %s but kept %s of its nodes; deleting them", zone, len(rest))
+                await self._delete(rest)
+        except CloudError as error:
+            raise UnknownOutcomeError(
+                f"{refusal.message}; a part of the gang may remain in {zone}: {error.message}"
+            ) from error
 
     async def _await_rules(self, request: NodeRequest, zone: str, rules: Sequence[Any]) -> None:
         """Wait for the rules; if one fails, delete the unreachable nodes before raising."""
@@ -147,12 +167,14 @@ class NodeLauncher:
     async def _read_gang(self, request: NodeRequest, zone: str) -> list[Node]:
         """Return every node of the gang; a node that Google does not know has ended already."""
         places = self._list_places(request, zone)
+        nodes = await self._fetch_all(places)
+        return [node or self._make_ended(request, where) for node, where in zip(nodes, places, strict=True)]
 
+    async def _fetch_all(self, places: Sequence[NodeId]) -> Sequence[Node | None]:
         def fetch_from(where: NodeId) -> Callable[[Clients], Node | None]:
             return lambda clients: instances.fetch(clients, where)
 
-        nodes = await asyncio.gather(*(self._sdk.call(fetch_from(where)) for where in places))
-        return [node or self._make_ended(request, where) for node, where in zip(nodes, places, strict=True)]
+        return await asyncio.gather(*(self._sdk.call(fetch_from(where)) for where in places))
 
     def _make_ended(self, request: NodeRequest, where: NodeId) -> Node:
         now_s, placement = self._clock.now_s(), request.placement
@@ -171,5 +193,5 @@ class NodeLauncher:
             usd_hour=placement.usd_hour / placement.node_count,
             created_s=now_s,
             ended_s=now_s,
-            reason="missing",
+            reason=NodeEnd.TERMINATED,  # not MISSING, which would mean that only lists say so
         )

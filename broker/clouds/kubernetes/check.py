@@ -72,7 +72,8 @@ async def inspect(config: Config, *, clock: Clock, run: RunKubectl = run_kubectl
             return [found]
         contexts = {found.name: found}
     else:
-        contexts = await find_namespaces(run, contexts, path, facts)
+        found_contexts = await find_namespaces(run, contexts, path, facts)
+        contexts = {name: each for name, each in found_contexts.items() if not each.is_off}
     answers = dict(
         zip(contexts, await asyncio.gather(*(_read_pools(run, each) for each in contexts.values())), strict=True)
     )

@@ -8,6 +8,7 @@ sweep      remove the finalizer of ended pods
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from broker.errors import (
     CapacityError,
     CloudError,
     InvalidRequestError,
+    TransientError,
     UnknownOutcomeError,
 )
 from broker.sites import find_file
@@ -35,6 +37,9 @@ from broker.sites.facts import find_facts
 from broker.sites.kubectl import run_kubectl
 from broker.sites.kubernetes import KubernetesContext, Pool, read_contexts, read_pools
 from broker.types import Node, NodeList, NodeRequest, NodeState
+from broker.user_files import UserFile
+
+log = logging.getLogger(__name__)
 
 KEPT_S = 3600.0  # an ended pod of a live cluster stays readable for this time
 Read = Callable[[], tuple[Mapping[str, KubernetesContext], Mapping[str, Sequence[Pool]]]]
@@ -46,11 +51,12 @@ def make_cloud(config: Config, *, clock: Clock) -> KubernetesCloud | None:
     if path is None:
         return None
     facts = find_facts("kubernetes", config.home)
-    return KubernetesCloud(lambda: (read_contexts(path, facts), read_pools(facts)), clock=clock)
+    file = UserFile(path, lambda: (read_contexts(path, facts), read_pools(facts)), beside=[facts])
+    return KubernetesCloud(file.read, clock=clock)
 
 
 class KubernetesCloud:
-    """`Cloud` and `CanSweep` for the contexts of `kubernetes.yaml`, which is read at every call."""
+    """`Cloud`, `CanSweep` and `ReadsSites` for the contexts of `kubernetes.yaml`, which is read at every call."""
 
     name: ClassVar[str] = "kubernetes"
     settle_s: ClassVar[float] = 0.0
@@ -81,7 +87,7 @@ class KubernetesCloud:
         """
         contexts, pools = self._read_files()
         region = request.placement.offer.region
-        if region not in contexts:
+        if region not in contexts or contexts[region].is_off:
             raise InvalidRequestError(f"`kubernetes.yaml` has no context `{region}`")
         api = self._make_api(contexts[region])
         pool = find_pool(pools.get(region, ()), request)
@@ -123,18 +129,41 @@ class KubernetesCloud:
         return NodeList(nodes=tuple(nodes), unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """Delete the pods. Pods that are already gone count as success; a list confirms the end.
+        """Delete the pods. Pods that are gone, or whose cluster is off, count as success; a list confirms the end.
 
         Every pod is attempted, then the first failure is raised. Raises TransientError if a server does not answer.
         """
         contexts, _ = self._read_files()
         calls = []
         for node in nodes:
-            region, namespace = node.region, node.handle.removeprefix("k8s://").split("/")[1]
+            region, namespace = node.region, find_namespace(node)
             # An entry that has left the file: its context may still be in the kubeconfig.
             context = contexts.get(region) or KubernetesContext(name=region, context=region)
+            if context.is_off:
+                continue
             calls.append(partial(self._make_api(context).delete, node.id, namespace))
         raise_first(await call_all(calls))
+
+    def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
+        """Return an AuthError for a context that the file does not list, or lists with another namespace."""
+        contexts, _ = self._read_files()
+        if region not in contexts:
+            return AuthError(
+                f"context `{region}` is no longer in use, so nodes there cannot be checked",
+                hints=(
+                    f"add `{region}: {{}}` to `kubernetes.yaml`; remove it after its nodes have ended",
+                    f"if the cluster was shut down for good, add `{region}: {{is_off: true}}`",
+                ),
+            )
+        if contexts[region].is_off:
+            return None
+        if node is None or (namespace := find_namespace(node)) == contexts[region].namespace:
+            return None
+        return AuthError(
+            f"node `{node.id}` is in namespace `{namespace}` of context `{region}`, which is no longer in use there, "
+            "so it cannot be checked",
+            hints=(f"set `namespace: {namespace}` of `{region}` in `kubernetes.yaml` until the node has ended",),
+        )
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         """Remove the records of ended pods; those of clusters in `keep` stay for an hour. Return their number.
@@ -163,7 +192,12 @@ class KubernetesCloud:
         pods = await api.list_pods(owner=owner)
         ours = [pod for pod in pods if read_record(pod) and not pod["metadata"].get("deletionTimestamp")]
         stuck = [pod["metadata"]["name"] for pod in ours if is_outlived(pod) or self._is_stuck(api.context, pod)]
-        raise_first(await call_all([partial(api.delete, name, api.context.namespace) for name in stuck]))
+        # One pod that cannot be deleted must not hide all others; the next list tries again.
+        for result in await call_all([partial(api.delete, name, api.context.namespace) for name in stuck]):
+            if isinstance(result, CloudError):
+                log.warning("a pod that does not start cannot be deleted: %s", result.message)
+            elif isinstance(result, BaseException):
+                raise result
         return self._make_nodes(api.context, pods)
 
     def _is_stuck(self, context: KubernetesContext, pod: Mapping[str, Any]) -> bool:
@@ -243,7 +277,7 @@ class KubernetesCloud:
 
     def _list_apis(self) -> Sequence[KubernetesApi]:
         contexts, _ = self._read_files()
-        return [self._make_api(context) for context in contexts.values()]
+        return [self._make_api(context) for context in contexts.values() if not context.is_off]
 
     def _make_api(self, context: KubernetesContext) -> KubernetesApi:
         return KubernetesApi(context, run=self._run)
@@ -251,8 +285,13 @@ class KubernetesCloud:
     def _read_files(self) -> tuple[Mapping[str, KubernetesContext], Mapping[str, Sequence[Pool]]]:
         try:
             return self._read()
-        except BrokerError as error:
-            raise InvalidRequestError(error.message, hints=error.hints) from error
+        except BrokerError as error:  # the file may be in the course of being saved
+            raise TransientError(error.message, hints=error.hints) from error
+
+
+def find_namespace(node: Node) -> str:
+    """Return the namespace of a node's pod, from `k8s://CONTEXT/NAMESPACE/POD`."""
+    return node.handle.removeprefix("k8s://").split("/")[1]
 
 
 def raise_first(results: Sequence[object]) -> None:

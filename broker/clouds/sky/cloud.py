@@ -17,6 +17,7 @@ from broker.clouds.sky.gangs import (
     SkyGang,
     adopt,
     is_broken,
+    is_elsewhere,
     judge,
     list_nodes_of,
     make_gang,
@@ -26,7 +27,7 @@ from broker.clouds.sky.gangs import (
 )
 from broker.clouds.sky.state_file import SkyStateFile
 from broker.clouds.sky.task_spec import make_task
-from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, TransientError
+from broker.errors import AccountError, AuthError, CapacityError, CloudError, InvalidRequestError, TransientError
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,10 @@ class SkyCloud:
         return list_nodes_of(gang, state or NodeState.PENDING)
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List nodes, and take down the remains of failed launches."""
+        """List nodes, and take down the remains of failed launches.
+
+        The regions of gangs that were launched through another API server, or as another user, are unseen.
+        """
         recorded = {
             name: gang
             for name, gang in self._state_file.read().items()
@@ -91,9 +95,16 @@ class SkyCloud:
             gang.request_id for gang in recorded.values() if gang.request_id and not gang.was_up and not gang.ended_s
         ]
         observed = await self._engine.fetch_state(make_prefix(owner), waiting)
-        gangs = {**self._adopt_strangers(owner, observed), **recorded}
+        unseen: dict[str, CloudError] = {
+            gang.region: make_account_error(gang, observed)
+            for gang in recorded.values()
+            if is_elsewhere(gang, observed)
+        }
+        here = {name: gang for name, gang in recorded.items() if not is_elsewhere(gang, observed)}
+        gangs = {**self._adopt_strangers(owner, observed), **here}
         nodes: list[Node] = []
         changed: list[SkyGang] = []
+        broken: list[str] = []
         for before in gangs.values():
             gang, state = judge(before, observed, now_s=self._clock.now_s())
             gang, state = await self._reach(gang, state, observed)
@@ -102,11 +113,21 @@ class SkyCloud:
             if gang != recorded.get(gang.name):
                 changed.append(gang)
             if is_broken(gang, observed):
-                await self._engine.end(gang.name)
+                broken.append(gang.name)
             nodes.extend(list_nodes_of(gang, state))
         self._state_file.note(changed, now_s=self._clock.now_s())
-        await self._refresh([node for node in nodes if node.is_spot and node.state is NodeState.RUNNING])
-        return NodeList(nodes=tuple(nodes))
+        await self._tidy(broken, [node for node in nodes if node.is_spot and node.state is NodeState.RUNNING])
+        return NodeList(nodes=tuple(nodes), unseen=unseen)
+
+    async def _tidy(self, broken: Sequence[str], spot: Sequence[Node]) -> None:
+        """Take down the remains of failed launches, and refresh spot clusters. The next list repeats what fails: one
+        cluster that cannot be taken down must not hide all others."""
+        try:
+            for name in broken:
+                await self._engine.end(name)
+            await self._refresh(spot)
+        except CloudError as error:
+            log.warning("SkyPilot: %s", error.message)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """Terminate whole gangs: SkyPilot cannot terminate a part of a cluster."""
@@ -155,6 +176,9 @@ class SkyCloud:
     async def _launch(self, gang: SkyGang) -> SkyGang:
         """Launch once: adopt a cluster that SkyPilot already has or is creating."""
         observed = await self._engine.fetch_state(gang.name, [gang.request_id] if gang.request_id else [])
+        if is_elsewhere(gang, observed):
+            raise make_account_error(gang, observed)
+        gang = replace(gang, account=observed.account or gang.account)
         if observed.find(gang.name) is None and not observed.is_launching(gang.name) and not gang.was_seen:
             if observed.read_status(gang.request_id) in FAILED:
                 return gang
@@ -218,7 +242,7 @@ class SkyCloud:
         names |= {request.cluster for request in observed.requests if observed.is_launching(request.cluster)}
         ours = [name for name in names if (found := NAME.fullmatch(name)) and found["cloud"] == self.name]
         adopted = [adopt(name, owner, observed.find(name)) for name in ours]
-        return {gang.name: gang for gang in adopted if gang is not None}
+        return {gang.name: replace(gang, account=observed.account) for gang in adopted if gang is not None}
 
     async def _refresh(self, spot: Sequence[Node]) -> None:
         """Refresh spot clusters: SkyPilot queries the clouds about each cluster once a minute, which is late
@@ -227,3 +251,13 @@ class SkyCloud:
         if spot and now_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = now_s
             await self._engine.refresh(self._list_names([node.id for node in spot]))
+
+
+def make_account_error(gang: SkyGang, observed: ServerState) -> AccountError:
+    """Return the error for a gang that this login to SkyPilot cannot see."""
+    url = gang.account.partition(" as ")[0]
+    return AccountError(
+        f"SkyPilot's cluster `{gang.name}` belongs to the API server {gang.account}, but the login is for "
+        f"{observed.account}",
+        hints=(f"log in to it again (`sky api login -e {url}`), or for a local server `sky api logout`",),
+    )

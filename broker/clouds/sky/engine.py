@@ -28,6 +28,9 @@ CALL_S_MAX = 120.0  # a server that was just started takes most of a minute unti
 SLOW_S_MAX = 900.0  # stopping machines, checking a login with the cloud
 SSH_S = 120.0  # `sky status`, which the worker runs
 ENDED = "SkyPilot's worker ended"
+# Calls without an answer, of the eight that the worker can make at once, after which it is replaced: SkyPilot waits for
+# its API server without a limit, and for ever if the network changes meanwhile.
+OVERDUE_MAX = 3
 
 
 class Engine(Protocol):
@@ -74,6 +77,7 @@ class WorkerEngine:
         self._process: subprocess.Popen[str] | None = None
         self._waiting: dict[int, tuple[subprocess.Popen[str], Future[Any]]] = {}
         self._ids = count(1)
+        self._overdue: set[int] = set()  # calls that the current worker has not answered in time
 
     def start(self) -> None:
         """Start the worker unless it runs. Idempotent."""
@@ -84,6 +88,7 @@ class WorkerEngine:
         """End the worker; the next call starts another one."""
         with self._lock:
             process, self._process = self._process, None
+            self._overdue.clear()
         if process is not None:
             assert process.stdin is not None, "it was made with a pipe"
             process.stdin.close()
@@ -112,7 +117,8 @@ class WorkerEngine:
         """Return the server's clusters and requests by one call to the worker."""
         reply = await self._call("fetch_state", prefix=prefix, request_ids=list(request_ids))
         clusters = [Seen(**each) for each in reply["clusters"]]
-        return ServerState(clusters=clusters, requests=[Request(**each) for each in reply["requests"]])
+        requests = [Request(**each) for each in reply["requests"]]
+        return ServerState(clusters=clusters, requests=requests, account=str(reply.get("account", "")))
 
     async def refresh(self, names: Sequence[str]) -> None:
         """Make SkyPilot query the clouds about these clusters, without waiting."""
@@ -144,6 +150,7 @@ class WorkerEngine:
         try:
             reply = await within(asyncio.wrap_future(answer), limit_s)
         except TimeoutError as error:
+            self._note_overdue(call_id)
             raise lost(f"SkyPilot did not respond to `{verb}` within {limit_s:g} s") from error
         except EOFError as error:
             raise lost(f"{ENDED} during `{verb}`") from error
@@ -153,6 +160,15 @@ class WorkerEngine:
         if "fault" in reply:
             raise translate(SkyError.parse(reply["fault"]), does_change=does_change)
         return reply["value"]
+
+    def _note_overdue(self, call_id: int) -> None:
+        """Replace the worker once several of its calls hang; the answers of the others are lost."""
+        with self._lock:
+            self._overdue.add(call_id)
+            is_stuck = len(self._overdue) >= OVERDUE_MAX
+        if is_stuck:
+            log.warning("SkyPilot's worker does not answer %s calls; replacing it", OVERDUE_MAX)
+            self.close()
 
     def _send(self, verb: str, arguments: Mapping[str, Any]) -> tuple[int, Future[Any]]:
         with self._lock:
@@ -202,6 +218,7 @@ class WorkerEngine:
                 continue
             with self._lock:
                 _, answer = self._waiting.pop(call_id, (None, None))
+                self._overdue.discard(call_id)
             if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_result(reply)
         process.wait()

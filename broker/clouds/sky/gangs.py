@@ -50,6 +50,7 @@ class SkyGang:
     is_down_asked: bool = False
     ended_s: float | None = None
     reason: str = ""
+    account: str = ""  # through which it was launched; empty in older records
 
 
 @frozen
@@ -79,10 +80,11 @@ class Request:
 
 @frozen
 class ServerState:
-    """SkyPilot's clusters and requests at one moment."""
+    """SkyPilot's clusters and requests at one moment. `account`: the API server and the user that they belong to."""
 
     clusters: Sequence[Seen] = ()
     requests: Sequence[Request] = ()
+    account: str = ""
 
     def find(self, name: str) -> Seen | None:
         """Return the cluster of this name; None if SkyPilot has none."""
@@ -97,6 +99,14 @@ class ServerState:
     def read_status(self, request_id: str) -> str:
         """Return the request's status; empty if the server does not know it."""
         return next((request.status for request in self.requests if request.id == request_id), "")
+
+
+def is_elsewhere(gang: SkyGang, observed: ServerState) -> bool:
+    """Return whether a gang that has not ended belongs to an API server or user other than the observed one.
+
+    It is missing from what was observed, which proves nothing.
+    """
+    return bool(gang.account and observed.account) and gang.account != observed.account and gang.ended_s is None
 
 
 def make_prefix(owner: str) -> str:

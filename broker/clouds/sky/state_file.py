@@ -6,6 +6,7 @@ SkyPilot forgets a cluster as soon as it is gone. Without these files, its table
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class SkyStateFile:
             self._write("enabled.json", msgspec.json.encode(sorted(clouds)))
 
     def _write(self, name: str, content: bytes) -> None:
-        aside = self._folder / f"{name}.{os.getpid()}"
+        aside = self._folder / f"{name}.{uuid.uuid4().hex}"
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content)
         aside.replace(self._folder / name)

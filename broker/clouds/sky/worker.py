@@ -128,7 +128,8 @@ def is_valid(task: dict[str, Any]) -> bool:
 
 
 def fetch_state(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
-    """Return clusters and live requests whose cluster name has the prefix, and the status of these requests."""
+    """Return clusters and live requests whose cluster name has the prefix, the status of these requests, and the
+    account."""
     from sky.client import sdk
 
     clusters = [read_cluster(each) for each in sdk.get(sdk.status()) if each["name"].startswith(prefix)]
@@ -136,7 +137,15 @@ def fetch_state(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
     live_ids = {each["id"] for each in live}
     missing_ids = [each for each in request_ids if each not in live_ids]
     ended = [read_request(each) for each in sdk.api_status(request_ids=missing_ids)] if missing_ids else []
-    return {"clusters": clusters, "requests": live + ended}
+    return {"clusters": clusters, "requests": live + ended, "account": name_account()}
+
+
+def name_account() -> str:
+    """Return the API server and the user whose clusters `sky status` shows; another login changes both or one."""
+    from sky.server import common
+    from sky.utils import common_utils
+
+    return f"{str(common.redact_url_password(common.get_server_url())).rstrip('/')} as {common_utils.get_user_hash()}"
 
 
 def read_cluster(record: Any) -> dict[str, Any]:

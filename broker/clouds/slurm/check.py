@@ -25,7 +25,7 @@ async def inspect(config: Config, *, clock: Clock, run: RunCommand = run_command
     path = find_file("slurm", config.home)
     assert path is not None, "only called for native clusters"
     try:
-        clusters = read_clusters(path)
+        clusters = {name: cluster for name, cluster in read_clusters(path).items() if not cluster.is_off}
     except BrokerError as error:
         return [CheckResult(name="clusters", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
     facts = find_facts("slurm", config.home)

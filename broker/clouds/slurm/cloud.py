@@ -28,11 +28,19 @@ from broker.clouds.slurm.commands import (
 from broker.clouds.slurm.script import find_partition, make_argv, make_script, name_job, read_comment
 from broker.clouds.slurm.states import EXIT_REASONS, GONE, find_error, find_state
 from broker.config import Config
-from broker.errors import BrokerError, CloudError, InvalidRequestError, TransientError, UnknownOutcomeError
+from broker.errors import (
+    AuthError,
+    BrokerError,
+    CloudError,
+    InvalidRequestError,
+    TransientError,
+    UnknownOutcomeError,
+)
 from broker.sites import find_file
 from broker.sites.facts import find_facts
 from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions
 from broker.types import Node, NodeList, NodeRequest, NodeState
+from broker.user_files import UserFile
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL where a partition has no grace time
 Read = Callable[[], tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]]
@@ -44,11 +52,12 @@ def make_cloud(config: Config, *, clock: Clock) -> SlurmCloud | None:
     if path is None:
         return None
     facts = find_facts("slurm", config.home)
-    return SlurmCloud(lambda: (read_clusters(path), read_partitions(facts)), clock=clock)
+    file = UserFile(path, lambda: (read_clusters(path), read_partitions(facts)), beside=[facts])
+    return SlurmCloud(file.read, clock=clock)
 
 
 class SlurmCloud:
-    """`Cloud` for the clusters of `slurm.yaml`, which is read at every call."""
+    """`Cloud`, `HasQueue` and `ReadsSites` for the clusters of `slurm.yaml`, which is read at every call."""
 
     name: ClassVar[str] = "slurm"
     settle_s: ClassVar[float] = 0.0
@@ -63,8 +72,7 @@ class SlurmCloud:
 
     async def check(self) -> None:
         """Return if any cluster answers; otherwise raise the first one's error."""
-        clusters, _ = self._read_files()
-        answers = await asyncio.gather(*(self._try_list(each) for each in clusters.values()))
+        answers = await asyncio.gather(*map(self._try_list, self._list_clusters()))
         if answers and all(isinstance(answer, CloudError) for answer in answers):
             raise next(answer for answer in answers if isinstance(answer, CloudError))
 
@@ -76,7 +84,7 @@ class SlurmCloud:
         """
         clusters, partitions = self._read_files()
         region = request.placement.offer.region
-        if region not in clusters:
+        if region not in clusters or clusters[region].is_off:
             raise InvalidRequestError(f"`slurm.yaml` has no cluster `{region}`")
         cluster = clusters[region]
         name = name_job(request.owner, request.token)
@@ -91,11 +99,11 @@ class SlurmCloud:
 
     async def list_nodes(self, owner: str) -> NodeList:
         """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region."""
-        clusters, _ = self._read_files()
-        answers = await asyncio.gather(*(self._try_list(each) for each in clusters.values()))
+        clusters = self._list_clusters()
+        answers = await asyncio.gather(*map(self._try_list, clusters))
         unseen = {
             cluster.name: answer
-            for cluster, answer in zip(clusters.values(), answers, strict=True)
+            for cluster, answer in zip(clusters, answers, strict=True)
             if isinstance(answer, CloudError)
         }
         if unseen and len(unseen) == len(clusters):
@@ -104,11 +112,12 @@ class SlurmCloud:
         return NodeList(nodes=tuple(node for node in nodes if node.owner == owner), unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """Cancel the whole job of each node; a job that has ended, or whose cluster left the file, counts as success.
+        """Cancel the whole job of each node; a job that has ended, or whose cluster is off, counts as success.
 
-        Every job is attempted, then the first failure is raised. Raises TransientError if Slurm does not answer.
+        Every job is attempted, then the first failure is raised. Raises TransientError if Slurm does not answer, and
+        AuthError for a cluster that was removed from the file.
         """
-        clusters, _ = self._read_files()
+        clusters = {cluster.name: cluster for cluster in self._list_clusters()}
         jobs = {
             (clusters[node.region].name, job_id, name_job(node.owner, node.token))
             for node in nodes
@@ -121,6 +130,23 @@ class SlurmCloud:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+        for node in nodes:
+            if removal := self.find_removal(node.region, node):
+                raise removal
+
+    def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
+        """Return an AuthError for a cluster that `slurm.yaml` does not list."""
+        clusters, _ = self._read_files()
+        if region in clusters:
+            return None
+        whose = f"node `{node.id}`" if node else "nodes there"
+        return AuthError(
+            f"cluster `{region}` is no longer in `slurm.yaml`, so {whose} can be neither checked nor terminated",
+            hints=(
+                f"add `{region}` to `slurm.yaml` again; remove it after its nodes have ended",
+                f"if the cluster was shut down for good, add `{region}: {{is_off: true}}`",
+            ),
+        )
 
     async def _submit(self, cluster: SlurmCluster, partition: Partition, request: NodeRequest) -> None:
         """Submit the gang, after checking that it can ever start: the queue itself refuses little."""
@@ -228,11 +254,14 @@ class SlurmCloud:
             self._addresses[key] = await find_addresses(self._run, cluster, job.node_list)
         return self._addresses.get(key, ())
 
+    def _list_clusters(self) -> Sequence[SlurmCluster]:
+        return [cluster for cluster in self._read_files()[0].values() if not cluster.is_off]
+
     def _read_files(self) -> tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]:
         try:
             return self._read()
-        except BrokerError as error:
-            raise InvalidRequestError(error.message, hints=error.hints) from error
+        except BrokerError as error:  # the file may be in the course of being saved
+            raise TransientError(error.message, hints=error.hints) from error
 
 
 def read_handle(node: Node) -> tuple[str, int | None]:

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 
+YOUNG_S = 60.0
+
 
 def main(settings: dict[str, object], machine: str) -> None:
     """Run the node to its end, remove its folder, and exit with the machine's code, which says how it ended."""
@@ -50,6 +52,8 @@ def remove_stale(root: str) -> None:
     for name in os.listdir(root):
         folder = os.path.join(root, name)
         try:
+            if time.time() - os.stat(folder).st_mtime < YOUNG_S:
+                continue  # between the creation of the lock and its acquisition, a starting node looks dead
             lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR)
         except OSError:
             continue  # a socket, or a node that is just starting

@@ -4,8 +4,9 @@ A claim lives on its host, so another broker sees it as well, and two commands c
 
   create     hosts of the offer's size in the order of the file: claim until the gang is whole, else release all
   list       ask every host; the claims of one that does not answer are listed as last seen, and its pool as unseen
-  terminate  end all processes of the claim, remove its files, release the host. A host that is silent counts as gone
-             only if its `fence` command confirms that it is off, or the file says `is_off: true`
+  terminate  end all processes of the claim, remove its files, release the host. A host that is silent, or was removed
+             from the file, counts as gone only if its `fence` command confirms that it is off, or the file says
+             `is_off: true`
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ from broker.errors import (
     BrokerError,
     CapacityError,
     CloudError,
-    InvalidRequestError,
     TransientError,
     UnknownOutcomeError,
 )
@@ -34,6 +34,7 @@ from broker.sites import find_file
 from broker.sites.facts import find_facts
 from broker.sites.pools import Host, name_offer, read_hosts
 from broker.types import Node, NodeList, NodeRequest, NodeState
+from broker.user_files import UserFile
 
 HOST_LOCK = "/var/tmp/broker-host/lock"  # one for all users of a host; released with the last process that holds it
 
@@ -44,11 +45,12 @@ def make_cloud(config: Config, *, clock: Clock) -> SshCloud | None:
     if path is None:
         return None
     facts = find_facts("ssh", config.home)
-    return SshCloud(lambda: read_hosts(path, facts), folder=facts.parent, clock=clock)
+    file = UserFile(path, lambda: read_hosts(path, facts), beside=[facts])
+    return SshCloud(file.read, folder=facts.parent, clock=clock)
 
 
 class SshCloud:
-    """`Cloud` for the hosts of `ssh_pools.yaml`, which is read at every call."""
+    """`Cloud` and `ReadsSites` for the hosts of `ssh_pools.yaml`, which is read at every call."""
 
     name: ClassVar[str] = "ssh"
     settle_s: ClassVar[float] = 0.0
@@ -102,21 +104,34 @@ class SshCloud:
         return NodeList(nodes=tuple(self._make_nodes(claims)), unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """End all processes of the nodes and free their hosts; a host that was removed from the file counts as gone.
+        """End all processes of the nodes and free their hosts; a host that the file says is off counts as gone.
 
         Every host is attempted, then the first failure is raised. Raises TransientError for a silent host, unless its
-        fence command confirms that it is off, and for processes that do not end.
+        fence command confirms that it is off, and for processes that do not end; AuthError for a host that was removed
+        from the file.
         """
-        hosts = {host.key: host for host in self._list_hosts()}
+        hosts = {host.key: host for host in self._read_file()}
         by_host: dict[str, list[str]] = {}
         for node in nodes:
             pool, name, node_id = split_handle(node)
-            if f"{pool}/{name}" in hosts:  # a host that was removed from the file counts as gone
-                by_host.setdefault(f"{pool}/{name}", []).append(node_id)
-        ends = (self._end(hosts[key], ids) for key, ids in by_host.items())
+            by_host.setdefault(f"{pool}/{name}", []).append(node_id)
+        ends = (self._end(hosts[key], ids) for key, ids in by_host.items() if key in hosts and not hosts[key].is_off)
         for result in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+        for node in nodes:
+            if removal := self.find_removal(node.region, node):
+                raise removal
+
+    def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
+        """Return an AuthError for a pool, or for the host of a node, that `ssh_pools.yaml` does not list."""
+        hosts = self._read_file()
+        if node is None:
+            return None if any(host.pool == region for host in hosts) else make_removal(f"pool `{region}`")
+        pool, name, _ = split_handle(node)
+        if any((host.pool, host.name) == (pool, name) for host in hosts):
+            return None
+        return make_removal(f"host `{name}` of pool `{pool}`", node)
 
     def avoid_machine(self, node: Node, *, until_s: float) -> None:
         """Claim the node's host for no other node before `until_s`, in this state folder."""
@@ -151,7 +166,7 @@ class SshCloud:
         claimed, holders = await self._claim(request, ready, ranks)
         holders += [f"{host.name} has failed a check of its GPUs" for host in avoided]
         if len(claimed) < count:
-            await self._release(claimed.values())
+            await self._release(pool, claimed.values())
             raise self._explain_shortage(request, fitting, answers, holders)
         return [claimed[rank] for rank in range(count)]
 
@@ -199,8 +214,9 @@ class SshCloud:
         self._memory.note_claim(host, answer)
         return self._make_node(host, answer)
 
-    async def _release(self, nodes: Any) -> None:
-        hosts = {host.key: host for host in self._list_hosts()}
+    async def _release(self, pool_hosts: Sequence[Host], nodes: Iterable[Node]) -> None:
+        """End new claims. `pool_hosts`: as read before the claims; the file may have changed since."""
+        hosts = {host.key: host for host in pool_hosts}
         for node in nodes:
             pool, name, node_id = split_handle(node)
             await self._end(hosts[f"{pool}/{name}"], [node_id], is_forgotten=True)
@@ -252,10 +268,14 @@ class SshCloud:
         )
 
     def _list_hosts(self) -> Sequence[Host]:
+        return [host for host in self._read_file() if not host.is_off]
+
+    def _read_file(self) -> Sequence[Host]:
+        """Read the file. Raises TransientError if it is invalid: it may be in the course of being saved."""
         try:
-            return [host for host in self._read() if not host.is_off]
+            return self._read()
         except BrokerError as error:
-            raise InvalidRequestError(error.message, hints=error.hints) from error
+            raise TransientError(error.message, hints=error.hints) from error
 
     async def _call_all_hosts(self, verb: str, **fields: object) -> Mapping[Host, Any]:
         return await self._call_hosts(self._list_hosts(), verb, **fields)
@@ -296,6 +316,18 @@ def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s
 def digest_claim(owner: str, token: str, host: Host) -> str:
     """Return the end of the id of a claim that was made under this name of its host."""
     return hashlib.sha256(f"{owner}\0{token}\0{host.key}".encode()).hexdigest()[:10]
+
+
+def make_removal(what: str, node: Node | None = None) -> AuthError:
+    """Return the error for nodes on a host that the file no longer lists: their programs may still run there."""
+    whose = f"node `{node.id}`" if node else "nodes there"
+    return AuthError(
+        f"{what} is no longer in `ssh_pools.yaml`, so {whose} can be neither checked nor terminated",
+        hints=(
+            "add the host to `ssh_pools.yaml` again; remove it after its nodes have ended",
+            "if the host is switched off for good, add it with `is_off: true`",
+        ),
+    )
 
 
 def split_handle(node: Node) -> tuple[str, str, str]:

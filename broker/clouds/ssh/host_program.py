@@ -161,10 +161,14 @@ def is_of_host(folder: str) -> bool:
 
 
 def is_alive(folder: str) -> bool:
-    """Return whether the claim's machine is alive: it holds a lock that the kernel releases with it."""
+    """Return whether the claim's machine is alive: it holds a lock that the kernel releases with it.
+
+    Raises OSError if that cannot be determined, such as without free descriptors or with a home that is not answering:
+    the processes of a claim that is taken for dead are killed.
+    """
     try:
         lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,11 +236,12 @@ def send(pid: int, number: int) -> None:
 
 
 def read_json(path: str) -> dict[str, object] | None:
-    """Read a JSON object; None if the file is missing or damaged."""
+    """Read a JSON object; None if the file is missing or damaged. Raises OSError if it cannot be read: a claim that is
+    not listed counts as gone."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from broker.locks import hold_lock
 from broker.sites.facts import write_json
 from broker.sites.pools import Host
 
@@ -19,33 +20,37 @@ FENCED = "fenced"
 
 
 class HostMemory:
-    """Three small files. A lost or damaged file counts as empty."""
+    """Three small files, changed under one lock. A lost or damaged file counts as empty."""
 
     def __init__(self, folder: Path) -> None:
         self._claims = folder / "ssh_claims.json"
         self._off = folder / "ssh_off.json"
         self._avoided = folder / "ssh_avoided.json"
+        self._lock = folder / "ssh.lock"  # the daemon, commands and threads of a server change them
 
     def note_answers(self, answers: Mapping[Host, Claims], owner: str) -> None:
         """Remember the claims of an owner on the hosts that answered, and that these hosts are on."""
-        known = self._read(self._claims)
         keys = {name_entry(host, owner): list(claims) for host, claims in answers.items()}
-        changed = {key: strip(claims) for key, claims in keys.items() if strip(known.get(key, ())) != strip(claims)}
-        if changed:
-            write_json(self._claims, {**known, **keys})
-        off = self._read(self._off)
-        if back := {host.key for host in answers} & set(off):
-            write_json(self._off, {key: value for key, value in off.items() if key not in back})
+        with hold_lock(self._lock):
+            known = self._read(self._claims)
+            if any(strip(known.get(key, ())) != strip(claims) for key, claims in keys.items()):
+                write_json(self._claims, {**known, **keys})
+            off = self._read(self._off)
+            if back := {host.key for host in answers} & set(off):
+                write_json(self._off, {key: value for key, value in off.items() if key not in back})
 
     def note_claim(self, host: Host, claim: Mapping[str, Any]) -> None:
         """Remember a new claim: its host may fall silent before the first list."""
-        known, key = self._read(self._claims), name_entry(host, claim["owner"])
-        others = [each for each in known.get(key, ()) if each["id"] != claim["id"]]
-        write_json(self._claims, {**known, key: [*others, claim]})
+        key = name_entry(host, claim["owner"])
+        with hold_lock(self._lock):
+            known = self._read(self._claims)
+            others = [each for each in known.get(key, ()) if each["id"] != claim["id"]]
+            write_json(self._claims, {**known, key: [*others, claim]})
 
     def note_off(self, host: Host, *, now_s: float) -> None:
         """Remember that the host was confirmed off at `now_s` (Unix time), until it answers again."""
-        write_json(self._off, {**self._read(self._off), host.key: now_s})
+        with hold_lock(self._lock):
+            write_json(self._off, {**self._read(self._off), host.key: now_s})
 
     def is_off(self, host: Host) -> bool:
         """Return whether a fence command confirmed that the host is off, and it has not answered since."""
@@ -53,7 +58,8 @@ class HostMemory:
 
     def note_avoided(self, key: str, *, until_s: float) -> None:
         """Remember that a host is not to be claimed before `until_s` (Unix time)."""
-        write_json(self._avoided, {**self._read(self._avoided), key: until_s})
+        with hold_lock(self._lock):
+            write_json(self._avoided, {**self._read(self._avoided), key: until_s})
 
     def is_avoided(self, host: Host, *, now_s: float) -> bool:
         """Return whether the host is not to be claimed now."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from pathlib import Path
 from urllib.parse import unquote
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import StateError
-from broker.runtime.transports.machine import MachineTransport
-from broker.sites import find_file
+from broker.errors import TransientError
+from broker.runtime.transports.machine import MachineTransport, read_site_file
+from broker.sites import FILES
 from broker.sites.facts import find_facts
 from broker.sites.kubectl import make_argv
 from broker.sites.kubernetes import CONTAINER_NAME, NODE_ROOT, KubernetesContext, read_contexts
 from broker.types import Node
+from broker.user_files import UserFile
 
 SCHEME = "k8s://"
 
@@ -29,13 +30,14 @@ class KubernetesTransport(MachineTransport):
 
     def __init__(self, config: Config, *, clock: Clock) -> None:
         super().__init__(clock=clock)
-        self._config = config
+        path, facts = config.home / FILES["kubernetes"], find_facts("kubernetes", config.home)
+        self._file = UserFile(path, lambda: _read_contexts(path, facts), beside=[facts])
 
     def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
         name, namespace, pod = node.handle.removeprefix(SCHEME).split("/")
-        context = self._contexts.get(unquote(name))
+        context = read_site_file(self._file).get(unquote(name))
         if context is None:
-            raise StateError(
+            raise TransientError(
                 f"context `{unquote(name)}` of node `{node.id}` is not in `kubernetes.yaml`",
                 hints=("restore its entry until the node is terminated, or use the BROKER_HOME that launched it",),
             )
@@ -46,7 +48,6 @@ class KubernetesTransport(MachineTransport):
     def _find_folder(self, node: Node) -> str:
         return f"{NODE_ROOT}/{node.id}"
 
-    @cached_property
-    def _contexts(self) -> Mapping[str, KubernetesContext]:
-        path = find_file("kubernetes", self._config.home)
-        return read_contexts(path, find_facts("kubernetes", self._config.home)) if path else {}
+
+def _read_contexts(path: Path, facts: Path) -> Mapping[str, KubernetesContext]:
+    return read_contexts(path, facts) if path.is_file() else {}

@@ -48,7 +48,7 @@ class LocalTransport:
         except (OSError, EOFError) as error:
             raise TransientError(f"node `{node.id}` cannot be reached") from error
 
-    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
         """Open a stream; a machine booted by an older broker runs the program without input, which ends the stream."""
         header = pack_header(argv, timeout_s=SHELL_S, is_stream=True)
         try:
@@ -76,6 +76,8 @@ class LocalTransport:
                 raise FileNotFoundError(home)
             await asyncio.to_thread(copy, source, path)
         except OSError as error:
+            if isinstance(error, PermissionError) and Path(str(error.filename)).is_relative_to(source):
+                raise  # it is not the node's
             raise TransientError(f"cannot copy `{source}` to node `{node.id}`: {error.strerror}") from error
 
 

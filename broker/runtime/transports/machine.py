@@ -14,16 +14,19 @@ import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from broker.clock import Clock
-from broker.errors import InvalidRequestError, TransientError, UnreachedError
+from broker.errors import BrokerError, InvalidRequestError, TransientError, UnreachedError
 from broker.runtime.base import Shell
 from broker.runtime.streams import LINE_BYTES_MAX, Stream, open_program
 from broker.runtime.transports.machine_protocol import pack_header, read_answer
 from broker.runtime.transports.ssh_files import put_files
 from broker.sites.openssh import Completed, explain
 from broker.types import Node
+from broker.user_files import UserFile
+
+Entries = TypeVar("Entries")
 
 MARGIN_S = 15.0  # to start the relay: a login, or a step of a batch system
 STREAM_S = 30.0
@@ -54,6 +57,14 @@ os._exit(0)
 """
 
 
+def read_site_file(file: UserFile[Entries]) -> Entries:
+    """Return the entries of a site's file. Raises TransientError if it is invalid: a poll reports silent nodes then."""
+    try:
+        return file.read()
+    except BrokerError as error:
+        raise TransientError(error.message, hints=error.hints) from error
+
+
 class MachineTransport:
     """`Transport` and `CanStream` for nodes whose machine is on another host."""
 
@@ -62,7 +73,10 @@ class MachineTransport:
         self._reached: set[str] = set()
 
     def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
-        """Return the local command that runs `command` on the node's host, outside the node. Raises StateError."""
+        """Return the local command that runs `command` on the node's host, outside the node.
+
+        Raises TransientError if the site's file does not list the host, or is invalid.
+        """
         raise NotImplementedError
 
     def _find_folder(self, node: Node) -> str:
@@ -98,11 +112,10 @@ class MachineTransport:
             )
         await put_files(self, node, source, target)
 
-    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
         """Open a session with a program in the node, without waiting for its first output.
 
-        Raises TransientError if the relay does not start on this machine, StateError if the site's file does not list
-        the host.
+        Raises TransientError if the relay does not start on this machine, or if the site's file does not list the host.
         """
         try:
             header = pack_header(argv, timeout_s=STREAM_S, is_stream=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from pathlib import Path
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import StateError
-from broker.runtime.transports.machine import MachineTransport
-from broker.sites import find_file
+from broker.errors import TransientError
+from broker.runtime.transports.machine import MachineTransport, read_site_file
+from broker.sites import FILES
 from broker.sites.login import SshLogin
 from broker.sites.pools import read_pools
 from broker.types import Node
+from broker.user_files import UserFile
 
 SCHEME = "pool://"
 
@@ -28,13 +29,14 @@ class PoolTransport(MachineTransport):
 
     def __init__(self, config: Config, *, clock: Clock) -> None:
         super().__init__(clock=clock)
-        self._config = config
+        path = config.home / FILES["ssh"]
+        self._file = UserFile(path, lambda: _read_logins(path))
 
     def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
         key = node.handle.removeprefix(SCHEME).rpartition("/")[0]
-        login = self._logins.get(key)
+        login = read_site_file(self._file).get(key)
         if login is None:
-            raise StateError(
+            raise TransientError(
                 f"host `{key}` of node `{node.id}` is not in `ssh_pools.yaml`",
                 hints=("restore its entry until the node is terminated, or use the BROKER_HOME that launched it",),
             )
@@ -43,8 +45,7 @@ class PoolTransport(MachineTransport):
     def _find_folder(self, node: Node) -> str:
         return f".broker-pool/{node.handle.rpartition('/')[2]}"
 
-    @cached_property
-    def _logins(self) -> Mapping[str, SshLogin]:
-        path = find_file("ssh", self._config.home)
-        pools = read_pools(path) if path else {}
-        return {host.key: host.login for pool in pools.values() for host in pool}
+
+def _read_logins(path: Path) -> Mapping[str, SshLogin]:
+    pools = read_pools(path) if path.is_file() else {}
+    return {host.key: host.login for pool in pools.values() for host in pool}

@@ -41,12 +41,12 @@ class RoutedTransport:
         """Open a shell through the transport that the node's handle names."""
         return await self._choose(node).open_shell(node)
 
-    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
         """Open a session. Raises TransientError if the node's transport has none."""
         transport = self._choose(node)
         if not isinstance(transport, CanStream):
             raise TransientError(f"the transport to node `{node.id}` does not support sessions")
-        return await transport.open_stream(node, argv)
+        return await transport.open_stream(node, argv, carries_calls=carries_calls)
 
     def _choose(self, node: Node) -> Transport:
         scheme, separator, _ = node.handle.partition("://")

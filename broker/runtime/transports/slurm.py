@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from pathlib import Path
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import StateError
-from broker.runtime.transports.machine import MachineTransport
-from broker.sites import find_file
+from broker.errors import TransientError
+from broker.runtime.transports.machine import MachineTransport, read_site_file
+from broker.sites import FILES
 from broker.sites.slurm import NODE_ROOT, SlurmCluster, read_clusters
 from broker.types import Node
+from broker.user_files import UserFile
 
 SCHEME = "slurm://"
 
@@ -28,13 +29,14 @@ class SlurmTransport(MachineTransport):
 
     def __init__(self, config: Config, *, clock: Clock) -> None:
         super().__init__(clock=clock)
-        self._config = config
+        path = config.home / FILES["slurm"]
+        self._file = UserFile(path, lambda: _read_clusters(path))
 
     def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
         name, job, host, _ = node.handle.removeprefix(SCHEME).split("/", 3)
-        cluster = self._clusters.get(name)
+        cluster = read_site_file(self._file).get(name)
         if cluster is None:
-            raise StateError(
+            raise TransientError(
                 f"cluster `{name}` of node `{node.id}` is not in `slurm.yaml`",
                 hints=("restore its entry until the node is terminated, or use the BROKER_HOME that launched it",),
             )
@@ -49,10 +51,9 @@ class SlurmTransport(MachineTransport):
     def _find_folder(self, node: Node) -> str:
         return f"{NODE_ROOT}/{node.id}"
 
-    @cached_property
-    def _clusters(self) -> Mapping[str, SlurmCluster]:
-        path = find_file("slurm", self._config.home)
-        return read_clusters(path) if path else {}
+
+def _read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
+    return read_clusters(path) if path.is_file() else {}
 
 
 def list_removals(environment: Iterable[str]) -> list[str]:

@@ -116,13 +116,17 @@ class SshTransport:
         # Escapes such as `~C` would forward ports of a server's machine, see EscapeChar in ssh_config(5).
         return Shell(argv=argv, env={}, folder=str(Path.home()), relayed_options=("-e", "none"))
 
-    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+    async def open_stream(self, node: Node, argv: Sequence[str], *, carries_calls: bool = True) -> Stream:
         """Open a session that also carries the connection for all other calls: one local process per host, not two.
 
-        The connection from `_connect` is asked to stop after its last call; otherwise calls would keep using it.
+        Without `carries_calls` it uses the existing connection. Otherwise, the connection from `_connect` is asked to
+        stop after its last call; other calls would keep using it.
         """
         await self._connect(node)
         route = self._find(node)
+        if not carries_calls:
+            words = [find_program("ssh"), "-T", *route.options, "-o", "ControlMaster=no", route.host]
+            return await open_program([*words, "exec " + shlex.join(argv)])
         ssh, master = find_program("ssh"), ["-o", "ControlMaster=yes", "-o", "ControlPersist=no"]
         if len(self._streams) >= SESSIONS_PER_S_MAX:
             master += ["-o", f"ServerAliveInterval={MANY_ALIVE_INTERVAL_S}"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from broker.errors import InvalidRequestError, TransientError
+from broker.errors import TransientError
 from broker.runtime.skyignore import walk
 from broker.sites.openssh import Completed, call, explain
 from broker.types import Node
@@ -138,7 +138,7 @@ async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mappin
         try:
             await asyncio.to_thread(pack, archive)
         except FileNotFoundError as error:
-            raise InvalidRequestError(f"{error.filename} disappeared while it was being copied") from error
+            raise TransientError(f"{error.filename} disappeared while it was being copied") from error
         command = UNPACK.format(target=shlex.quote(folder))
         await streams.stream(node, command, stdin=archive, timeout_s=COPY_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -90,6 +91,36 @@ def test_a_full_zone_is_skipped_and_leaves_nothing(life: Life) -> None:
     assert len(life.standing) == 2
     assert {name.rpartition("-")[2] for name in life.bed.gce.firewalls} == {"shut", "ssh", "nodes"}
     assert len(life.bed.gce.firewalls) == 3  # none of the refused gang
+
+
+def refuse_gang_in_part(life: Life) -> None:
+    """Google rolls a refused bulkInsert back by deleting what it has created, which may fail like any deletion."""
+    life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1
+    life.bed.gce.rollback_failures.add("us-central1-a")
+
+
+def make_region_plan(life: Life) -> Plan:
+    """Return a plan with one placement, whose request tries the zones of its region with one token."""
+    placement = make_plan(life.bed.offer, ["us-central1-a"]).choice.placement
+    placement = dataclasses.replace(placement, offer=dataclasses.replace(placement.offer, zone=None))
+    plan = make_plan(life.bed.offer, ["us-central1-a"])
+    return dataclasses.replace(plan, estimates=(Estimate(placement=placement),))
+
+
+def test_a_part_of_a_refused_gang_that_google_keeps_is_neither_used_nor_left(life: Life) -> None:
+    refuse_gang_in_part(life)
+    cluster = life.run(life.provisioner.up("c", make_region_plan(life), hedge=1))
+    assert [(node.zone, node.rank) for node in cluster.nodes] == [("us-central1-b", 0), ("us-central1-b", 1)]
+    assert all(node.state is NodeState.RUNNING for node in life.run(life.provisioner.refresh(cluster)).nodes)
+    assert len(life.standing) == 2, "nothing else is paid for"
+
+
+def test_a_part_of_a_refused_gang_that_cannot_be_deleted_at_once_is_deleted_before_the_launch_ends(life: Life) -> None:
+    refuse_gang_in_part(life)
+    life.bed.gce.fail("DELETE", "us-central1-a/instances", code="backendError", status=503, times=3)
+    with pytest.raises(CapacityError):
+        life.run(life.provisioner.up("c", make_region_plan(life), hedge=1))
+    assert life.standing == [] and not life.store.intents.list_open()
 
 
 def test_an_answer_lost_after_the_effect_creates_one_gang(life: Life) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from broker.clock import SystemClock
 from broker.clouds.kubernetes import states
 from broker.clouds.kubernetes.cloud import KubernetesCloud
 from broker.clouds.kubernetes.manifest import FINALIZER, REQUEST_ANNOTATION, make_record, name_gang
 from broker.errors import (
+    AuthError,
     CapacityError,
+    CloudError,
     DeniedError,
     InvalidRequestError,
     QuotaError,
@@ -23,7 +26,7 @@ from broker.errors import (
 )
 from broker.sites.kubernetes import KubernetesContext
 from broker.sites.openssh import Completed
-from broker.types import MachineSpec, NodeState
+from broker.types import MachineSpec, Node, NodeState
 from tests.clouds.beds import OWNER, count_living, list_of, make_request, wait_for, wait_state
 from tests.clouds.kubernetes.api_server import ApiServer
 from tests.clouds.kubernetes.bed import KubernetesBed
@@ -128,6 +131,11 @@ def test_image_that_cannot_be_pulled_ends_the_launch_with_its_name(
     async def act() -> None:
         request = make_request(bed, spec=MachineSpec(image_id="docker:nosuch/image:1"))
         await bed.cloud.create_nodes(request)
+        await asyncio.to_thread(bed.server.cluster.wait_until, lambda pods: any(states.find_obstacle(p) for p in pods))
+        bed.server.errors = [("DELETE", 500, "InternalError")]
+        listed = await bed.cloud.list_nodes(OWNER)
+        assert [each.state for each in listed] == [NodeState.PENDING] and not listed.unseen, "it hides no other pod"
+        assert not bed.server.errors, "the deletion was tried"
         (node,) = await wait_state(bed, request.token, NodeState.TERMINATED)
         assert node.reason == "ImagePullBackOff: image `nosuch/image:1`"
 
@@ -152,6 +160,22 @@ def test_context_that_does_not_answer_is_unseen_and_the_others_are_listed(bed: K
             await make("gone").list_nodes(OWNER)
 
     bed.run(act())
+
+
+def test_pods_of_a_context_or_namespace_that_left_the_file_do_not_count_as_gone() -> None:
+    def find(node: Node, **contexts: KubernetesContext) -> CloudError | None:
+        return KubernetesCloud(lambda: (contexts, {}), clock=SystemClock()).find_removal(node.region, node)
+
+    node = Node(
+        id="pod-1", cloud="kubernetes", owner=OWNER, cluster="c", attempt=1, rank=0, state=NodeState.RUNNING,
+        region="lab", handle="k8s://lab/ml/pod-1",
+    )  # fmt: skip
+    lab = KubernetesContext(name="lab", context="lab", namespace="ml")
+    assert find(node, lab=lab) is None and find(node, lab=replace(lab, is_off=True)) is None
+    gone = find(node, other=lab)
+    assert isinstance(gone, AuthError) and "add `lab: {}`" in gone.hints[0]
+    moved = find(node, lab=replace(lab, namespace="new"))
+    assert isinstance(moved, AuthError) and "set `namespace: ml` of `lab`" in moved.hints[0]
 
 
 def test_failed_list_is_not_an_empty_list(bed: KubernetesBed) -> None:

@@ -15,7 +15,7 @@ from broker.clouds.sky.cloud import SkyCloud
 from broker.clouds.sky.errors import SkyError, translate
 from broker.clouds.sky.gangs import Request, Seen, ServerState
 from broker.clouds.sky.state_file import SkyStateFile
-from broker.errors import UnknownOutcomeError
+from broker.errors import CloudError, UnknownOutcomeError
 from broker.types import Node, Offer
 from tests.clouds.clock_jumps import JumpingClock
 from tests.clouds.contract import Bed
@@ -51,6 +51,8 @@ class FakeEngine:
         self.refusal: SkyError | None = None  # of every launch from now on
         self.refuses_late = False  # after machines were created
         self.loses_next_answer = False
+        self.account = "http://127.0.0.1:46580 as 1234abcd"
+        self.broken: CloudError | None = None  # the answer to every `end` and `refresh`
 
     async def hello(self) -> Mapping[str, str]:
         return {"version": "0.14.1", "url": "http://127.0.0.1:46580"}
@@ -86,9 +88,12 @@ class FakeEngine:
                 for job in shown
                 if job.cluster.startswith(prefix)
             ],
+            account=self.account,
         )
 
     async def refresh(self, names: Sequence[str]) -> None:
+        if self.broken is not None:
+            raise self.broken
         self.refreshed.append(names)
 
     async def fetch(self, request_id: str) -> None:
@@ -97,6 +102,8 @@ class FakeEngine:
             raise translate(job.fault)
 
     async def end(self, name: str) -> None:
+        if self.broken is not None:
+            raise self.broken
         self._advance()
         live = [job for job in self.jobs if job.cluster == name and job.status == "RUNNING"]
         for job in live:

@@ -10,7 +10,7 @@ import pytest
 
 from broker.clouds.sky.errors import SkyError
 from broker.clouds.sky.state_file import SkyStateFile
-from broker.errors import AuthError, CapacityError, InvalidRequestError
+from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, TransientError
 from broker.types import Node, NodeState
 from tests.clouds.beds import make_node
 from tests.clouds.contract import OWNER, list_of, make_request, wait_state
@@ -122,6 +122,47 @@ def test_a_gang_that_vanished_from_the_table_is_gone_as_a_whole(bed: Any, is_spo
         await wait_state(bed, request.token, RUNNING, 2)
         bed.engine.vanish(first.id.partition("/")[0])
         assert list_states(await list_of(bed, request.token)) == [(0, TERMINATED, reason), (1, TERMINATED, reason)]
+
+    asyncio.run(act())
+
+
+def test_a_gang_of_another_api_server_or_user_is_unseen_and_not_gone(bed: Any) -> None:
+    """`sky api login` to another server, or as another user: its table is complete, and lacks our clusters."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        (node,) = await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING)
+        clusters, account = dict(bed.engine.clusters), bed.engine.account
+        bed.engine.account = "https://sky.example.com as 5678"
+        bed.engine.clusters.clear()
+        found = await bed.cloud.list_nodes(OWNER)
+        error = found.unseen[node.region]
+        assert not found.nodes and isinstance(error, AccountError)
+        assert "sky api login -e http://127.0.0.1:46580" in error.hints[0]
+        with pytest.raises(AccountError):
+            await bed.cloud.create_nodes(request)
+        bed.engine.clusters.update(clusters)
+        bed.engine.account = account
+        assert [each.state for each in await list_of(bed, request.token)] == [RUNNING]
+
+    asyncio.run(act())
+
+
+def test_one_cluster_that_cannot_be_taken_down_hides_no_other(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act() -> None:
+        request = make_request(bed, is_spot=True)
+        await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING)
+        bed.engine.refusal, bed.engine.refuses_late = NO_ROOM, True
+        failing = make_request(bed)
+        await bed.cloud.create_nodes(failing)
+        await bed.clock.sleep(400)
+        bed.engine.broken = TransientError("the permission to delete it is missing")
+        states = {node.token: node.state for node in await bed.cloud.list_nodes(OWNER)}
+        assert states == {request.token: RUNNING, failing.token: PENDING}
+        bed.engine.broken = None
+        await wait_state(bed, failing.token, TERMINATED)
 
     asyncio.run(act())
 

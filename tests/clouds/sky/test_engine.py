@@ -7,9 +7,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from broker import clock
 from broker.clouds.sky import engine as module
 from broker.clouds.sky.engine import WorkerEngine
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
@@ -103,6 +105,26 @@ def test_silence_ends_the_session(make: Make, monkeypatch: pytest.MonkeyPatch) -
         asyncio.run(engine.launch("a", {}))
     with pytest.raises(TransientError):
         asyncio.run(engine.list_enabled())
+
+
+def test_a_worker_whose_calls_hang_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyPilot waits without a limit for a server that can no longer be reached, such as after a change of network."""
+    engine = make(f'call["id"] > {module.OVERDUE_MAX} and answer(call, value=["oci"])')
+    limits = iter([0.0] * module.OVERDUE_MAX)
+    within = clock.within
+
+    async def give_up_at_first(work: Any, limit_s: float) -> Any:
+        return await within(work, next(limits, limit_s))
+
+    monkeypatch.setattr(module, "within", give_up_at_first)
+    engine.start()
+    first = engine._process
+    for _ in range(module.OVERDUE_MAX):
+        assert engine._process is first
+        with pytest.raises(TransientError):
+            asyncio.run(engine.list_enabled())
+    assert first is not None and first.poll() is not None
+    assert asyncio.run(engine.list_enabled()) == ["oci"]
 
 
 def test_lines_that_are_not_answers_are_skipped(make: Make) -> None:

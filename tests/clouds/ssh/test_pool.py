@@ -8,17 +8,23 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.clouds.ssh.cloud import SshCloud, make_record
+from broker.clock import SystemClock
+from broker.clouds.ssh.cloud import SshCloud, make_cloud, make_record
+from broker.clouds.ssh.memory import HostMemory
+from broker.config import Config
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
+from broker.provision.lifecycle import Provisioner
 from broker.sites.login import SshLogin
 from broker.sites.openssh import Completed, call
 from broker.sites.pools import Host
-from broker.types import Node, NodeState
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Node, NodeState
 from tests.clouds.contract import OWNER, make_request, wait_for
 from tests.clouds.ssh.bed import PoolBed
 
@@ -163,7 +169,102 @@ def test_hosts_of_another_size_are_not_claimed(bed: PoolBed) -> None:
     assert node.handle.startswith("pool://lab/h2/")
 
 
-def test_node_on_a_host_that_left_the_file_counts_as_gone(bed: PoolBed) -> None:
+@pytest.mark.parametrize("name", ["alive.lock", "node.json"])
+def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed, name: str) -> None:
+    """The home may be on a file server that does not answer for a moment, or the host may have no free descriptor."""
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    path = bed.find_folder(node) / name
+    kept = path.rename(path.with_name("kept"))
+    path.symlink_to(path)  # ELOOP
+    try:
+        listed = asyncio.run(bed.pool.list_nodes(OWNER))
+        assert [each.state for each in listed] == [NodeState.RUNNING] and "lab" in listed.unseen
+        with pytest.raises(TransientError):
+            asyncio.run(bed.pool.terminate_nodes([node]))
+        assert find_marked(bed, node), "its processes were not killed"
+    finally:
+        path.unlink()
+        kept.rename(path)
+    assert [each.state for each in list_all(bed)] == [NodeState.RUNNING]
+
+
+def make_lifecycle(bed: PoolBed, folder: Path) -> tuple[Store, Provisioner]:
+    store = Store(folder / "state.db", clock=bed.clock)
+    return store, Provisioner({"ssh": bed.pool}, store, clock=bed.clock, owner=OWNER)
+
+
+def test_node_on_a_host_that_left_the_file_does_not_count_as_gone(bed: PoolBed, tmp_path: Path) -> None:
+    store, provisioner = make_lifecycle(bed, tmp_path)
+    request = make_request(bed)
+    (node,) = asyncio.run(bed.pool.create_nodes(request))
+    cluster = Cluster(
+        name=request.cluster, status=ClusterStatus.UP, placement=request.placement, attempt=1, nodes=(node,)
+    )
+    store.clusters.put(cluster)
+    removed = bed.hosts.pop(0)
+    for act in (provisioner.refresh(cluster), provisioner.refresh(cluster), provisioner.down(cluster.name)):
+        with pytest.raises(AuthError) as caught:
+            asyncio.run(act)
+        assert "host `h1` of pool `lab` is no longer in `ssh_pools.yaml`" in caught.value.message
+        assert "add the host" in caught.value.hints[0] and "is_off: true" in caught.value.hints[1]
+    assert store.clusters.get(cluster.name), "its record is kept, and with it the way to end it"
+    assert find_marked(bed, node), "it still runs"
+    bed.hosts.insert(0, removed)
+    asyncio.run(provisioner.down(cluster.name))
+    assert not store.clusters.get(cluster.name) and not find_marked(bed, node)
+    store.close()
+
+
+def test_pool_that_left_the_file_hides_a_launch_of_unknown_outcome(bed: PoolBed) -> None:
+    removed, bed.hosts = bed.hosts, []
+    found = bed.pool.find_removal("lab")
+    assert isinstance(found, AuthError) and "pool `lab`" in found.message
+    bed.hosts = removed
+    assert bed.pool.find_removal("lab") is None
+
+
+def test_hosts_file_that_cannot_be_read_fails_no_launch_for_good(tmp_path: Path) -> None:
+    (tmp_path / "ssh_pools.yaml").write_text("lab: [")
+    cloud = make_cloud(Config(home=tmp_path, owner=OWNER), clock=SystemClock())
+    assert cloud
+    with pytest.raises(TransientError):
+        asyncio.run(cloud.list_nodes(OWNER))
+
+
+def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.leave_room(1)
+    run, kept = bed.run_on_host, list(bed.hosts)
+
+    async def run_and_edit(host: Host, program: bytes, timeout_s: float) -> Completed:
+        done = await run(host, program, timeout_s)
+        if b'"verb": "claim"' in program:
+            bed.hosts = [each for each in kept if each.name != "h1"]
+        return done
+
+    monkeypatch.setattr(bed.pool, "_run", run_and_edit)
+    with pytest.raises(CapacityError):
+        asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    bed.hosts = kept
+    assert not list_all(bed), "no claim is left"
+
+
+def test_threads_of_a_server_lose_nothing_that_another_remembers(tmp_path: Path) -> None:
+    """Each request has a cloud of its own, in a thread of its own."""
+    hosts = [Host(pool="lab", login=SshLogin(host=f"h{number}")) for number in range(8)]
+    claim = {"owner": "me", "ended": None}
+
+    def remember(host: Host) -> None:
+        memory = HostMemory(tmp_path)
+        for number in range(20):
+            memory.note_claim(host, {**claim, "id": f"{host.name}-{number}"})
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(remember, hosts))
+    known = [len(HostMemory(tmp_path).read_claims(host, "me", now_s=0.0)) for host in hosts]
+    assert known == [20] * len(hosts)
+
+
+def test_node_on_a_host_that_is_off_counts_as_gone(bed: PoolBed) -> None:
     nodes = asyncio.run(bed.pool.create_nodes(make_request(bed)))
     kept, bed.hosts[0] = bed.hosts[0], replace(bed.hosts[0], is_off=True)
     asyncio.run(bed.pool.terminate_nodes(nodes))
