@@ -57,7 +57,7 @@ def resolve_accelerators(
     sellers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Task:
     """Return the task with every accelerator named as in `figures` or `offered`; a request by memory becomes all
-    accelerators that fit.
+    accelerators that fit. Those on which the goal's work was measured are named alike.
 
     `offered` are accelerators with offers, some without figures; `sellers` maps others to clouds that offer them. As in
     SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book
@@ -65,6 +65,7 @@ def resolve_accelerators(
     """
     by_lower = {name.lower(): name for name in (*sellers, *offered, *figures)}
     known = {*figures, *offered}
+    task = _resolve_goal(task, by_lower, figures)
     found: list[Resources] = []
     unknown: dict[str, Resources] = {}
     for each in task.resources:
@@ -84,6 +85,36 @@ def resolve_accelerators(
         return replace(task, resources=tuple(unknown.values()))
     notices = tuple(_note_unknown(name, each, known, sellers) for name, each in unknown.items())
     return replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+
+
+def _resolve_goal(task: Task, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> Task:
+    """Name the accelerators of `work: {on: ...}` and `throughput` as in `figures`; note those without figures.
+
+    Such work takes the same time everywhere, and such a figure only applies to that accelerator.
+    """
+    goal = task.goal
+    if goal is None or not (goal.work_on or goal.throughput):
+        return task
+    notices = []
+
+    def resolve(text: str, field: str, effect: str, known: Collection[str] = ()) -> str:
+        name, count = read_accelerator(text)
+        found = _list_names(name, by_lower, figures)[0]
+        if found not in figures and found not in known:
+            message = f"`{field}`: the speed of `{found}` is unknown, so {effect}"
+            origin = task.origin or Origin(file="command line", line=0, column=0)
+            notices.append(Notice(origin=origin, field="goal", message=message, hint=suggest(found, figures)))
+        return f"{found}:{count:g}"
+
+    throughput = {
+        resolve(key, "throughput", "this figure applies to no other accelerator"): value
+        for key, value in goal.throughput.items()
+    }
+    on, measured = goal.work_on, {key.partition(":")[0] for key in throughput}
+    if on is not None:
+        on = resolve(on, "on", "the work takes the same time on all other accelerators", measured)
+    kept = tuple(each for each in notices if each not in task.notices)
+    return replace(task, goal=replace(goal, work_on=on, throughput=throughput), notices=(*task.notices, *kept))
 
 
 def _note_unknown(
