@@ -35,6 +35,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "radeon mi25": ("MI25",), "gaudi hl-205": ("Gaudi",),
     "radeon pro v520": ("Radeon-Pro-V520",), "radeon pro v710": ("Radeon-Pro-V710",),
 }  # fmt: skip
+# Parts of the names of GKE (`nvidia-tesla-t4`) and of nvidia-smi (`A100-SXM4-80GB`).
+_PRODUCT_PARTS = r"^(?:nvidia-|amd-)?(?:tesla-|geforce-|instinct-)?|-(?:sxm|pcie|hbm)[0-9a-z]*"
 _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one as 180 or 183
 
 
@@ -154,9 +156,12 @@ def find_maker(name: str) -> str:
 
 def _list_names(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> list[str]:
     """List the book's names for a request: one, or several for a family of devices."""
-    if found := [each for each in ALIASES.get(name.lower(), ()) if each.lower() in by_lower]:
-        return found
-    return [_find_name(name, by_lower, figures)]
+    for each in (name, re.sub(_PRODUCT_PARTS, "", name.lower())):
+        if found := [alias for alias in ALIASES.get(each.lower(), ()) if alias.lower() in by_lower]:
+            return found
+        if (spelling := _find_name(each, by_lower, figures)).lower() in by_lower:
+            return [spelling]
+    return [name]
 
 
 def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> str:

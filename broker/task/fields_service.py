@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from broker.task.fields_places import Infra
+from broker.task.measures import Seconds
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 from broker.types import GATEWAYS_MAX, BalancerType, ServiceProtocol
 
 PASSTHROUGH = "passthrough"
 
-_SECONDS = Number(above=None)
+_SECONDS = Seconds()
+_RATE = Number(above=None)
 
 READINESS_PROBE = Table(
     name="readiness_probe",
@@ -38,7 +40,7 @@ REPLICA_POLICY = Table(
         "max_replicas": Field(shape=Whole(), about="Maximum number of replicas."),
         "num_overprovision": Field(shape=Whole(), about="Spare replicas."),
         "target_qps_per_replica": Field(
-            shape=Either(shapes=(_SECONDS, MapOf(value=_SECONDS))),
+            shape=Either(shapes=(_RATE, MapOf(value=_RATE))),
             about="Target queries per second per replica: a number, or a mapping by accelerator.",
         ),
         "target_requests_in_flight_per_replica": Field(

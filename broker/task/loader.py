@@ -10,7 +10,7 @@ from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.caching import check_cached_setup
 from broker.task.checking import check_environment, check_images, check_labels
-from broker.task.environment import is_changed, list_texts, render_value
+from broker.task.environment import SET_BY_AGENT, is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
 from broker.task.fields_schedule import read_schedule
@@ -181,6 +181,10 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
     values: dict[str, str] = {}
     for key, text in fields.items():
         bare = _strip_scope(key) if name == "secrets" else key
+        if bare in SET_BY_AGENT:
+            place = section.marks[name].keys.get(key, (section.marks[name].line, section.marks[name].column))
+            message = f"`{name}.{bare}` has no effect: every node sets this variable itself"
+            reader.warn(place, name, message, "remove it", blocks_launch=False)
         if bare in given:
             continue
         marked = section.marks[name]
