@@ -5,7 +5,6 @@ tests/advisor/test_trainer_memory.py compares the figures below with the tensors
 
 from __future__ import annotations
 
-from broker.advisor.experts import find_active_expert_parameters
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, MemoryEstimate, Recompute, Sharding, estimate_memory
 from broker.optimizer.model_shape import ModelShape
 
@@ -82,7 +81,7 @@ def count_block_parameters(shape: ModelShape, sharding: Sharding) -> float:
     """Count the parameters of one block on one tensor and expert rank."""
     if not shape.idle_parameters:
         return shape.layer_parameters / sharding.tensor
-    active = find_active_expert_parameters(shape) / shape.layers
+    active = shape.active_expert_parameters / shape.layers
     experts = (active + shape.idle_parameters / shape.layers) / sharding.expert
     return shape.layer_parameters - active + experts
 
