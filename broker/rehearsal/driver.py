@@ -19,7 +19,7 @@ from broker.rehearsal.context import RehearsalContext
 from broker.state.events import EventRow
 from broker.types import Cluster
 
-LOOK_S = 0.25
+POLL_S = 0.25
 LINE_EVERY_S = 2.0
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -73,7 +73,7 @@ class Driver(ABC, Generic[Rehearsed]):
                         await cloud.take_due()
                 await self.poll()
                 with contextlib.suppress(TimeoutError):
-                    await within(interrupted.wait(), LOOK_S)
+                    await within(interrupted.wait(), POLL_S)
             if interrupted.is_set() or not self.is_over():
                 interrupted.set()  # the daemon itself exits on SIGTERM: the next one terminates the nodes
                 self.write("interrupted: terminating the nodes ...")

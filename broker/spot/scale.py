@@ -15,7 +15,7 @@ from functools import cached_property
 
 from broker.spot.durations import class_of
 from broker.spot.forecast import SpotMarket
-from broker.spot.no_deadline import LOOK_HOURS_MAX, MOVE_GAIN
+from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN
 from broker.spot.outlook import Outlooks
 from broker.spot.policies.base import (
     EPSILON_HOURS,
@@ -40,8 +40,8 @@ from broker.spot.value_function import ValueFunction
 # Nothing can be learned from hostile markets in time, so their cost beyond on-demand is bounded: by a share, or by a
 # few failed starts if those are more expensive, since recorded markets require that tolerance.
 EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
-LOOK_HOURS_MIN = 0.02
-LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
+DECISION_HOURS_MIN = 0.02
+DECISIONS_AHEAD = tuple(DECISION_HOURS_MIN * 2.0**step for step in range(6))
 LOSS_BOUND = 2.0  # no loss costs more than on-demand for all the work, let alone twice as much
 # Behind uniform progress, waiting must gain this many on-demand hours where several markets change together: spare
 # time that is used up excludes all later starts on spot, which values at wrong hazards underrate (decision 341).
@@ -225,8 +225,8 @@ class Scale:
         """Return the hours for which the choice holds if nothing but time and age changes."""
         if current is not None and not self.best.candidate.is_open:
             return math.inf  # on-demand is the only option before spot opens
-        hours = LOOK_HOURS_MIN
-        for ahead in LOOKS_AHEAD:
+        hours = DECISION_HOURS_MIN
+        for ahead in DECISIONS_AHEAD:
             options = self._weigh_options(current, ahead)
             if min(options, key=options.__getitem__) != choice:
                 break
@@ -238,7 +238,7 @@ class Scale:
         hours = safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
         best = self.best
-        stay = Stay(hours=min(hours, LOOK_HOURS_MAX), reason="on spot")
+        stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
         if self._has_kinds:
             return self._find_better_place(here) or stay
         if best is here or not best.candidate.is_open or not best.outlives_start:

@@ -47,7 +47,7 @@ def test_pages_hold_each_job_once(story: Story, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_live_job_is_not_hidden_by_newer_ones_that_ended(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "LOOKED_AT", NEWEST)
+    monkeypatch.setattr(model, "SCANNED_MAX", NEWEST)
     with story.store.transaction():
         for number in range(NEWEST + 1):
             story.store.jobs.set_status(story.add_job(f"short-{number}"), JobStatus.SUCCEEDED)
