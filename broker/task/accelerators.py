@@ -59,7 +59,7 @@ def resolve_accelerators(
     sellers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Task:
     """Return the task with every accelerator named as in `figures` or `offered`; a request by memory becomes all
-    accelerators that fit. Those on which the goal's work was measured are named alike.
+    accelerators that fit. Those on which the goal's work was measured, and those of a service's targets, too.
 
     `offered` are accelerators with offers, some without figures; `sellers` maps others to clouds that offer them. As in
     SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book
@@ -86,7 +86,8 @@ def resolve_accelerators(
     if not found:
         return replace(task, resources=tuple(unknown.values()))
     notices = tuple(_note_unknown(name, each, known, sellers) for name, each in unknown.items())
-    return replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+    task = replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+    return _resolve_targets(task, by_lower, figures)
 
 
 def _resolve_goal(task: Task, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> Task:
@@ -117,6 +118,33 @@ def _resolve_goal(task: Task, by_lower: Mapping[str, str], figures: Mapping[str,
         on = resolve(on, "on", "the work takes the same time on all other accelerators", measured)
     kept = tuple(each for each in notices if each not in task.notices)
     return replace(task, goal=replace(goal, work_on=on, throughput=throughput), notices=(*task.notices, *kept))
+
+
+def _resolve_targets(task: Task, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> Task:
+    """Name the accelerators of `target_qps_per_replica` as in `figures`. A key without a count is for every count.
+
+    On an accelerator without a target, the lowest one applies (`serve.scaling.find_target_qps`), which is noted.
+    """
+    service = task.service
+    if service is None or not any(service.policy.target_qps):  # "" is for any accelerator
+        return task
+    targets = {}
+    for key, qps in service.policy.target_qps.items():
+        name, separator, count = key.partition(":")
+        found = _list_names(name.strip(), by_lower, figures)[0] if key else key
+        targets[f"{found}{separator}{count.strip()}"] = qps
+    task = replace(task, service=replace(service, policy=replace(service.policy, target_qps=targets)))
+    for each in task.resources:
+        name = f"{each.accelerator or 'CPU'}:{each.accelerator_count:g}"
+        if "" not in targets and not {name, each.accelerator} & set(targets):
+            notice = Notice(
+                origin=each.origin or Origin(file="command line", line=0, column=0),
+                field="target_qps_per_replica",
+                message=f"`target_qps_per_replica` has no target for `{name}`; the lowest one applies",
+            )
+            if notice not in task.notices:
+                task = replace(task, notices=(*task.notices, notice))
+    return task
 
 
 def _note_unknown(

@@ -10,6 +10,7 @@ import pytest
 from broker.agent import FOLDER
 from broker.errors import TaskError
 from broker.optimizer.throughput import scale_work
+from broker.serve.scaling import find_target_qps
 from broker.task.accelerators import resolve_accelerators
 from broker.task.environment import SET_BY_AGENT
 from broker.task.loader import load_tasks_text
@@ -185,3 +186,17 @@ def test_the_variables_that_have_no_effect_are_those_that_the_agent_sets(
     }  # fmt: skip
     made = agent_environment.make_envs(spec, tmp_path, mark="MARK=1", held=None, container=None)
     assert [name for name, value in made.items() if value == "mine"] == ["OWN"]
+
+
+def test_targets_of_a_service_apply_under_another_name_of_an_accelerator() -> None:
+    targets = "{h100: 3, 'A100-40GB:8': 1.5}"
+    policy = f"service: {{replica_policy: {{min_replicas: 1, target_qps_per_replica: {targets}}}}}"
+    task = resolve_accelerators(load(f"{policy}\nresources: {{accelerators: {{H100:2, A100:8, A100:4}}}}"), FIGURES)
+    assert task.service is not None
+    found = [find_target_qps(task.service.policy, str(each.accelerator), each.accelerator_count)
+             for each in task.resources]  # fmt: skip
+    assert found == [3, 1.5, 1.5]
+    *_, notice = task.notices
+    assert notice.message == "`target_qps_per_replica` has no target for `A100:4`; the lowest one applies"
+    assert len(task.notices) == 2, "the other one is that of `service`"
+    assert resolve_accelerators(task, FIGURES).notices == task.notices, "noted once"
