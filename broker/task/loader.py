@@ -38,6 +38,7 @@ from broker.types import (
 )
 
 _CONVERT = "convert a Slurm script with `broker jobs import SCRIPT.sbatch`"
+_PROGRAMS = {".py": "python", ".sh": "bash"}
 _SMALLEST = "for example, a minimal task: `run: echo hello`"
 
 
@@ -73,7 +74,12 @@ def load_tasks_text(
 ) -> tuple[Task, ...]:
     """Like `load_tasks`; `envs` and `secrets` override the file's. A first document may be the pipeline's header."""
     text = text.removeprefix("\ufeff")
-    documents = read_documents(text, file)
+    try:
+        documents = read_documents(text, file)
+    except TaskError as error:
+        is_batch = text.startswith("#!") and "\n#SBATCH" in text
+        hint = _CONVERT if is_batch else _suggest_command(file)
+        raise TaskError([replace(each, hint=hint or each.hint) for each in error.issues]) from None
     reader = Reader(text, file)
     header, sections = split_header(reader, documents)
     if not sections:
@@ -97,7 +103,7 @@ def _read_document(
     if not isinstance(marked.value, dict):
         is_text = isinstance(marked.value, str)
         colon = suggest_colon(marked.value) if is_text and ":" in marked.value else None
-        hint = _CONVERT if reader.contains("#SBATCH") else colon or _SMALLEST
+        hint = _CONVERT if reader.contains("#SBATCH") else _suggest_command(reader.file) or colon or _SMALLEST
         reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", hint)
         return None
     if foreign := recognise(marked.value):
@@ -111,6 +117,12 @@ def _read_document(
     variables = {**written, **envs, **secrets}
     section = TASK.read(reader, expand_variables(reader, marked, variables, {*_peek_secrets(marked), *secrets}), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
+
+
+def _suggest_command(file: str) -> str | None:
+    """Return a hint for a program that was passed as a task file."""
+    program = _PROGRAMS.get(Path(file).suffix)
+    return f"to run a program, pass its command: `broker launch {program} {file}`" if program else None
 
 
 def _peek(marked: Marked, name: str) -> dict[str, str]:

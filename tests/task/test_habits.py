@@ -200,3 +200,17 @@ def test_targets_of_a_service_apply_under_another_name_of_an_accelerator() -> No
     assert notice.message == "`target_qps_per_replica` has no target for `A100:4`; the lowest one applies"
     assert len(task.notices) == 2, "the other one is that of `service`"
     assert resolve_accelerators(task, FIGURES).notices == task.notices, "noted once"
+
+
+@pytest.mark.parametrize(("file", "command"), [("train.py", "python train.py"), ("run.sh", "bash run.sh")])
+@pytest.mark.parametrize("text", ["import torch\nprint(torch)\n", "import torch\nsizes = {'a': 1}\n", "a: [\n"])
+def test_a_program_in_place_of_a_task_file_gets_its_command(file: str, command: str, text: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text(text, file)
+    assert caught.value.issues[0].hint == f"to run a program, pass its command: `broker launch {command}`"
+
+
+def test_a_batch_script_that_is_not_yaml_gets_its_converter() -> None:
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text("#!/bin/bash\n#SBATCH -N 2\nmodule load cuda\nsrun a --b: c: d\n", "train.sh")
+    assert "broker jobs import" in (caught.value.issues[0].hint or "")
