@@ -69,6 +69,7 @@ def resolve_accelerators(
     known = {*figures, *offered}
     task = _resolve_goal(task, by_lower, figures)
     found: list[Resources] = []
+    plain: list[Resources] = []  # without their preferences
     unknown: dict[str, Resources] = {}
     for each in task.resources:
         if each.accelerator is None:
@@ -81,8 +82,9 @@ def resolve_accelerators(
         for name in names:
             if name is not None and name not in known:
                 unknown.setdefault(name, replace(each, accelerator=name))
-            elif (resolved := replace(each, accelerator=name)) not in found:
-                found.append(resolved)
+            elif (alike := replace(each, accelerator=name, preference=None)) not in plain:
+                plain.append(alike)
+                found.append(replace(each, accelerator=name))
     if not found:
         return replace(task, resources=tuple(unknown.values()))
     notices = tuple(_note_unknown(name, each, known, sellers) for name, each in unknown.items())

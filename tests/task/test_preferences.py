@@ -10,6 +10,7 @@ from broker.serve.replicas import ReplicaPorts, make_replica_task
 from broker.task.accelerators import resolve_accelerators
 from broker.task.codec import decode_task, encode_task
 from broker.task.loader import load_tasks_text
+from broker.task.override import override_resources
 from broker.types import AcceleratorFigures, Offer, Resources, Service, ServiceSpec, Task
 
 FIGURES = {name: AcceleratorFigures(name=name, memory_gib=gib) for name, gib in {"A100-80GB": 80, "H100": 80}.items()}
@@ -39,6 +40,8 @@ def rank(task: Task) -> list[str]:
         ("{accelerators: {H100:8, A100-80GB:8}}", "gcp-A100-80GB aws-A100-80GB aws-H100 gcp-H100"),
         ("{accelerators: [H100:8, A100-80GB:8]}", "aws-H100 gcp-H100 gcp-A100-80GB aws-A100-80GB"),
         ("{accelerators: '80GB+:8'}", "gcp-A100-80GB aws-A100-80GB aws-H100 gcp-H100"),
+        ("{accelerators: [H100:8, h100:8]}", "aws-H100 gcp-H100"),
+        ("{accelerators: ['80GB+:8', '80GB+:8']}", "gcp-A100-80GB aws-A100-80GB aws-H100 gcp-H100"),
         ("{accelerators: ['80GB+:8']}", "gcp-A100-80GB aws-A100-80GB aws-H100 gcp-H100"),
         ("{accelerators: {H100:8, A100-80GB:8}, ordered: [{infra: aws}, {infra: gcp}]}",
          "aws-A100-80GB aws-H100 gcp-A100-80GB gcp-H100"),
@@ -97,3 +100,10 @@ def test_accelerators_of_a_replica_compete_in_its_region_before_others() -> None
     first, second, *others = made.list_preferences()
     assert [each.zone for each in made.resources] == ["r-a", "r-a", None, None]
     assert first == second < others[0] == others[1]
+
+
+def test_a_flag_for_the_accelerators_leaves_one_alternative_of_a_list() -> None:
+    task = override_resources(load("{accelerators: [H100:8, A100-80GB:8]}"), accelerators="H100:8")
+    assert [(each.accelerator, each.preference) for each in task.resources] == [("H100", 0)]
+    either = override_resources(load("{accelerators: [H100:8, A100-80GB:8]}"), accelerators="80GB+:8")
+    assert rank(either) == ["gcp-A100-80GB", "aws-A100-80GB", "aws-H100", "gcp-H100"]
