@@ -85,8 +85,15 @@ def make_wish(context: Context, request: AdviceRequest) -> Wish:
     if trainer == "bundled":
         shape = round_experts(shape)
     step_tokens = read_amount(request.batch, "--batch") if request.batch else choose_batch(shape.parameters)
+    tokens = read_amount(request.tokens, "--tokens")
+    for flag, text, amount in (("--batch", request.batch, step_tokens), ("--tokens", request.tokens, tokens)):
+        if text and amount < request.sequence:
+            raise UsageError(
+                f"`{flag} {text}` is less than a sequence of {request.sequence:,} tokens",
+                hints=[f"pass at least `{flag} {request.sequence}`, or a shorter `--seq`"],
+            )
     training = Training(
-        shape=shape, tokens=read_amount(request.tokens, "--tokens"), sequence=request.sequence, dtype=request.dtype,
+        shape=shape, tokens=tokens, sequence=request.sequence, dtype=request.dtype,
         batch=round_batch(step_tokens / request.sequence), trainer=trainer,
     )  # fmt: skip
     names = (each.strip() for each in (request.gpus or "").split(","))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from broker.app.advising import read_shape
+from broker.app.advising import AdviceRequest, make_wish, read_shape
 from broker.errors import UsageError
 
 
@@ -24,3 +26,11 @@ def test_parameters_that_no_mlp_gives_the_shape_are_refused(params: str) -> None
     with pytest.raises(UsageError, match=f"a model of 28 x 3584 does not have {params} parameters") as caught:
         read_shape(params, 28, 3584, None, None)
     assert "about 4.5B" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("amounts", [{"tokens": "1B", "batch": "4K"}, {"tokens": "4095"}])
+def test_less_than_a_sequence_is_refused(amounts: dict[str, str]) -> None:
+    flag = "--batch 4K" if "batch" in amounts else "--tokens 4095"
+    context: Any = None  # not needed before the amounts are read
+    with pytest.raises(UsageError, match=f"`{flag}` is less than a sequence of 4,096 tokens"):
+        make_wish(context, AdviceRequest(params="1B", **amounts))
