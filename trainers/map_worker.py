@@ -31,7 +31,7 @@ from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 READ_BYTES = 1 << 20  # read at a time past the end of a shard, to complete its last line
 RENEWALS = 3  # per lease, while it is valid
 FAILURES_MAX = 3  # the worker fails after its program has failed on this many different shards in a row
-LOOK_S = 0.2
+POLL_S = 0.2
 IsOver = Callable[[], bool]
 
 
@@ -206,7 +206,7 @@ def run_command(words: Sequence[str], content: bytes, is_over: IsOver) -> list[b
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(LOOK_S)
+                    process.wait(POLL_S)
                     break
                 if is_over():
                     raise OverError

@@ -14,7 +14,7 @@ from typing import Any
 # A worker that is silent for this long is lost even if its connection is open: its machine vanished.
 SILENCE_S_MAX = 30.0
 # Waits that make up the silence; a suspension of the rendezvous, perhaps with all workers, uses up only one of them.
-SILENT_LOOKS = 6
+SILENT_POLLS = 6
 # Survivors reconnect within their start-up time; a worker that does not is left out. They import torch, which takes
 # more than a minute on a machine whose processors are busy.
 RETURN_S_MAX = 180.0

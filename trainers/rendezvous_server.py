@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainers.errors import TrainerError
-from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, SILENT_LOOKS, WAIT_S_MAX, WHOLE_MAX, Member, Rendezvous
+from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, SILENT_POLLS, WAIT_S_MAX, WHOLE_MAX, Member, Rendezvous
 from trainers.wire import HANDSHAKE_S, LINE_BYTES_MAX, Credential, parse_line
 
 STRANGERS_MAX = 512  # unauthenticated connections; beyond this the oldest one is closed
@@ -204,9 +204,9 @@ class RendezvousServer:
 
 async def read_line(reader: asyncio.StreamReader) -> bytes:
     """Return the next line; empty at the end. Raises TimeoutError after a silence of `SILENCE_S_MAX`."""
-    for _ in range(SILENT_LOOKS):
+    for _ in range(SILENT_POLLS):
         with suppress(asyncio.TimeoutError):  # not TimeoutError before Python 3.11
-            return await asyncio.wait_for(reader.readline(), SILENCE_S_MAX / SILENT_LOOKS)
+            return await asyncio.wait_for(reader.readline(), SILENCE_S_MAX / SILENT_POLLS)
     raise TimeoutError("the worker is silent")
 
 

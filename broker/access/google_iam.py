@@ -19,7 +19,7 @@ TIMEOUT_S = 30.0
 IAM, STORAGE, TOKEN = "https://iam.googleapis.com", "https://storage.googleapis.com", "https://oauth2.googleapis.com"
 POLICY_VERSION = 3  # the first version with conditions
 POLICY_TRIES = 4  # of read, change and write, because other writers may interfere
-LOOK, READ, WRITE = "roles/storage.legacyBucketReader", "roles/storage.objectViewer", "roles/storage.objectUser"
+INSPECT, READ, WRITE = "roles/storage.legacyBucketReader", "roles/storage.objectViewer", "roles/storage.objectUser"
 BACKDATED = timedelta(hours=1)  # Google's clocks and ours may differ
 KEY_BITS = 2048
 
@@ -152,7 +152,7 @@ def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> 
 def make_bindings(bucket: str, member: str, needs: Sequence[Need]) -> list[dict[str, Any]]:
     """Make the bindings. Pure. Listing is allowed for the whole bucket; without it, a missing object would be "403"
     instead of "404"."""
-    bindings: list[dict[str, Any]] = [{"role": LOOK, "members": [member]}]
+    bindings: list[dict[str, Any]] = [{"role": INSPECT, "members": [member]}]
     for need in needs:
         binding: dict[str, Any] = {"role": READ if need.is_read_only else WRITE, "members": [member]}
         if need.path:

@@ -15,7 +15,7 @@ from broker.errors import InvalidRequestError
 POLICY_CHARACTERS_MAX = 2048  # maximum of a session policy (STS API reference) and of a user's policies (IAM quotas)
 READ = ("s3:GetObject",)
 WRITE = ("s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipartUploadParts", "s3:PutObject")
-LOOK = ("s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
+INSPECT = ("s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
 
 
 def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
@@ -28,7 +28,7 @@ def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
     if read:
         statements.append(_allow([*READ], _list_objects(read, partition)))
     buckets = sorted({need.bucket for need in needs})
-    statements.append(_allow([*LOOK], [f"arn:{partition}:s3:::{bucket}" for bucket in buckets]))
+    statements.append(_allow([*INSPECT], [f"arn:{partition}:s3:::{bucket}" for bucket in buckets]))
     whole = sorted({need.bucket for need in needs if not need.path})
     if whole:
         statements.append(_allow(["s3:ListBucket"], [f"arn:{partition}:s3:::{bucket}" for bucket in whole]))

@@ -30,7 +30,7 @@ def find_experts(shape: ModelShape) -> Experts | None:
     """
     if not shape.idle_parameters:
         return None
-    active = find_active_expert_parameters(shape)
+    active = shape.active_expert_parameters
     count = EXPERTS_PER_TOKEN + shape.idle_parameters / (active / EXPERTS_PER_TOKEN)
     multiple = FEW_MULTIPLE if count < FEW_EXPERTS else MANY_MULTIPLE
     width = round((shape.mlp_width or 4 * shape.width) / EXPERTS_PER_TOKEN)
@@ -42,10 +42,5 @@ def round_experts(shape: ModelShape) -> ModelShape:
     experts = find_experts(shape)
     if experts is None:
         return shape
-    idle = find_active_expert_parameters(shape) * (experts.count - experts.per_token) / experts.per_token
+    idle = shape.active_expert_parameters * (experts.count - experts.per_token) / experts.per_token
     return replace(shape, idle_parameters=idle, experts_per_token=experts.per_token)
-
-
-def find_active_expert_parameters(shape: ModelShape) -> float:
-    """Count the parameters of the experts that a token uses, in all blocks."""
-    return shape.layers * 2 * shape.width * (shape.mlp_width or 4 * shape.width)

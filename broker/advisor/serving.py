@@ -73,9 +73,9 @@ def share_heads(shape: ModelShape, kv_heads: int = KV_HEADS) -> ModelShape:
     return replace(shape, kv_heads=kv_heads, mlp_width=(shape.mlp_width or 4 * shape.width) + saved)
 
 
-def count_kv_bytes(shape: ModelShape) -> float:
-    """Return the bytes of keys and values of one token."""
-    share = (shape.kv_heads or shape.heads) / shape.heads
+def count_kv_bytes(shape: ModelShape, ranks: int = 1) -> float:
+    """Return the bytes of keys and values of one token on all `ranks`, each of which has a head or a copy of one."""
+    share = max(shape.kv_heads or shape.heads, ranks) / shape.heads
     return 2 * shape.layers * shape.width * share * BYTES
 
 
@@ -99,7 +99,7 @@ def find_step_s(shape: ModelShape, hardware: Hardware, batch: int, context: floa
     A step reads the weights that its tokens use; a batch of a mixture of experts is assumed to use all experts.
     """
     used = shape.parameters if batch > 1 else shape.active_parameters
-    read_s = _read_s(used * BYTES + batch * context * count_kv_bytes(shape), hardware)
+    read_s = _read_s(used * BYTES + batch * context * count_kv_bytes(shape, hardware.accelerators), hardware)
     peak = hardware.peak_flops("bf16") * hardware.accelerators * PREFILL_EFFICIENCY
     compute_s = batch * 2 * shape.active_parameters / peak
     return max(read_s, compute_s) + _reduce_s(shape, hardware, batch) + STEP_OVERHEAD_S
@@ -121,7 +121,8 @@ def find_serving_layout(goal: ServingGoal, hardware: Hardware) -> ServingLayout 
     """
     shape, context = goal.shape, goal.input_tokens + goal.output_tokens
     room = find_kv_bytes_max(shape, hardware)
-    batch_max = min(BATCH_MAX, int(room // (context * count_kv_bytes(shape)))) if room > 0 else 0
+    kv_bytes = context * count_kv_bytes(shape, hardware.accelerators)
+    batch_max = min(BATCH_MAX, int(room // kv_bytes)) if room > 0 else 0
     best: ServingLayout | None = None
     batches = sorted({batch_max, *(2**power for power in range(10)), *(3 * 2**power for power in range(9))})
     for batch in (each for each in batches if 1 <= each <= batch_max):

@@ -81,6 +81,7 @@ def write_command(training: Training, option: Option) -> list[str]:
          f"--model.context {training.sequence}"],
         *([[f"--model.experts {experts.count}", f"--model.experts_per_token {experts.per_token}",
             f"--model.hidden_width {experts.width}"]] if experts else []),
+        *([[f"--model.hidden_width {shape.mlp_width:.0f}"]] if shape.mlp_width is not None and not experts else []),
         [f"--model.vocabulary {shape.vocabulary}", f"--model.tie_embeddings {tied}", '--data.path "$DATA"'],
         [f"--train.steps {steps}", f"--train.batch {training.batch}", f"--train.micro_batch {layout.micro_batch}"],
         [f"--train.learning_rate {rate:.2g}", f"--train.learning_rate_min {rate / 10:.2g}",

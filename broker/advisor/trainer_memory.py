@@ -5,7 +5,6 @@ tests/advisor/test_trainer_memory.py compares the figures below with the tensors
 
 from __future__ import annotations
 
-from broker.advisor.experts import find_active_expert_parameters
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, MemoryEstimate, Recompute, Sharding, estimate_memory
 from broker.optimizer.model_shape import ModelShape
 
@@ -15,8 +14,9 @@ BUCKET_BYTES = 4  # DistributedDataParallel sends gradients from its own buckets
 FLAT_BYTES = 4  # `allreduce` copies gradients into buckets once activations are freed
 # Bytes per token and unit of width that a block keeps: (on every tensor rank, shared by tensor ranks). In bfloat16 the
 # two norms keep float32 inputs (8) and two linear layers the norms' outputs (4); shared are queries, keys and values
-# (6), attention's output (2), and the perceptron's middle before and after GELU (16). Attention is fused.
+# (6), attention's output (2), and the MLP's middle before and after GELU (16). Attention is fused.
 BLOCK_BYTES = {"bf16": (12, 24), "fp32": (16, 48)}
+MLP_BYTES = {"bf16": 16, "fp32": 32}  # the MLP's part of them, if it is 4 times as wide as the block
 # The same for each expert that a token uses: its copy of the token, and its output. Experts are assumed equally busy.
 EXPERT_BYTES = {"bf16": 7.0, "fp32": 12.25}
 # Logits: as computed by the head, in float32, their log-softmax and its gradient. The head's output is gathered on
@@ -82,7 +82,7 @@ def count_block_parameters(shape: ModelShape, sharding: Sharding) -> float:
     """Count the parameters of one block on one tensor and expert rank."""
     if not shape.idle_parameters:
         return shape.layer_parameters / sharding.tensor
-    active = find_active_expert_parameters(shape) / shape.layers
+    active = shape.active_expert_parameters / shape.layers
     experts = (active + shape.idle_parameters / shape.layers) / sharding.expert
     return shape.layer_parameters - active + experts
 
@@ -103,7 +103,8 @@ def count_activations(
     """
     tokens = float(sequence * micro_batch)
     whole, shared = BLOCK_BYTES[dtype]
-    block = tokens * shape.width * (whole + shared / sharding.tensor)
+    wider = MLP_BYTES[dtype] * (shape.mlp_width / (4 * shape.width) - 1) if shape.mlp_width is not None else 0.0
+    block = tokens * shape.width * (whole + (shared + wider) / sharding.tensor)
     if shape.idle_parameters:
         block += tokens * shape.width * EXPERT_BYTES[dtype] * shape.experts_per_token
     if recompute == "none":  # unfused attention has two copies of the scores as in Korthikanti 2022, equation 1

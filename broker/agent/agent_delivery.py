@@ -18,7 +18,7 @@ else:
     import agent_files
     import agent_head
 
-LOOK_S = 1.0
+POLL_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
 PARTS = ("outcome", "log")
 NOTICED_S = 1.0  # time between two uploads of the log after a preemption notice
@@ -169,4 +169,4 @@ def deliver_forever() -> None:
                 keeper.upload_log_if_due(run_id)
             except Exception:  # retried next time
                 continue
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)

@@ -24,7 +24,7 @@ SETUP_REPORT = "setup_cache.json"  # in a run's folder: the outcome of its setup
 # Seconds without a request after which the broker counts as unavailable. A running broker renews the lease every
 # minute; once the program has ended, it reads the log and terminates the node itself.
 QUIET_S = 300.0
-LOOK_S_MAX = 10.0
+POLL_S_MAX = 10.0
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 
@@ -169,7 +169,7 @@ def try_lock(path: Path) -> int | None:
 
 def take_lock(path: Path) -> int:
     """Take a lock that no process holds for longer than a look (`is_locked`). Raises OSError if one does."""
-    give_up_s = time.monotonic() + LOOK_S_MAX
+    give_up_s = time.monotonic() + POLL_S_MAX
     while (fd := try_lock(path)) is None:
         if time.monotonic() > give_up_s:
             raise OSError(f"another process holds {path}")

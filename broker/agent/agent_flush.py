@@ -25,7 +25,7 @@ else:
 # How long the node is kept while no upload makes progress. rclone itself retries at intervals of up to 5 min.
 HOLD_S = 1800.0
 HOLD_VARIABLE = "BROKER_FLUSH_HOLD_S"  # among a task's `envs`, in seconds
-LOOK_S = 0.5
+POLL_S = 0.5
 ANSWER_S = 5.0
 RETRY_S = 60.0  # without progress, before a mount whose rclone is dead is mounted again; its cache still exists
 

@@ -34,7 +34,7 @@ else:
     import agent_head
     import agent_ring
 
-LOOK_S = 0.25
+POLL_S = 0.25
 BEAT_S = 10.0
 FIRST_BEAT_S = 2.0  # by then, a sampler that has just started has a sample
 SILENCE_S = 120.0  # the broker answers each heartbeat
@@ -88,7 +88,7 @@ class Follower:
 
     def _read(self) -> bool:
         """Wait for input, at most until the next poll. Return False at its end."""
-        if not select.select([0], [], [], LOOK_S)[0]:
+        if not select.select([0], [], [], POLL_S)[0]:
             return True
         chunk = os.read(0, 1 << 16)
         if not chunk or len(self._rest) > LINE_BYTES_MAX:

@@ -254,7 +254,7 @@ class Runner:
             self._report_flush(flush.describe())
             if flush.is_retry_due() and (script := agent_flush.make_retry_script()):
                 self._run_phase("flush", script)
-            self._pause(agent_flush.LOOK_S)
+            self._pause(agent_flush.POLL_S)
         if state == "failed":
             self._report_flush(unflushed := flush.describe_failure())
             return unflushed

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LINE_BYTES_MAX = 1 << 20
 CHUNK_BYTES = 1 << 16
-SILENT_LOOKS = 8  # waits that make up the silence of a peer; a suspension of this process uses up only one of them
+SILENT_POLLS = 8  # waits that make up the silence of a peer; a suspension of this process uses up only one of them
 
 
 def make_context(pem: Path, *, is_server: bool) -> ssl.SSLContext:
@@ -149,8 +149,8 @@ class Wire:
             return
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
-        for _ in range(SILENT_LOOKS):
-            if waiting.poll(1000 * timeout_s / SILENT_LOOKS):
+        for _ in range(SILENT_POLLS):
+            if waiting.poll(1000 * timeout_s / SILENT_POLLS):
                 return
         raise socket.timeout("the peer is silent")  # not TimeoutError before 3.10
 

@@ -19,6 +19,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Trainer = Literal["bundled", "megatron"]
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 BATCH_SLACK = 0.05
+MLP_MULTIPLE = 64  # of the width of an MLP, so that tensor ranks share it evenly
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -84,8 +85,15 @@ def make_wish(context: Context, request: AdviceRequest) -> Wish:
     if trainer == "bundled":
         shape = round_experts(shape)
     step_tokens = read_amount(request.batch, "--batch") if request.batch else choose_batch(shape.parameters)
+    tokens = read_amount(request.tokens, "--tokens")
+    for flag, text, amount in (("--batch", request.batch, step_tokens), ("--tokens", request.tokens, tokens)):
+        if text and amount < request.sequence:
+            raise UsageError(
+                f"`{flag} {text}` is less than a sequence of {request.sequence:,} tokens",
+                hints=[f"pass at least `{flag} {request.sequence}`, or a shorter `--seq`"],
+            )
     training = Training(
-        shape=shape, tokens=read_amount(request.tokens, "--tokens"), sequence=request.sequence, dtype=request.dtype,
+        shape=shape, tokens=tokens, sequence=request.sequence, dtype=request.dtype,
         batch=round_batch(step_tokens / request.sequence), trainer=trainer,
     )  # fmt: skip
     names = (each.strip() for each in (request.gpus or "").split(","))
@@ -133,7 +141,8 @@ def read_shape(
 ) -> ModelShape:
     """Read the shape from `--layers` and `--hidden`, else derive it from `--params`.
 
-    With `active`, the shape has the active parameters, and experts hold the remaining ones. Raises UsageError.
+    With all three, the MLP is as wide as the parameters require. With `active`, the shape has the active parameters,
+    and experts hold the remaining ones. Raises UsageError.
     """
     if active is not None:
         if params is None:
@@ -158,7 +167,8 @@ def read_shape(
         count = heads or max(1, hidden // HEAD_WIDTH)
         if hidden % count:
             raise UsageError(f"`--hidden` must be a multiple of {count} heads, not {hidden}", hints=["pass `--heads`"])
-        return ModelShape(layers=layers, width=hidden, heads=count, vocabulary=vocab or VOCABULARY)
+        shape = ModelShape(layers=layers, width=hidden, heads=count, vocabulary=vocab or VOCABULARY)
+        return shape if params is None else fit_mlp(shape, read_amount(params, "--params"))
     if params is None:
         raise UsageError(
             "the size of the model is required", hints=["pass `--params 7B`, or `--layers 32 --hidden 4096`"]
@@ -172,6 +182,21 @@ def read_shape(
         return guess_shape(read_amount(params, "--params"), vocabulary=vocab or VOCABULARY, layers=layers)
     except ValueError as error:
         raise UsageError(str(error), hints=["pass the shape instead: `--layers 4 --hidden 256`"]) from None
+
+
+def fit_mlp(shape: ModelShape, parameters: float) -> ModelShape:
+    """Return the shape with an MLP that gives it this many parameters. Raises UsageError if no usual width does."""
+    from broker.advisor.amounts import show_amount
+
+    plain_width = 4 * shape.width
+    missing = (parameters - shape.parameters) / (2 * shape.layers * shape.width)
+    mlp_width = max(0, round((plain_width + missing) / MLP_MULTIPLE)) * MLP_MULTIPLE
+    if not shape.width / 2 <= mlp_width <= 16 * shape.width:
+        raise UsageError(
+            f"a model of {shape.layers} x {shape.width} does not have {show_amount(parameters)} parameters",
+            hints=[f"omit `--params`: such a model has about {show_amount(shape.parameters)}", "or omit `--hidden`"],
+        )
+    return shape if mlp_width == plain_width else replace(shape, mlp_width=float(mlp_width))
 
 
 def choose_batch(parameters: float) -> float:

@@ -77,7 +77,8 @@ def advise_serving(context: Context, request: ServingRequest) -> ServingAdvice:
     """Rank ways to serve by price. Raises UsageError for an invalid amount, NoOfferError if nothing fits."""
     goal = make_goal(request)
     kinds = _group_offers(context, request)
-    found = [(_find_least_usd(request, sold), layout, sold) for layout, sold in _list_layouts(goal, kinds)]
+    fitting = {hardware: sold for hardware, sold in kinds.items() if can_split(request, goal, hardware)}
+    found = [(_find_least_usd(request, sold), layout, sold) for layout, sold in _list_layouts(goal, fitting)]
     found = [each for each in found if each[0] < math.inf and each[1].count_replicas(goal.rps) <= REPLICAS_MAX]
     if not found:
         raise NoOfferError(
@@ -139,13 +140,23 @@ def _list_layouts(goal: ServingGoal, kinds: dict[Hardware, list[Offer]]) -> list
     merged: dict[tuple[str, int], tuple[Hardware, list[Offer]]] = {}
     for hardware, sold in kinds.items():
         merged.setdefault((hardware.figures.name, hardware.accelerators), (hardware, []))[1].extend(sold)
-    found = [(find_serving_layout(goal, hardware), sold) for hardware, sold in merged.values() if _can_split(hardware)]
+    found = [(find_serving_layout(goal, hardware), sold) for hardware, sold in merged.values()]
     return [(layout, sold) for layout, sold in found if layout is not None]
 
 
-def _can_split(hardware: Hardware) -> bool:
-    """Return whether engines can split the heads of common models over this node's GPUs."""
-    return hardware.accelerators in (1, 2, 4, 8)
+def can_split(request: ServingRequest, goal: ServingGoal, hardware: Hardware) -> bool:
+    """Return whether engines can split the heads of this model over a node's GPUs.
+
+    vLLM requires that the ranks divide the heads, and divide the key-value heads or are a multiple of them. A shape
+    that was derived from the number of parameters has other heads than the model, so only given numbers are checked.
+    """
+    ranks, kv_heads = hardware.accelerators, request.kv_heads or hardware.accelerators
+    return (
+        ranks in (1, 2, 4, 8)
+        and ranks <= goal.shape.heads
+        and not (request.heads or ranks) % ranks
+        and not max(kv_heads, ranks) % min(kv_heads, ranks)
+    )
 
 
 def _find_least_usd(request: ServingRequest, sold: list[Offer]) -> float:

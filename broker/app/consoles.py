@@ -23,7 +23,7 @@ from broker.frozen import frozen
 
 CHUNK_BYTES = 16_384
 WAITING_BYTES_MAX = 262_144  # input that the program has not read
-LOOK_MS = 500  # whether the program has ended
+POLL_MS = 500  # whether the program has ended
 HANGUP_S = 5.0  # for the program to end by itself when its terminal is gone
 # Makes the terminal the controlling one, so that the program gets Ctrl-C and changes of the size, and starts it. The
 # process is a new one because a fork of a process with threads may only start a program. Signals that `nohup` and `&`
@@ -136,7 +136,7 @@ class Console:
         while True:
             poll.register(terminal, select.POLLIN | (select.POLLOUT if waiting else 0))
             has_ended = process.poll() is not None
-            ready = dict(poll.poll(0 if has_ended else LOOK_MS))
+            ready = dict(poll.poll(0 if has_ended else POLL_MS))
             if has_ended and not ready.get(terminal, 0) & select.POLLIN:
                 return True
             if looks in ready:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 UPDATER = (sys.executable, "-m", "broker", "updater")
 URL_VARIABLE = "BROKER_PRICES_URL_"  # followed by the source's name in capitals: another URL, such as a mirror
-LOOK_S = 600.0  # between checks of a process that lives for days; each reads one small file
+POLL_S = 600.0  # between checks of a process that lives for days; each reads one small file
 RESTART_S = 600.0  # minimum time before an updater is restarted that died before it recorded its attempt
 TOTAL_S_MAX = 600
 BYTES_MAX = 128 << 20  # SkyPilot's files of all clouds are about 40 MiB
@@ -65,7 +65,7 @@ async def keep_prices_fresh(clock: Clock, home: Path | None = None) -> NoReturn:
 
     while True:
         await asyncio.to_thread(start_update_if_due, clock, home)
-        await clock.sleep(LOOK_S)
+        await clock.sleep(POLL_S)
 
 
 def _claim_start(cache: Path, now_s: float, *, every_s: float) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from broker.jobs.summary import RunSummary
     from broker.state.events import EventRow
 
-LOOK_S = 0.3
+POLL_S = 0.3
 LOG_BYTES_MAX = 1 << 20  # read at once: a log may have gigabytes, and a server sends it to many users
 ID = re.compile(r"[0-9]{1,18}")  # of a job; the store holds no larger number
 # IDs by which broker finds jobs that it has submitted itself (the tasks of a pipeline add `/` and a number)
@@ -209,7 +209,7 @@ async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_
                 f"timed out after {timeout_s:g} s: job {job_id} is {job.status.value}, not {status.value}"
             )
         context.ensure_daemon()
-        await context.clock.sleep(LOOK_S)
+        await context.clock.sleep(POLL_S)
 
 
 def explain_ended(job: Job) -> JobEndedError:
@@ -237,7 +237,7 @@ async def follow_chunks(context: Context, job_id: int, *, offset: int = 0) -> As
             yield chunk
         if job.status.is_terminal:
             return
-        await context.clock.sleep(LOOK_S)
+        await context.clock.sleep(POLL_S)
 
 
 def read_chunks(context: Context, job_id: int, *, offset: int = 0) -> Iterator[LogChunk]:

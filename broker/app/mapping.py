@@ -27,7 +27,7 @@ from broker.state.people import Owned
 from broker.storage import open_bucket
 from broker.types import DataSet, Job, JobStatus, Plan, Task
 
-LOOK_S = 1.0
+POLL_S = 1.0
 GIB = 1 << 30
 RUNS_WORKER = re.compile(r"-m\s+trainers\.map_(worker|ray|dask|spark)\b")
 LEASES = (
@@ -213,7 +213,7 @@ class MapDriver:
                 )
             self.submit(view.crew)
             self._context.keep_jobs_going()
-            await self._context.clock.sleep(LOOK_S)
+            await self._context.clock.sleep(POLL_S)
 
     def finish(self, view: MapView) -> MapResult:
         """Cancel workers that have not started, and write the manifest. May be repeated."""

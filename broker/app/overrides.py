@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,13 +39,15 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
     """Read the tasks of a file, or make one task from a command. Raises TaskError or UsageError."""
     from dataclasses import replace
 
+    from broker.app.env_file import read_env_file
     from broker.task.allowed import SCRIPT, TASK_NAME
     from broker.task.checking import check_flag
     from broker.task.loader import load_tasks, load_tasks_text
     from broker.task.override import override_resources
 
     check_flag("--name", overrides.name, TASK_NAME)
-    envs = {**_read_env_file(overrides.env_file), **read_pairs(overrides.env, "--env")}
+    file_envs = {} if overrides.env_file is None else read_env_file(overrides.env_file)
+    envs = {**file_envs, **read_pairs(overrides.env, "--env")}
     secrets = read_pairs(overrides.secret, "--secret")
     if is_file(entrypoint):
         tasks = load_tasks(Path(entrypoint[0]), envs=envs, secrets=secrets)
@@ -134,39 +135,6 @@ def _read_max_duration(text: str | None) -> float | None:
             hints=["pass e.g. `--max-duration 6h`, or `off`"],
         )
     return found_s
-
-
-def _read_env_file(path: Path | None) -> dict[str, str]:
-    """Read `KEY=VALUE` lines as in a `.env` file: `export`, quotes and comments are allowed."""
-    if path is None:
-        return {}
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read `--env-file {path}`: {(error.strerror or 'unreadable').lower()}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"cannot read `--env-file {path}`: it is not UTF-8 text") from None
-    from broker.task.allowed import ENV_VALUE
-    from broker.task.checking import check_flag
-
-    pairs = {}
-    for number, line in enumerate(lines, start=1):
-        text = line.strip().removeprefix("export ").strip()
-        if not text or text.startswith("#"):
-            continue
-        key, separator, value = text.partition("=")
-        if not separator or not key.strip().isidentifier():
-            raise UsageError(f"{path}:{number}: expected KEY=VALUE")
-        pairs[key.strip()] = _read_value(value.strip())
-        check_flag(f"{path}:{number}: {key.strip()[:40]}", pairs[key.strip()], ENV_VALUE, is_hidden=True)
-    return pairs
-
-
-def _read_value(text: str) -> str:
-    """Return a value without its quotes and the comment behind it; without quotes, a comment begins after a space."""
-    if quoted := re.fullmatch(r"""(["'])(.*?)\1(?:\s+#.*)?""", text):
-        return quoted[2]
-    return re.sub(r"\s+#.*$", "", text)
 
 
 def _find_folder(path: Path) -> Path:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from broker.serve.slots import PlacementRequest
     from broker.types import Estimate
 
-LOOK_S = 0.3
+POLL_S = 0.3
 BALANCER = (sys.executable, "-m", "broker", "balancer")
 UPDATED = ServiceEventKind.UPDATED
 
@@ -310,7 +310,7 @@ async def wait_until_down(context: Context, names: Sequence[str]) -> None:
     """Wait until these services, their machines and their balancers are gone."""
     while any(context.store.services.get(name) is not None for name in names):
         context.ensure_daemon()
-        await context.clock.sleep(LOOK_S)
+        await context.clock.sleep(POLL_S)
 
 
 async def wait_until_ready(context: Context, name: str) -> ServiceLine:
@@ -325,7 +325,7 @@ async def wait_until_ready(context: Context, name: str) -> ServiceLine:
                 hints=[f"see `broker serve logs {name} REPLICA` and `broker serve why {name}`"],
             )
         context.ensure_daemon()
-        await context.clock.sleep(LOOK_S)
+        await context.clock.sleep(POLL_S)
 
 
 def list_service_events(context: Context, name: str) -> Sequence[ServiceEvent]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
+from broker.app.planning import check_notices
 from broker.errors import NoOfferError, UsageError
 from broker.formatting import format_hours, format_usd
 from broker.frozen import frozen
@@ -129,8 +130,9 @@ class SimulatedJob:
 def _list_kind_facts(kind: SimulatedKind) -> list[tuple[str, str]]:
     placement = kind.estimate.placement
     name = f"{placement.node_count} x {placement.offer.cloud} {placement.offer.instance_type}"
+    speed = f"{kind.speed:.2g}"
     return [
-        ("or", f"{name}, {kind.speed:.2g} times as fast"),
+        ("or", f"{name}, {'as fast' if speed == '1' else f'{speed} times as fast'}"),
         ("prices", _describe_prices(kind.ondemand_usd_hour, kind.spot_usd_hour)),
     ]
 
@@ -168,12 +170,15 @@ def measure_job(
     """Plan the task. Raises UsageError if it specifies no work, NoOfferError if no offer has both prices."""
     from broker.spot.interval import best_interval_s
 
+    task = context.resolve(task)
+    about_speed = tuple(each for each in task.notices if each.field in ("accelerators", "goal"))
+    check_notices([replace(task, notices=about_speed)], is_launch=False, note=context.note)
     if task.goal is None or task.goal.work_hours is None:
         raise UsageError(
             "a simulation requires the amount of work, which the task does not specify",
             hints=["add `goal: {work: 40h, deadline: 60h}` to the task"],
         )
-    resources = tuple(replace(each, use_spot=None) for each in context.resolve(task).resources)
+    resources = tuple(replace(each, use_spot=None) for each in task.resources)
     free = replace(task, resources=resources)
     plan = context.plan(replace(free, goal=replace(task.goal, deadline_hours=None, budget_usd=None)))
     estimate, *others = _choose_kinds(plan)

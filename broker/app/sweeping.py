@@ -24,7 +24,7 @@ from broker.sweeps.space import Configuration, draw, parse_parameters
 from broker.task.codec import encode_task
 from broker.types import Job, Task
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 @frozen
@@ -105,7 +105,7 @@ class SweepDriver:
                     raise self._closed
                 return
             self._context.keep_jobs_going()
-            await self._context.clock.sleep(LOOK_S)
+            await self._context.clock.sleep(POLL_S)
 
     def _decide(self, jobs: Mapping[int, Job]) -> SweepStep:
         """Decide the next step and store its board: before the requests, so that a stopped run is on record as stopped.

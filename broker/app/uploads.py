@@ -13,7 +13,7 @@ ANSWER_S = 10.0  # timeout of a request: nodes that are gone must not delay `dow
 AGAIN_S = 20.0  # of another one if no node answered: a busy machine takes seconds to log in, and files could be lost
 SILENCE_S = 60.0  # without a response for this long, a node counts as lost
 HOLD_S = 1800.0  # without progress; as long as a node itself waits at the end of a run
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
@@ -60,7 +60,7 @@ class _Wait:
                 is_announced = True
             if self._context.clock.now_s() - self._moved_s >= HOLD_S:
                 raise _explain(self._cluster, uploads)
-            await self._context.clock.sleep(LOOK_S)
+            await self._context.clock.sleep(POLL_S)
             uploads = await self._context.gang.read_uploads(self._cluster, timeout_s=ANSWER_S)
         if uploads.silent:
             names = ", ".join(f"`{node_id}`" for node_id in uploads.silent)

@@ -129,11 +129,14 @@ def advise(
     Nothing is started.
     """
     if serve:
-        _refuse_training_options(
+        _refuse_options(
             {
-                "--tokens": tokens, "--batch": batch, "--deadline": deadline, "--budget": budget,
-                "--hour-value": hour_value, "--trainer": trainer, "--explain": explain,
-            }
+                "--tokens": (tokens, ""), "--seq": (seq, 4096), "--batch": (batch, None), "--dtype": (dtype, "bf16"),
+                "--deadline": (deadline, None), "--budget": (budget, None), "--hour-value": (hour_value, None),
+                "--max-gpus": (max_gpus, 512), "--trainer": (trainer, None), "--explain": (explain, False),
+            },
+            "cannot be used with `--serve`",
+            "a service has no end; state its load with `--rps`, `--ttft` and `--tpot`",
         )  # fmt: skip
         serving = ServingRequest(
             params=params, active_params=active_params, layers=layers, hidden=hidden, heads=heads, vocab=vocab,
@@ -142,6 +145,15 @@ def advise(
         )  # fmt: skip
         advise_service(serving, top=top, yaml=yaml, as_json=as_json)
         return
+    _refuse_options(
+        {
+            "--rps": (rps, 1.0), "--input-tokens": (input_tokens, 512), "--output-tokens": (output_tokens, 128),
+            "--ttft": (ttft, None), "--tpot": (tpot, None), "--availability": (availability, 0.99),
+            "--kv-heads": (kv_heads, None),
+        },
+        "can only be used with `--serve`",
+        "add `--serve` for GPUs that serve the model",
+    )  # fmt: skip
     request = AdviceRequest(
         params=params, active_params=active_params, tokens=tokens, sequence=seq, batch=batch, deadline=deadline,
         budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,
@@ -157,14 +169,11 @@ def advise(
     _print_advice(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
 
 
-def _refuse_training_options(given: Mapping[str, object]) -> None:
-    """Raise UsageError if `--serve` is used with an option that only training has."""
-    names = [name for name, value in given.items() if value is not None and value != "" and value is not False]
+def _refuse_options(given: Mapping[str, tuple[object, object]], rule: str, hint: str) -> None:
+    """Raise UsageError for options, with values and defaults, that the other mode of the command would ignore."""
+    names = [f"`{name}`" for name, (value, default) in given.items() if value != default]
     if names:
-        raise UsageError(
-            f"{', '.join(f'`{name}`' for name in names)} cannot be used with `--serve`",
-            hints=["a service has no end; state its load with `--rps`, `--ttft` and `--tpot`"],
-        )
+        raise UsageError(f"{', '.join(names)} {rule}", hints=[hint])
 
 
 def _print_advice(

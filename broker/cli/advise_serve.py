@@ -70,10 +70,10 @@ def show_serving(advice: ServingAdvice, top: int, now_s: float) -> None:
     )
     print_line()
     print_table(
-        ["#", "GPUS", "BATCH", "KV GiB", "REQ/S", "TTFT", "TPOT", "REPLICAS", "USD/h", "USD/Mtok"],
+        ["#", "GPUS", "BATCH", "REQ/S", "TTFT", "TPOT", "REPLICAS", "USD/h", "USD/Mtok"],
         [_list_cells(number, each) for number, each in enumerate(advice.options[:top], start=1)],
-        right=("#", "BATCH", "KV GiB", "REQ/S", "TTFT", "TPOT", "USD/h", "USD/Mtok"),
-        firm=("GPUS", "REPLICAS", "USD/h", "USD/Mtok"),
+        right=("#", "BATCH", "REQ/S", "TTFT", "TPOT", "USD/h", "USD/Mtok"),
+        firm=("GPUS", "REPLICAS", "TTFT", "TPOT", "USD/h", "USD/Mtok"),
     )
     print_line("\nREQ/S, TTFT (p95) and TPOT are of one replica with all its GPUs")
     print_line(f"Rates are {HEADROOM:.0%} of saturation; replicas include spare ones for spot preemptions")
@@ -87,7 +87,7 @@ def _list_cells(number: int, each: ServingOption) -> list[str]:
     kinds = [f"{spot} spot"] * bool(spot) + [f"{ondemand} od"] * bool(ondemand)
     return [
         str(number), f"{layout.hardware.figures.name}:{layout.tensor_parallel}", str(layout.batch),
-        f"~{layout.kv_bytes_max / 2**30:.0f}", f"~{layout.rps:.1f}", f"~{layout.ttft_s * 1000:.0f}ms",
+        f"~{layout.rps:.1f}", f"~{layout.ttft_s * 1000:.0f}ms",
         f"~{layout.tpot_s * 1000:.0f}ms", ", ".join(kinds), format_usd(each.placement.usd_hour),
         f"~{each.usd_per_million:.3g}",
     ]  # fmt: skip

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from broker.app.forwarding import Tracker
     from broker.types import Progress
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 MlflowOption = Annotated[str | None, typer.Option("--mlflow", metavar="URL", help="Log to this MLflow server.")]
 RunOption = Annotated[
@@ -64,7 +64,7 @@ def forward(
                 send_to_trackers(trackers, found, sent, now_s=session.clock.now_s())
             if found.status.is_terminal:
                 break
-            pause(LOOK_S)
+            pause(POLL_S)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     send_to_trackers(trackers, found, None, now_s=session.clock.now_s())

@@ -22,7 +22,7 @@ from broker.frozen import frozen
 from broker.types import Secret
 
 WAIT_S = 600.0
-LOOK_S = 0.5
+POLL_S = 0.5
 REQUESTS_MAX = 100  # a browser also requests icons, and other programs on this machine may send requests
 PAGE = "<!doctype html><title>broker</title><p>You may close this page and return to the terminal."
 
@@ -46,7 +46,7 @@ class _Catcher(HTTPServer):
         self.expected_state = state
         self.answer: dict[str, str] | None = None
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.timeout = LOOK_S
+        self.timeout = POLL_S
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a broken connection: the browser repeats the request."""
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, because the request contains the code."""
 
 
-def log_in(login: ServerLogin, open_browser: Callable[[str], None], *, waits: int = int(WAIT_S / LOOK_S)) -> Secret:
+def log_in(login: ServerLogin, open_browser: Callable[[str], None], *, waits: int = int(WAIT_S / POLL_S)) -> Secret:
     """Let the user log in at the server's issuer; return a token of the server.
 
     `open_browser` receives the URL to open. Raises UsageError if the server has no issuer, or after ten minutes without

@@ -39,21 +39,21 @@ END_OF_INPUT = b"\x04"  # Ctrl-D
 
 def use_shell(session: RemoteSession, *, cluster: str, rank: int) -> int:
     """Connect this terminal to a shell on a node until it ends; return its exit code. Raises BrokerError."""
-    typist = Typist(session, sys.stdin.fileno())
+    forwarder = InputForwarder(session, sys.stdin.fileno())
 
     def show(output: ShellOutput) -> None:
-        typist.begin()
+        forwarder.begin()
         sys.stdout.buffer.write(output.read())
         sys.stdout.buffer.flush()
 
     terminal = UserTerminal(term=os.getenv("TERM", "dumb"), size=measure_screen())
-    with _set_raw(sys.stdin.fileno()), typist.take_signals():
+    with _set_raw(sys.stdin.fileno()), forwarder.take_signals():
         try:
             return session.call(open_shell, cluster=cluster, rank=rank, terminal=terminal, on_output=show)
         except KeyboardInterrupt:
-            raise typist.error or KeyboardInterrupt from None
+            raise forwarder.error or KeyboardInterrupt from None
         finally:
-            typist.end()
+            forwarder.end()
 
 
 def measure_screen() -> ScreenSize:
@@ -65,7 +65,7 @@ def measure_screen() -> ScreenSize:
     return ScreenSize(rows=max(1, found.lines), columns=max(1, found.columns))
 
 
-class Typist:
+class InputForwarder:
     """Sends what is typed, and the size of the terminal, from a thread of its own."""
 
     def __init__(self, session: RemoteSession, keyboard: int) -> None:

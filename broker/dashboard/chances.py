@@ -27,31 +27,31 @@ HEADS = ["Time", "Moment", "Work left", "Time left", "Chance", "On spot to the e
 
 
 @frozen
-class JobOutlook:
+class JobExpectation:
     """The chance of a job's deadline over time, and the forecast of its remainder."""
 
     chances: tuple[ChancePoint, ...] = ()
     forecast: JobForecast | None = None
 
 
-class OutlookCache:
-    """The outlooks of recently shown jobs. That of a live job is read again after `KEPT_S`, of an ended one not."""
+class ExpectationCache:
+    """The expectations of recently shown jobs. That of a live job is read again after `KEPT_S`, of an ended one not."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[float, bool, JobOutlook]] = {}
+        self._known: dict[int, tuple[float, bool, JobExpectation]] = {}
 
-    def get(self, job_id: int, *, now_s: float, is_ended: bool) -> JobOutlook | None:
-        """Return the outlook of a job; None if it must be read."""
+    def get(self, job_id: int, *, now_s: float, is_ended: bool) -> JobExpectation | None:
+        """Return the expectation of a job; None if it must be read."""
         if (known := self._known.get(job_id)) is None:
             return None
-        read_s, was_ended, outlook = known
+        read_s, was_ended, expectation = known
         is_fresh = was_ended if is_ended else now_s - read_s < KEPT_S
-        return outlook if is_fresh else None
+        return expectation if is_fresh else None
 
-    def put(self, job_id: int, outlook: JobOutlook, *, now_s: float, is_ended: bool) -> None:
-        """Keep the outlook of a job; beyond `JOBS_MAX` jobs, the oldest entry is dropped."""
+    def put(self, job_id: int, expectation: JobExpectation, *, now_s: float, is_ended: bool) -> None:
+        """Keep the expectation of a job; beyond `JOBS_MAX` jobs, the oldest entry is dropped."""
         self._known.pop(job_id, None)
-        self._known[job_id] = (now_s, is_ended, outlook)
+        self._known[job_id] = (now_s, is_ended, expectation)
         if len(self._known) > JOBS_MAX:
             del self._known[next(iter(self._known))]
 

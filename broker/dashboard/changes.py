@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from broker.clock import Clock
 from broker.state.store import Store
 
-LOOK_S = 0.5  # between looks for new events
+POLL_S = 0.5  # between looks for new events
 REFRESH_S = 5.0  # a page is loaded again after this long without an event, because steps and costs are not events
 
 
@@ -63,7 +63,7 @@ class ChangeFeed:
         await asyncio.shield(self._look)
 
     async def _poll_again(self) -> None:
-        await self._clock.sleep(LOOK_S)
+        await self._clock.sleep(POLL_S)
         known, self._newest = self._newest, self._store.events.get_newest_id()
         if self._newest != known and self._followed:
             self._newest_by_job.update(self._store.events.list_newest_ids(list(self._followed), after=known))

@@ -16,7 +16,7 @@ from broker.app.job_sentences import list_expectations
 from broker.app.services import describe_services, list_service_events
 from broker.app.spending import By, read_day_shares, read_spending
 from broker.dashboard import pages
-from broker.dashboard.chances import JobOutlook
+from broker.dashboard.chances import JobExpectation
 from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.html import Markup
@@ -49,14 +49,14 @@ class OverviewPage:
         return pages.show_overview(replace(overview, month_ondemand_usd=overview.month_usd + self._saved_usd))
 
 
-def make_job(context: Context, job_id: int, outlook: JobOutlook) -> JobContent:
+def make_job(context: Context, job_id: int, expectation: JobExpectation) -> JobContent:
     """Make the page of a job. Raises UsageError for an unknown one."""
     log, is_log_cut = jobs.read_log_end(context, job_id, bytes_max=LOG_BYTES_MAX)
     page = read_job(context, jobs.find_job(context, job_id))
-    starts = measure_start_cost(page.job, outlook.forecast)
-    expectations = list_expectations(page.job, forecast=outlook.forecast, starts=starts)
+    starts = measure_start_cost(page.job, expectation.forecast)
+    expectations = list_expectations(page.job, forecast=expectation.forecast, starts=starts)
     return pages.show_job(
-        replace(page, chances=outlook.chances, expectations=tuple(expectations)), log, is_log_cut=is_log_cut
+        replace(page, chances=expectation.chances, expectations=tuple(expectations)), log, is_log_cut=is_log_cut
     )
 
 

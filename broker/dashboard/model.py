@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from broker.state.store import Store
 
 NEWEST = 50  # jobs and attention rows on a page
-LOOKED_AT = 1000  # jobs whose newest event is read for the attention list
+SCANNED_MAX = 1000  # jobs whose newest event is read for the attention list
 FAILED_HOURS = 24.0  # how long a failed job requires attention
 ATTENTION_KINDS = (  # a live job whose newest event is of one of these kinds may require attention
     EventKind.LATE, EventKind.WAITING, EventKind.UNSEEN, EventKind.UNFIT, EventKind.LAUNCH_RETRIED,
@@ -100,7 +100,7 @@ def read_overview(
     """
     store, now_s = context.store, context.clock.now_s()
     midnight_s, month_s = find_starts(now_s)
-    lines = store.jobs.list_lines(newest, limit=max(newest, LOOKED_AT), on_damage=context.warn)
+    lines = store.jobs.list_lines(newest, limit=max(newest, SCANNED_MAX), on_damage=context.warn)
     shown = [line.id for line in lines[:newest]]
     spent = store.bills.list_spend_usd(shown, now_s=now_s)
     clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
@@ -115,7 +115,7 @@ def read_overview(
         month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s) if has_ondemand else None,
         usd_hour=sums.usd_hour,
         counts=store.jobs.count_by_status(),
-        attention=tuple(islice(list_attention(store, lines[:LOOKED_AT], now_s), newest)),
+        attention=tuple(islice(list_attention(store, lines[:SCANNED_MAX], now_s), newest)),
         jobs=tuple(
             JobRow(
                 line=line, spent_usd=spent.get(line.id, 0.0), usage=usage.get(line.id), budget_usd=budgets.get(line.id)

@@ -22,7 +22,7 @@ from broker.app.deadline_chances import list_chances
 from broker.app.forecasts import forecast_job
 from broker.app.spending import By
 from broker.dashboard import content, pages
-from broker.dashboard.chances import JobOutlook, OutlookCache
+from broker.dashboard.chances import ExpectationCache, JobExpectation
 from broker.dashboard.changes import ChangeFeed
 from broker.dashboard.guard import HEADERS, Handler, redirect, refuse
 from broker.dashboard.html import Content, Markup, element
@@ -76,7 +76,7 @@ class Dashboard:
         self._metrics = MetricsPage()
         self._overview_page = content.OverviewPage()
         self._streams = 0
-        self._outlooks = OutlookCache()
+        self._expectations = ExpectationCache()
 
     def close(self) -> None:
         """Close the store of the pages."""
@@ -202,26 +202,26 @@ class Dashboard:
 
     async def _read_job(self, job_id: int) -> tuple[JobContent, list[str]]:
         job, _ = await self._reader.read(lambda context: jobs.find_job(context, job_id))
-        outlook = await self._find_outlook(job)
-        return await self._reader.read(lambda context: content.make_job(context, job.id, outlook))
+        expectation = await self._find_expectation(job)
+        return await self._reader.read(lambda context: content.make_job(context, job.id, expectation))
 
-    async def _find_outlook(self, job: Job) -> JobOutlook:
-        """Return the outlook of a job with a known amount of work; compute it in a thread if it is not cached."""
+    async def _find_expectation(self, job: Job) -> JobExpectation:
+        """Return the expectation of a job with a known amount of work; compute it in a thread if it is not cached."""
         if job.task.goal is None or job.task.goal.work_hours is None:
-            return JobOutlook()  # do not open another store for nothing
+            return JobExpectation()  # do not open another store for nothing
         now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal
-        found = self._outlooks.get(job.id, now_s=now_s, is_ended=is_ended)
+        found = self._expectations.get(job.id, now_s=now_s, is_ended=is_ended)
         if found is None:
-            found = await asyncio.to_thread(self._read_outlook, job)
-            self._outlooks.put(job.id, found, now_s=now_s, is_ended=is_ended)
+            found = await asyncio.to_thread(self._read_expectation, job)
+            self._expectations.put(job.id, found, now_s=now_s, is_ended=is_ended)
         return found
 
-    def _read_outlook(self, job: Job) -> JobOutlook:
+    def _read_expectation(self, job: Job) -> JobExpectation:
         context = self._make_context()
         try:
             explanation = jobs.explain(context, job)
             forecast = forecast_job(context, explanation.job, paid_usd=explanation.paid_usd)
-            return JobOutlook(chances=list_chances(context, explanation), forecast=forecast)
+            return JobExpectation(chances=list_chances(context, explanation), forecast=forecast)
         finally:
             context.close()
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
 UNIT = "/etc/systemd/system/broker-server.service"
 NAME = "broker-server.service"
 STOP_S, KILL_S, READY_S = 20.0, 5.0, 120.0
-LOOK_S = 0.1
+POLL_S = 0.1
 MARK = "moved-in"  # the word of a move: beside its state, and in `FOLDER` where an earlier version wrote it
 
 
@@ -229,7 +229,7 @@ def run(folder: str) -> None:
                 "the server did not start: " + last_line(read_text(os.path.join(folder, "server.log"))),
                 "see server.log in %s on that machine" % folder,
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def read_status(folder: str) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def end(find: Callable[[], list[int]]) -> None:
                 pass
         end_s = time.monotonic() + wait_s
         while found and time.monotonic() < end_s:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             found = find()
 
 

@@ -33,7 +33,7 @@ from broker.state.secret_rows import KNOWN_KEY, SecretBox, load_key, read_key
 from broker.task.codec import encode_task
 from broker.types import Task
 
-STOP_S, LOOK_S = 60.0, 0.2
+STOP_S, POLL_S = 60.0, 0.2
 MOVING = "moving/"  # prefix of the keys in `meta` that hold tasks with the server's paths
 SCHEDULE = "schedule/"  # follows MOVING in the key of a schedule, before its name
 LOGS = "logs/jobs"
@@ -213,4 +213,4 @@ def _stop_daemon(context: Context) -> Iterator[None]:
                 "the jobs daemon of this machine did not stop, although it can no longer write",
                 hints=("repeat `broker server import-local`",),
             )
-        asyncio.run(SystemClock().sleep(LOOK_S))
+        asyncio.run(SystemClock().sleep(POLL_S))

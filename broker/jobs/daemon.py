@@ -21,7 +21,7 @@ from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError
 from broker.jobs.daemon_meter import DaemonMeter
 from broker.jobs.daemon_parts import Controller, Notifies, StartsSchedules
-from broker.jobs.daemon_process import LOOK_S, hold_lock
+from broker.jobs.daemon_process import POLL_S, hold_lock
 from broker.jobs.lease_keeper import keep_lease
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
@@ -36,7 +36,7 @@ from broker.state.store import Store
 
 log = logging.getLogger(__name__)
 
-LOOK_FOR_JOBS_S = 0.3
+JOBS_POLL_S = 0.3
 COLLECT_EVERY_S = 60.0
 NOTIFY_RETRY_S = 5.0
 COMPACT_EVERY_S = 86400.0
@@ -106,7 +106,7 @@ async def _lead(context: _DaemonContext) -> bool:
             if is_held or context.store.leader.measure_beat_age_s() > STALE_S:  # its holder is suspended or hangs
                 log.info("leading with epoch %s", context.store.leader.lead())
                 return await _drive_workload(context, LeaderWorkload(context.store, context.clock))
-        await context.clock.sleep(LOOK_S)
+        await context.clock.sleep(POLL_S)
     return False
 
 
@@ -177,8 +177,8 @@ class _Daemon:
                         self._workload.resign()
                         return
                 begin_s = self._clock.now_s()
-                await self._clock.sleep(LOOK_FOR_JOBS_S)
-                self._meter.set_lag(self._clock.now_s() - begin_s - LOOK_FOR_JOBS_S)
+                await self._clock.sleep(JOBS_POLL_S)
+                self._meter.set_lag(self._clock.now_s() - begin_s - JOBS_POLL_S)
         finally:
             tasks = [collecting, notifying, scheduling, *self._drives.values()]
             for task in tasks:

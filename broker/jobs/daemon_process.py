@@ -16,8 +16,8 @@ from broker.state.faults import explain_os_error
 from broker.state.leader import STALE_S
 from broker.state.store import Store
 
-LOOK_S = 0.05  # between two looks at the lock, or at a process that starts
-LOOKS_MAX = 2400  # two minutes: a busy machine or a network home starts Python slowly
+POLL_S = 0.05  # between two polls of the lock, or of a process that starts
+POLLS_MAX = 2400  # two minutes: a busy machine or a network home starts Python slowly
 
 
 @contextmanager
@@ -43,11 +43,11 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
         return
     path = config.daemon_log
     process = _start_process(argv, path)
-    for _ in range(LOOKS_MAX):
+    for _ in range(POLLS_MAX):
         if _is_alive(config, store):
             return
         try:
-            returncode = process.wait(LOOK_S)
+            returncode = process.wait(POLL_S)
         except subprocess.TimeoutExpired:
             continue
         if returncode == 0:

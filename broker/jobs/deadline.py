@@ -123,16 +123,13 @@ def read_situation(
     candidates, speeds = correct_speeds(candidates, job, steps or {}, now_s=now_s)
     if here is not None and not any(is_same_place(candidate.placement, here) for candidate in candidates):
         candidates.append(keep_place(here, candidates))  # the running placement is no longer offered
-    spot = next((estimate for estimate in estimates if estimate.placement.is_spot), None)
-    every_s = spot.checkpoint_every_s if spot and spot.checkpoint_every_s else 0.0
-    save_s = advise_every_s(job.task, spot.preemptions_per_hour if spot else 0.0) or every_s
     view = JobView(
         work_left_hours=left,
         time_left_hours=goal.deadline_hours - (now_s - job.submitted_s) / 3600,
         current=_find(candidates, here),
         starting_hours=_count_starting_hours(live, candidates, now_s, here),
         unsaved_hours=_count_unsaved_hours(job, live),
-        save_every_hours=(save_s + job.task.checkpoint.stall_s) / 3600,
+        save_every_hours=_find_save_hours(job.task, estimates),
         look_hours=look_hours + find_margin_hours(goal),
         last=_find(candidates, last),
         work_hours=goal.work_hours,
@@ -142,6 +139,14 @@ def read_situation(
         hour_value_usd=goal.hour_value_usd,
     )
     return Situation(view=view, candidates=tuple(candidates), availability=seen, speeds=speeds)
+
+
+def _find_save_hours(task: Task, estimates: Sequence[Estimate]) -> float:
+    """Return the time from one checkpoint to the next on the best spot place, with the stall of saving."""
+    spot = next((each for each in estimates if each.placement.is_spot), None)
+    planned_s = (spot.checkpoint_every_s or 0.0) if spot else 0.0
+    every_s = advise_every_s(task, spot.preemptions_per_hour if spot else 0.0) or planned_s
+    return (every_s + task.checkpoint.stall_s) / 3600
 
 
 def find_margin_hours(goal: Goal) -> float:

@@ -23,7 +23,7 @@ from broker.jobs.monitor import is_due
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Event, EventKind, Job, JobStatus, OutcomeKind, Plan, make_event
 
-MOVE_LOOK_S = 15.0  # planning for the whole group takes a while
+MOVE_POLL_S = 15.0  # planning for the whole group takes a while
 RESEND_S = 5.0  # after nodes did not accept the addresses
 
 
@@ -80,7 +80,7 @@ class GroupMember:
 
     def find_move(self, job: Job, attempt: Attempt) -> str:
         """Return the reason to release the job's nodes so that the group can continue elsewhere; empty to stay."""
-        if job.task.group is None or not is_due(self._looked_s, MOVE_LOOK_S, self._clock.now_s()):
+        if job.task.group is None or not is_due(self._looked_s, MOVE_POLL_S, self._clock.now_s()):
             return ""
         self._looked_s = self._clock.now_s()
         return self._placement.find_move(job, self._read(job), attempt)

@@ -35,7 +35,7 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Outcome, OutcomeKind, Placement, Plan, Progress, Task
 
 POLICY = "adaptive"
-LOOK_S_MIN, LOOK_S_MAX = 30.0, 300.0
+POLL_S_MIN, POLL_S_MAX = 30.0, 300.0
 SAVE_S_MAX = 60.0  # time for a program to save its state before it is moved
 
 
@@ -84,7 +84,7 @@ class PolicyRunner:
         self._target = None
         self._record_decision(job, situation, decision)
         if target is None:
-            raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
+            raise Pause(min(max(decision.hours * 3600, POLL_S_MIN), POLL_S_MAX))
         refusals = self._store.refusals.list_active(self._clock.now_s())
         is_refused = any(refusal.covers(target.placement) for refusal in refusals)
         return arrange(plan, target, is_alone=is_refused)  # a refused location is only retried on its own
@@ -117,17 +117,17 @@ class PolicyRunner:
         saved = progress.checkpoint_step if progress else None
         is_saved = saved != self._saved_step
         is_ready = self._successor.check()
-        is_due = now_s >= self._next_s or (is_saved and now_s >= self._next_s - LOOK_S_MAX + LOOK_S_MIN)
+        is_due = now_s >= self._next_s or (is_saved and now_s >= self._next_s - POLL_S_MAX + POLL_S_MIN)
         if not is_ready and not is_due:
             return False
         self._saved_step = saved
         try:
             plan, situation = self._observe(replace(job, progress=progress or job.progress), attempt)
         except NoOfferError:
-            self._next_s = now_s + LOOK_S_MAX
+            self._next_s = now_s + POLL_S_MAX
             return False
         decision = self._decide(situation)
-        self._next_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
+        self._next_s = now_s + min(max(decision.hours * 3600, POLL_S_MIN), POLL_S_MAX)
         move = self._choose_move(
             job, plan, situation, decision, has_just_saved=is_saved and bool(saved), is_ready=is_ready
         )
@@ -201,7 +201,7 @@ class PolicyRunner:
             refusals=refusals,
             availability=self._availability,
             durations=gather_durations(self._store.history.list_stays(), now_s=now_s),
-            look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
+            look_hours=(POLL_S_MAX + POLL_S_MIN) / 3600,
             spent_usd=spent_usd,
             live=live,
             saves_on_notice=has_saved_on_notice(job.attempts, steps),

@@ -20,7 +20,7 @@ from broker.types import DueOutcome, DueTime, EventKind, Job, JobSchedule, Plan,
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 # Planning blocks the process, which must renew its lease (`claims.LEASE_S`): many schedules may be due at midnight.
 STEP_S_MAX = 0.5
 PAUSE_S = 0.05  # before the rest of the due schedules
@@ -73,7 +73,7 @@ class Scheduler:
                 self._retry_s[name] = now_s + wait_s
                 text = error.message if isinstance(error, BrokerError) else repr(error)
                 log.warning("schedule %s: %s; next try in %.1f s", name, text, wait_s, exc_info=error)
-        return LOOK_S
+        return POLL_S
 
     def _forget(self, name: str) -> None:
         self._failures.pop(name, None)

@@ -24,8 +24,8 @@ from broker.state.queue import LiveJob
 from broker.state.store import Store
 from broker.types import EventKind, Job, JobStatus, JobWait, WaitReason, make_event
 
-LOOK_S = 2.0  # until the first job in the queue checks again; later ones wait longer
-LOOK_S_MAX = 10.0
+POLL_S = 2.0  # until the first job in the queue checks again; later ones wait longer
+POLL_S_MAX = 10.0
 AGE_S_MAX = 1.0  # maximum age of a snapshot that jobs share
 USAGE_AGE_S_MAX = 60.0
 USAGE_DAYS = 7.0
@@ -111,13 +111,13 @@ class JobQueue:
             return 0.0
         position = snapshot.positions.get(unit)
         if position is None:
-            return LOOK_S
+            return POLL_S
         wait = snapshot.explain(job.id, unit, limits)
         self._report_wait(job, wait)
         if limits.preempt_after_s is not None and job.id in snapshot.leading and wait.position is not None:
             after_s = limits.preempt_after_s
             take_slot(self._store, self._clock, job, wait, self._list_holders, after_s=after_s)
-        return min(LOOK_S_MAX, LOOK_S + 0.01 * position)
+        return min(POLL_S_MAX, POLL_S + 0.01 * position)
 
     def _return_slot(self, job: Job) -> float:
         """Make a displaced job, whose machines are gone, PENDING again; it keeps its position in the queue."""
@@ -127,7 +127,7 @@ class JobQueue:
             self._store.queue.end_displacement(job.id)
             self._store.events.add(make_event(EventKind.SLOT_RETURNED, by=job.displaced_by), job_id=job.id)
         self._snapshot = None  # outdated
-        return LOOK_S
+        return POLL_S
 
     def _list_holders(self) -> Sequence[Holder]:
         """Return the jobs with slots that may be returned: not job groups or replicas of services."""

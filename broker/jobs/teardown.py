@@ -14,7 +14,7 @@ from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, EventKind, Job, RunStatus, make_event
 
-LOOK_S = 0.5
+POLL_S = 0.5
 END_S = 15.0  # from a cancel until the program is killed and the first uploads have begun
 FLUSH_SILENCE_S = 60.0  # seconds without an upload report
 
@@ -58,7 +58,7 @@ class AttemptTeardown:
                 if cluster.job_id is not None:
                     self.report_flush(cluster.job_id, report)
                 until_s = until_s if is_final else max(until_s, self._clock.now_s() + FLUSH_SILENCE_S)
-            await self._clock.sleep(LOOK_S)
+            await self._clock.sleep(POLL_S)
         return False
 
     def report_flush(self, job_id: int, report: GangReport) -> None:

@@ -165,7 +165,7 @@ def _unreadable(name: str, why: str) -> SourceError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weather:
+class MarketRegimes:
     """A synthetic market that alternates between a calm and a stormy regime, with mean interval lengths in hours."""
 
     calm_hours: float = 30.0
@@ -178,38 +178,38 @@ class Weather:
 
 
 def make_trace(
-    name: str, seed: int, *, hours: float = 336.0, gap_s: float = 300.0, weather: Weather | None = None
+    name: str, seed: int, *, hours: float = 336.0, gap_s: float = 300.0, regimes: MarketRegimes | None = None
 ) -> Trace:
-    """Draw a trace from `weather` (by default drawn by seed, too); the same arguments give the same trace."""
+    """Draw a trace from `regimes` (by default drawn by seed, too); the same arguments give the same trace."""
     chance = random.Random(f"{name}/{seed}")
-    sky = weather or _draw_weather(chance)
+    drawn = regimes or _draw_regimes(chance)
     counts, prices = list[int](), list[float]()
-    is_open, is_calm, price = chance.random() < 0.7, True, sky.price_share
+    is_open, is_calm, price = chance.random() < 0.7, True, drawn.price_share
     gap_hours = gap_s / 3600
     for tick in range(max(1, round(hours / gap_hours))):
-        if chance.random() < gap_hours / (sky.calm_hours if is_calm else sky.stormy_hours):
+        if chance.random() < gap_hours / (drawn.calm_hours if is_calm else drawn.stormy_hours):
             is_calm = not is_calm
         mean = {
-            (True, True): sky.open_calm_hours,
-            (True, False): sky.open_stormy_hours,
-            (False, True): sky.closed_calm_hours,
-            (False, False): sky.closed_stormy_hours,
+            (True, True): drawn.open_calm_hours,
+            (True, False): drawn.open_stormy_hours,
+            (False, True): drawn.closed_calm_hours,
+            (False, False): drawn.closed_stormy_hours,
         }[is_open, is_calm]
         if chance.random() < -math.expm1(-gap_hours / mean):
             is_open = not is_open
         if tick % round(1 / gap_hours) == 0:
-            price = min(max(price * math.exp(chance.gauss(0, 0.01)), sky.price_share * 0.8), sky.price_share * 1.3)
+            price = min(max(price * math.exp(chance.gauss(0, 0.01)), drawn.price_share * 0.8), drawn.price_share * 1.3)
         counts.append(int(is_open))
         prices.append(round(price, 4))
     return Trace(name=name, gap_hours=gap_hours, counts=tuple(counts), prices=tuple(prices), ondemand_usd_hour=1.0)
 
 
-def _draw_weather(chance: random.Random) -> Weather:
+def _draw_regimes(chance: random.Random) -> MarketRegimes:
     def perturb(value: float) -> float:
         return value * math.exp(chance.gauss(0, 0.5))
 
-    plain = Weather()
-    return Weather(
+    plain = MarketRegimes()
+    return MarketRegimes(
         calm_hours=perturb(plain.calm_hours),
         stormy_hours=perturb(plain.stormy_hours),
         open_calm_hours=perturb(plain.open_calm_hours),

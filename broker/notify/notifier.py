@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 POSITION = "notify:position"
 SINK = "notify:sink:"
-LOOK_S = 2.0
+POLL_S = 2.0
 PAGE = 200  # events read at once
 QUEUE_MAX = 5_000  # notifications that wait for one sink; with more, the oldest is dropped
 GIVE_UP_S = 3 * 86400.0  # after the event
@@ -101,7 +101,7 @@ class Notifier:
                 queue.task = asyncio.ensure_future(self._deliver(sink, queue))
                 sending += 1
         self._advance()
-        return LOOK_S
+        return POLL_S
 
     async def rest(self) -> None:
         """Cancel the deliveries in progress, and forget the queues: the next `step` reads the store again."""

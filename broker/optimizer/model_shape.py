@@ -50,6 +50,11 @@ class ModelShape:
         """Count all parameters, including idle experts."""
         return self.active_parameters + self.idle_parameters
 
+    @cached_property
+    def active_expert_parameters(self) -> float:
+        """Count the parameters of the experts that a token uses, in all blocks: the whole MLP; 0 without experts."""
+        return self.layers * 2 * self.width * (self.mlp_width or 4 * self.width) if self.idle_parameters else 0.0
+
     def flops_per_token(self, sequence: int) -> float:
         """Return FLOPs of forward and backward pass, without recomputation.
 

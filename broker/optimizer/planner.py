@@ -30,16 +30,17 @@ def make_plan(
     """Rank placements by expected dollars to finish and the value of the time; without work, by price per hour. Pure.
 
     Alternatives work as in SkyPilot: all of `any_of` compete, and in `ordered` all placements of an alternative precede
-    those of the next. `avoid` excludes placements that were refused recently; `history` holds observed preemptions;
-    spot counts as unavailable now where `is_refused` is true of all candidate places. Raises NoOfferError, which says
-    what each filter rejected.
+    those of the next; those of equal preference compete. `avoid` excludes placements that were refused recently;
+    `history` holds observed preemptions; spot counts as unavailable now where `is_refused` is true of all candidate
+    places. Raises NoOfferError, which says what each filter rejected.
     """
     costs, index = CostModel(task, figures or {}, egress, history, is_refused), OfferIndex(offers)
-    groups = list[list[RankedOffer]]()
+    groups = dict[int, list[RankedOffer]]()  # by preference, most preferred first
+    preferences = task.list_preferences()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
     accepted = [_filter_offers(each, index.pick(each), usable_clouds) for each in task.resources]
-    if len(accepted) > 1 and not task.is_ordered:
+    if len(accepted) > 1 and len(set(preferences)) == 1:
         costs.join_alternatives({number: kept for number, (kept, _) in enumerate(accepted)})
     for number, (kept, filtered) in enumerate(accepted):
         candidates, rejected = _plan_alternative(task, number, kept, filtered, costs, avoid)
@@ -47,16 +48,14 @@ def make_plan(
         if len(task.resources) > 1:
             candidates = [candidate for candidate in candidates if IDENTITY(candidate) not in seen]
             seen.update(map(IDENTITY, candidates))
-        groups.append(candidates)
-    if not any(groups):
+        groups.setdefault(preferences[number], []).extend(candidates)
+    if not any(groups.values()):
         raise NoOfferError(describe_rejections(task, rejections))
-    if not task.is_ordered:
-        groups = [[each for group in groups for each in group]]
     hour_value_usd = costs.hour_value_usd
     if hour_value_usd is not None:
-        ranked = [each for group in groups for each in rank_by_score(group, hour_value_usd)]
+        ranked = [each for group in groups.values() for each in rank_by_score(group, hour_value_usd)]
     else:
-        ranked = [each for group in groups for each in sorted(group, key=RANK)]
+        ranked = [each for group in groups.values() for each in sorted(group, key=RANK)]
     return Plan(
         task=task,
         estimates=LazyEstimates(ranked, costs.make_estimate),
@@ -141,7 +140,7 @@ def _show_price(task: Task) -> Show:
 
 def _explain_choice(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: float | None) -> str:
     best = ranked[0]
-    if task.is_ordered and len(task.resources) > 1:
+    if len(set(task.list_preferences())) > 1:
         return "first in the order given by the task"
     kind = "cheapest per hour" if best.forecast is None else "cheapest to finish"
     if hour_value_usd is not None and any(each.usd < best.usd for each in ranked[1:]):

@@ -341,8 +341,12 @@ def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: 
 
 
 def count_own_parameters(shape: ModelShape, sharding: Sharding) -> float:
-    """Count the parameters of one tensor, pipeline and expert rank, before sharding over replicas."""
-    own = shape.active_parameters + shape.idle_parameters / sharding.expert
+    """Count the parameters of one tensor, pipeline and expert rank, before sharding over replicas.
+
+    Every expert is active for some tokens, so expert ranks share all of them, and replicate only the rest.
+    """
+    experts = shape.active_expert_parameters + shape.idle_parameters
+    own = shape.active_parameters - shape.active_expert_parameters + experts / sharding.expert
     return own / (sharding.tensor * sharding.pipeline)
 
 

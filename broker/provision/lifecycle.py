@@ -18,7 +18,7 @@ from broker.provision.hedge_timer import Answer
 from broker.provision.launch import HEDGE, LaunchSpec
 from broker.provision.launcher import SurplusReleaser
 from broker.provision.listing import RETRYABLE, Lister
-from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone, find_doubt
+from broker.provision.nodes import POLL_S, POLL_S_MAX, Absence, confirm_gone, find_doubt
 from broker.state.store import Store
 from broker.types import Autostop, Cluster, ClusterStatus, Placement, Plan, Task
 from broker.types.machines import Node, NodeEnd, NodeRequest, NodeState
@@ -315,7 +315,7 @@ class Provisioner:
 
     async def _wait_all(self, cluster: Cluster, state: NodeState) -> None:
         start_s = self._clock.now_s()
-        look_s = LOOK_S
+        look_s = POLL_S
         while self._clock.now_s() - start_s < STOP_S_MAX:
             try:
                 refreshed = await self.refresh(cluster)
@@ -324,7 +324,7 @@ class Provisioner:
             if all(node.state is state for node in refreshed.nodes):
                 return
             await self._clock.sleep(look_s)
-            look_s = min(LOOK_S_MAX, look_s * 1.2)
+            look_s = min(POLL_S_MAX, look_s * 1.2)
         raise TransientError(f"{cluster.name} is not {state.value} after {STOP_S_MAX:g} s")
 
     def _change_status(self, name: str, status: ClusterStatus) -> Cluster:

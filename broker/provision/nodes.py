@@ -12,9 +12,9 @@ from broker.errors import AuthError, CloudError, TransientError
 from broker.provision.listing import RETRYABLE, Lister, Listing, Place
 from broker.types import Node, NodeEnd, NodeState
 
-LOOK_S = 0.1  # first wait between two polls; grows by a fifth each time
-LOOK_S_MAX = 5.0
-WAIT_LOOK_S_MAX = 2.0  # while nodes boot, each second costs money and time; all searches share one list
+POLL_S = 0.1  # first wait between two polls; grows by a fifth each time
+POLL_S_MAX = 5.0
+WAIT_POLL_S_MAX = 2.0  # while nodes boot, each second costs money and time; all searches share one list
 TERMINATE_AGAIN_S = 15.0  # repeat a terminate call that the cloud may have accepted and forgotten
 GONE_S_MAX = 900.0
 RESUMED_S_MIN = 60.0
@@ -51,7 +51,7 @@ async def confirm_gone(
     ending = _Ending(cloud, known, clock)
     absence = Absence(cloud.settle_s)
     covered = Stopwatch(cloud.settle_s)  # advances while lists cover all places: a missing region is not evidence
-    look_s = LOOK_S
+    look_s = POLL_S
     looks = 0
     while waited.observe(clock.now_s()) < GONE_S_MAX:
         await ending.terminate_due()
@@ -76,7 +76,7 @@ async def confirm_gone(
             await ending.terminate_due()  # nodes that appeared first in this list
             raise doubt
         await clock.sleep(look_s)
-        look_s = min(LOOK_S_MAX, look_s * 1.2)
+        look_s = min(POLL_S_MAX, look_s * 1.2)
     raise TransientError(
         f"{cloud.name} did not confirm the termination of {len(ending.seen)} nodes within {GONE_S_MAX:g} s",
         hints=("run `broker gc` to try again",),
@@ -209,7 +209,7 @@ async def wait_running(
     """
     nodes = {node.id: node for node in created}
     waited = Stopwatch(math.inf)  # nodes that do not boot cost money: a clock that is set back extends no limit
-    look_s = LOOK_S
+    look_s = POLL_S
     while True:
         waited_s = waited.observe(clock.now_s())
         if any(node.state is NodeState.TERMINATED for node in nodes.values()):
@@ -220,7 +220,7 @@ async def wait_running(
         if waited_s >= timeout_s:
             return None
         await clock.sleep(look_s)
-        look_s = min(WAIT_LOOK_S_MAX, look_s * 1.2)
+        look_s = min(WAIT_POLL_S_MAX, look_s * 1.2)
         try:
             listing = await lister.list(cloud, tries_max=1)
         except CloudError:

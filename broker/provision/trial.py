@@ -33,7 +33,7 @@ RUN_ID = 1
 CONNECT_S_MAX = 900.0  # large GPU images take minutes to boot
 RUN_S_MAX = 300.0
 BUCKET_S_MAX = 180.0  # after a refusal, the node retries with a growing backoff
-LOOK_S = 1.0
+POLL_S = 1.0
 IDLE_MINUTES = 10  # after which the node terminates itself if this machine dies
 
 Result = TypeVar("Result")
@@ -157,7 +157,7 @@ class Trial:
 
     async def _wait_until_overspent(self) -> None:
         while self._measure_spend_usd() < self._spend_usd_max:
-            await self._clock.sleep(LOOK_S)
+            await self._clock.sleep(POLL_S)
 
     def _measure_spend_usd(self) -> float:
         return self._store.bills.spend_usd(cluster=self._name, now_s=self._clock.now_s()) - self._begun_usd
@@ -209,7 +209,7 @@ class Trial:
                     raise TransientError(
                         error.message, hints=(*([console] if console else ()), *error.hints)
                     ) from error
-                await self._clock.sleep(LOOK_S * (3 if isinstance(error, UnreachedError) else 1))
+                await self._clock.sleep(POLL_S * (3 if isinstance(error, UnreachedError) else 1))
         await self._gang.set_autostop(cluster, cluster.autostop)
         return f"the agent runs on {cluster.nodes[0].address}"
 
@@ -296,7 +296,7 @@ class Trial:
         while not await condition():
             if self._clock.now_s() >= give_up_s:
                 return False
-            await self._clock.sleep(LOOK_S)
+            await self._clock.sleep(POLL_S)
         return True
 
     def _get_cluster(self) -> Cluster:

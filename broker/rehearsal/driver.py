@@ -19,7 +19,7 @@ from broker.rehearsal.context import RehearsalContext
 from broker.state.events import EventRow
 from broker.types import Cluster
 
-LOOK_S = 0.25
+POLL_S = 0.25
 LINE_EVERY_S = 2.0
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,7 +27,7 @@ Rehearsed = TypeVar("Rehearsed", bound=RehearsalContext)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strike:
+class ForcedPreemption:
     """A forced preemption of all nodes. `step` is the newest known step, `notice_s` the length of the warning."""
 
     attempt: int
@@ -54,7 +54,7 @@ class Driver(ABC, Generic[Rehearsed]):
     notice_s: float | None  # None: first no warning, then alternately the cloud's and none
     write: Callable[[str], None]
     bar: ProgressBar | None = None  # shows progress instead of lines, on a terminal
-    strikes: list[Strike] = field(default_factory=list)
+    forced_preemptions: list[ForcedPreemption] = field(default_factory=list)
     real_s: float = 0.0
     _line_s: float = 0.0
     _reported: int = 0  # the newest event
@@ -73,7 +73,7 @@ class Driver(ABC, Generic[Rehearsed]):
                         await cloud.take_due()
                 await self.poll()
                 with contextlib.suppress(TimeoutError):
-                    await within(interrupted.wait(), LOOK_S)
+                    await within(interrupted.wait(), POLL_S)
             if interrupted.is_set() or not self.is_over():
                 interrupted.set()  # the daemon itself exits on SIGTERM: the next one terminates the nodes
                 self.write("interrupted: terminating the nodes ...")
@@ -152,7 +152,7 @@ class Driver(ABC, Generic[Rehearsed]):
         first = clusters[0]
         cloud = self.context.rehearsed[first.placement.offer.cloud]
         notice_s = self._choose_notice_s(first)
-        self.strikes.append(Strike(attempt=attempt, step=step, notice_s=notice_s))
+        self.forced_preemptions.append(ForcedPreemption(attempt=attempt, step=step, notice_s=notice_s))
         warning = f"with {format_duration(min(notice_s, NOTICE_S_MAX))} notice" if notice_s else "without notice"
         place = first.placement.offer.zone or first.placement.offer.region
         self.report_market(f"the spot market of {place} preempts all nodes {warning}")
@@ -164,7 +164,7 @@ class Driver(ABC, Generic[Rehearsed]):
     def _choose_notice_s(self, cluster: Cluster) -> float:
         if self.notice_s is not None:
             return self.notice_s
-        return NOTICE_S.get(cluster.placement.offer.cloud, 30.0) if len(self.strikes) % 2 else 0.0
+        return NOTICE_S.get(cluster.placement.offer.cloud, 30.0) if len(self.forced_preemptions) % 2 else 0.0
 
     def stamp(self, time_s: float | None = None) -> str:
         """Format the simulated time since the start: `  4h 07m`."""

@@ -113,17 +113,27 @@ class RequestSender:
             self._answered_s.append(real_s)
 
     async def _request(self, session: aiohttp.ClientSession) -> str:
-        """Send a request; return why it failed, empty if it did not."""
+        """Send a request; return why it failed, empty if it did not.
+
+        A redirect is an answer, and is not followed: it could lead the probe's headers, which may be secrets, away from
+        this machine.
+        """
         import aiohttp
 
         method = "GET" if self.probe.post_data is None else "POST"
         headers = {"content-type": "application/json"} if self.probe.post_data else {}
         try:
             async with session.request(
-                method, self.url, data=self.probe.post_data, headers={**headers, **self.probe.headers}
+                method,
+                self.url,
+                data=self.probe.post_data,
+                headers={**headers, **self.probe.headers},
+                allow_redirects=False,
             ) as response:
                 await response.read()
-                return "" if response.status < 300 else str(response.status)
+                return "" if response.status < 400 else str(response.status)
+        except (aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:  # their text contains the URL
+            return type(error).__name__
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return str(error) or type(error).__name__
 

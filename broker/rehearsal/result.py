@@ -148,7 +148,7 @@ def make_rehearsal(context: RehearsalContext, driver: JobDriver, job: Job, plan:
         measures=measures,
         preemptions=sum(cloud.preemptions for cloud in clouds),
         refusals=sum(cloud.refusals for cloud in clouds),
-        notices=sum(strike.notice_s > 0 for strike in driver.strikes),
+        notices=sum(each.notice_s > 0 for each in driver.forced_preemptions),
         notices_ignored=sum(cloud.ignored_notices for cloud in clouds),
         places=tuple(name_place(attempt.placement) for attempt in job.attempts),
         work_hours=work_s / 3600,
@@ -163,7 +163,7 @@ def make_rehearsal(context: RehearsalContext, driver: JobDriver, job: Job, plan:
         has_saved=any(path.is_file() for path in context.config.checkpoints.rglob("*")),
         last_words=read_last_words(log) if log else "",
         missing_module=find_missing_module(log) if log else "",
-        grace_s=min(max((strike.notice_s for strike in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
+        grace_s=min(max((each.notice_s for each in driver.forced_preemptions), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
 
 

@@ -56,8 +56,8 @@ class JobDriver(Driver[RehearsalContext]):
         if cluster is None:
             return
         line = self.context.program.read_progress(cluster, attempt.number, is_resumed=attempt.resumed_s is not None)
-        is_struck = bool(self.strikes) and self.strikes[-1].attempt == attempt.number
-        if line is not None and not is_struck:
+        is_forced = bool(self.forced_preemptions) and self.forced_preemptions[-1].attempt == attempt.number
+        if line is not None and not is_forced:
             self._report_progress(job, line)
         if self._is_due(attempt.number, line):
             self.context.program.pass_steps()
@@ -81,10 +81,14 @@ class JobDriver(Driver[RehearsalContext]):
     def _is_due(self, number: int, line: Line | None) -> bool:
         """Return whether to preempt now: mid-run and past a checkpoint, so that some steps are lost and some kept."""
         attempts = self.context.program.attempts
-        if number not in attempts or (self.strikes and self.strikes[-1].attempt == number):
+        if number not in attempts or (self.forced_preemptions and self.forced_preemptions[-1].attempt == number):
             return False
         # Of a program that has reported progress since, one before its first step tells nothing: it was only slow.
-        made = sum(strike.step is not None for strike in self.strikes) if line and line.total else len(self.strikes)
+        made = (
+            sum(each.step is not None for each in self.forced_preemptions)
+            if line and line.total
+            else len(self.forced_preemptions)
+        )
         if made >= self.preemptions:
             return False
         if line is None or not line.total:  # without reported progress, go by time
@@ -92,6 +96,6 @@ class JobDriver(Driver[RehearsalContext]):
             running_s = attempts[number].running_s
             return not has_reported and running_s is not None and SystemClock().now_s() - running_s >= SILENT_S_MAX
         due = line.total * (made + 1) / (self.preemptions + 1)
-        before = max((strike.step or 0 for strike in self.strikes), default=0)
+        before = max((each.step or 0 for each in self.forced_preemptions), default=0)
         is_past = line.checkpoint_step is None or line.step > line.checkpoint_step
         return due <= line.step < line.total and line.step > before and is_past

@@ -38,7 +38,7 @@ class ServiceRehearsal:
     uptime: Uptime
     requests: RequestTally
     preemptions: int
-    strikes: int  # forced preemptions among them
+    forced_preemptions: int  # of them
     refusals: int
     notices: int
     notices_ignored: int
@@ -98,9 +98,9 @@ def make_service_rehearsal(driver: ServiceDriver) -> ServiceRehearsal:
         uptime=uptime,
         requests=driver.requests.tally,
         preemptions=sum(cloud.preemptions for cloud in clouds),
-        strikes=len(driver.strikes),
+        forced_preemptions=len(driver.forced_preemptions),
         refusals=sum(cloud.refusals for cloud in clouds),
-        notices=sum(strike.notice_s > 0 for strike in driver.strikes),
+        notices=sum(each.notice_s > 0 for each in driver.forced_preemptions),
         notices_ignored=sum(cloud.ignored_notices for cloud in clouds),
         places=tuple(name_place(each) for each in watch.placements),
         has_spot=any(each.is_spot for each in watch.placements),
@@ -115,7 +115,7 @@ def make_service_rehearsal(driver: ServiceDriver) -> ServiceRehearsal:
         has_exited=newest is not None and newest.status is JobStatus.FAILED,
         last_words=read_last_words(log) if log else "",
         missing_module=find_missing_module(log) if log else "",
-        grace_s=min(max((strike.notice_s for strike in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
+        grace_s=min(max((each.notice_s for each in driver.forced_preemptions), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
 
 

@@ -121,8 +121,8 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
             await self.requests.stop()
             self.watch.note_count(service, replicas)
             self.request_end()
-        elif is_steady and self._is_strike_due() and (victims := self._choose_victims(replicas)):
-            await self.preempt(victims, attempt=len(self.strikes) + 1)
+        elif is_steady and self._is_preemption_due() and (victims := self._choose_victims(replicas)):
+            await self.preempt(victims, attempt=len(self.forced_preemptions) + 1)
         else:
             self._set_pace(replicas, is_steady=is_steady)
 
@@ -143,17 +143,17 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         if self._full_s is None:
             return now_s - self.context.start_s >= self.duration_s + self.probe.initial_delay_s
         over_s = now_s - self._full_s - self.duration_s
-        return over_s >= self.probe.initial_delay_s or (over_s >= 0 and is_steady and not self._is_strike_due())
+        return over_s >= self.probe.initial_delay_s or (over_s >= 0 and is_steady and not self._is_preemption_due())
 
-    def _find_strike_s(self) -> float:
+    def _find_preemption_s(self) -> float:
         """Return when the next forced preemption is due: they divide the time into equal parts."""
         assert self._full_s is not None
-        return self._full_s + self.duration_s * (len(self.strikes) + 1) / (self.preemptions + 1)
+        return self._full_s + self.duration_s * (len(self.forced_preemptions) + 1) / (self.preemptions + 1)
 
-    def _is_strike_due(self) -> bool:
-        if len(self.strikes) >= self.preemptions or self._full_s is None or not self._has_spot():
+    def _is_preemption_due(self) -> bool:
+        if len(self.forced_preemptions) >= self.preemptions or self._full_s is None or not self._has_spot():
             return False
-        return self.context.clock.now_s() >= self._find_strike_s()
+        return self.context.clock.now_s() >= self._find_preemption_s()
 
     def _has_spot(self) -> bool:
         return any(each.is_spot for each in self.watch.placements)
@@ -189,8 +189,8 @@ class ServiceDriver(Driver[ServiceRehearsalContext]):
         self._wait_since_s = None
         context.pace.run()
         assert self._full_s is not None
-        is_struck = len(self.strikes) >= self.preemptions or not self._has_spot()
-        until_s = self._full_s + self.duration_s if is_struck else self._find_strike_s()
+        is_forced = len(self.forced_preemptions) >= self.preemptions or not self._has_spot()
+        until_s = self._full_s + self.duration_s if is_forced else self._find_preemption_s()
         jump_s = min(passed_s * (context.speed - 1), max(0.0, until_s - context.clock.now_s()))
         context.clock.advance(jump_s)
 

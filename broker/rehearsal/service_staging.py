@@ -42,8 +42,8 @@ def raise_service_failure(result: ServiceRehearsal, preemptions: int) -> None:
     bad = list_bad(result.findings)
     if bad:
         raise BrokerError(bad[0].text, hints=[each.hint for each in bad if each.hint])
-    if result.has_spot and result.strikes < preemptions:
+    if result.has_spot and result.forced_preemptions < preemptions:
         raise BrokerError(
-            f"the rehearsal ended after {result.strikes} of {preemptions} preemptions",
+            f"the rehearsal ended after {result.forced_preemptions} of {preemptions} preemptions",
             hints=["rehearse for longer with `--for`"],
         )

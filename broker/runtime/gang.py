@@ -45,7 +45,7 @@ EXCHANGE_BYTES_MAX = 256 << 10  # over a session, whose lines have a limit
 INSIDE_CONTAINER = ("sky://", "k8s://")
 EPOCH, SUPERSEDED = "server_epoch", 77  # as in `agent_epoch.py`: a field of each request, the exit code of a refusal
 CALL_S = 30.0
-LOOK_S = 0.5  # between two polls if a node has no channel
+POLL_S = 0.5  # between two polls if a node has no channel
 
 
 class Gang:
@@ -237,7 +237,7 @@ class Gang:
         live = list_live(cluster.nodes)
         channels = None if any(node.id in self._silent for node in live) else self._channels
         if channels is None or not await channels.wait_news(live, run_id, wake=wake, timeout_s=timeout_s):
-            await self._clock.sleep(min(LOOK_S, timeout_s))
+            await self._clock.sleep(min(POLL_S, timeout_s))
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         """Send a cancellation to every reachable node; the gang ends once any of them receives it."""

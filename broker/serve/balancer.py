@@ -31,7 +31,7 @@ from broker.types import BalancerType, ServiceProtocol
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.05
+POLL_S = 0.05
 WRITE_EVERY_S = 0.5
 # asyncio gives each TLS connection a buffer of 256 KiB and reads as much at once: 5 GiB for 10,000 idle streams.
 TLS_BUFFER_BYTES = 4 << 10  # several events of a stream; a record of 16 KiB takes four reads
@@ -220,7 +220,7 @@ class Balancer:
             if routing is not None and routing.is_stopped:
                 stopped.set()
                 return
-            await self._clock.sleep(LOOK_S)
+            await self._clock.sleep(POLL_S)
 
     async def _write_forever(self) -> None:
         trimmer = MemoryTrimmer(find_malloc_trim())

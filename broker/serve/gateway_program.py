@@ -28,7 +28,7 @@ elif __name__ == "__main__":
 
 SETTINGS, WHEEL = "settings.json", "broker.whl"
 ROUTING = "routing.json"
-LOOK_S = 0.1
+POLL_S = 0.1
 RESTART_S_MIN, RESTART_S_MAX = 0.1, 5.0
 STEADY_S = 10.0  # a balancer that ran this long is restarted at once
 
@@ -83,7 +83,7 @@ def supervise(argv: list[str], folder: str, environment: dict[str, Any]) -> None
     wait_s = RESTART_S_MIN
     while not stopping:
         if not os.path.exists(os.path.join(folder, ROUTING)):
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             continue
         begin_s = time.monotonic()
         running[:] = [subprocess.Popen(argv, cwd=folder, env=environment, stdin=subprocess.DEVNULL)]

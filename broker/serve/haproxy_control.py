@@ -23,7 +23,7 @@ SYSTEM_PATH = "/usr/sbin:/usr/local/sbin"  # not in the PATH of users on Debian
 ANSWER_S = 5.0
 ANSWER_BYTES_MAX = 16 << 20
 SESSIONS_AT_ONCE = 100  # in one command, which has at most 16 KiB
-LOOK_S = 0.05
+POLL_S = 0.05
 START_S = 60.0  # a busy machine takes seconds; without it, the balancer would be started again and again
 END_S = 10.0
 
@@ -127,7 +127,7 @@ class HaproxyControl:
         try:
             async with asyncio.timeout(START_S):
                 while self._process.returncode is None and not await self._find_current():
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             await self.stop()
         if self._process is None or self._process.returncode is not None:
@@ -164,7 +164,7 @@ class HaproxyControl:
         self._process.send_signal(signal.SIGUSR2)
         deadline_s = asyncio.get_running_loop().time() + START_S
         while asyncio.get_running_loop().time() < deadline_s:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             try:
                 current = await self._find_current()
             except NoAnswerError:  # the master starts itself again

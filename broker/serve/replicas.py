@@ -104,11 +104,18 @@ def make_replica_task(
         resources = tuple(replace(each, use_spot=slot.is_spot) for each in resources)
     is_ordered = task.is_ordered
     if slot.zone is not None or slot.region is not None:
+        preferences = task.list_preferences()
         pinned = tuple(
-            replace(each, region=slot.region, zone=slot.zone) for each in resources
+            replace(each, region=slot.region, zone=slot.zone, preference=preference)
+            for each, preference in zip(resources, preferences, strict=True)
             if each.region in (None, slot.region) and each.zone in (None, slot.zone)
-        )  # fmt: skip
-        resources, is_ordered = (*pinned, *(each for each in resources if each not in pinned)), True
+        )
+        others = tuple(
+            replace(each, preference=max(preferences) + 1 + preference)
+            for each, preference in zip(resources, preferences, strict=True)
+            if (each.region, each.zone) != (slot.region, slot.zone)
+        )
+        resources, is_ordered = (*pinned, *others), True
     envs = {
         **task.envs,
         SERVICE_VARIABLE: service.name,

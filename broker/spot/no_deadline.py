@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from broker.spot.forecast import SpotMarket
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 
-LOOK_HOURS_MAX = 1.0
+DECISION_HOURS_MAX = 1.0
 MOVE_GAIN = 1.15  # the expected gain of a move must exceed its cost by 15 %, as it is uncertain
 
 
@@ -28,4 +28,4 @@ def weigh_without_deadline(view: JobView, current: Candidate | None, markets: Se
     gain = (here.rate(here.loss_price, math.inf) - best.rate(best.loss_price, math.inf)) * stint
     if best is not here and gain > MOVE_GAIN * (best.loss_price + best.move_price):
         return Move(target=best.candidate, reason="another location is cheaper, including the move")
-    return Stay(hours=LOOK_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")
+    return Stay(hours=DECISION_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")

@@ -14,7 +14,7 @@ from broker.spot.grid import find_node
 from broker.spot.overlapped_starts import OverlappedStart, list_overlapped_starts
 from broker.spot.rows import Row, choose_less, expect_landing, interpolate
 from broker.spot.starts import CLASSES, OLDEST, Start
-from broker.spot.value_tables import Tables, Terms
+from broker.spot.value_tables import Tables, ValueParameters
 from broker.spot.ways import list_ways
 
 # The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
@@ -43,29 +43,34 @@ class NodeSolver:
     """Fills the tables, node by node."""
 
     def __init__(
-        self, terms: Terms, tables: Tables, work: tuple[float, ...], spare: tuple[float, ...], starts: tuple[Start, ...]
+        self,
+        parameters: ValueParameters,
+        tables: Tables,
+        work: tuple[float, ...],
+        spare: tuple[float, ...],
+        starts: tuple[Start, ...],
     ) -> None:
-        self.terms, self.work, self.width = terms, work, len(work)
+        self.parameters, self.work, self.width = parameters, work, len(work)
         self.run, self.idle_open, self.idle_closed = tables.run.rows, tables.idle_open.rows, tables.idle_closed.rows
         self.wait_open, self.wait_closed = tables.wait_open.rows, tables.wait_closed.rows
         self.keep_open, self.keep_closed = tables.keep_open.rows, tables.keep_closed.rows
         self.ondemand_open, self.ondemand_closed = tables.ondemand_open.rows, tables.ondemand_closed.rows
         self.drops = [0.0] * len(self.run)  # the value just after the loss of spot, by node
-        opened, closed = terms.open_hazards, terms.closed_hazards
-        price, self.spare = terms.spot_hour_price, spare
-        self.spot_ways = list_ways(opened, tuple([each / terms.spot_speed for each in work]), price)
-        self.gain_share = 1 - 1 / terms.spot_speed  # the spare time gained by an hour of work on spot
+        opened, closed = parameters.open_hazards, parameters.closed_hazards
+        price, self.spare = parameters.spot_hour_price, spare
+        self.spot_ways = list_ways(opened, tuple([each / parameters.spot_speed for each in work]), price)
+        self.gain_share = 1 - 1 / parameters.spot_speed  # the spare time gained by an hour of work on spot
         self.ondemand_ways = list(zip(list_ways(opened, work, 1.0), list_ways(closed, work, 1.0), strict=True))
-        wait = terms.wait_price
+        wait = parameters.wait_price
         self.wait_ways = list(zip(list_ways(opened, spare, wait), list_ways(closed, spare, wait), strict=True))
-        paid = terms.start_hours * price
+        paid = parameters.start_hours * price
         self.paid = [each.survive * paid + (1 - each.survive) * price * each.lost_hours for each in starts]
         self.landings = tuple(
             dict(each.landings).get(place, 0.0) for own, each in enumerate(starts) for place in range(own + 1)
         )
-        self.levels = _list_levels(spare, terms.start_hours, starts, self.width)
-        self.overlapped = list_overlapped_starts(terms)
-        self.overlap_levels = _list_overlap_levels(spare, terms.start_hours, terms.overlap_hours, self.width)
+        self.levels = _list_levels(spare, parameters.start_hours, starts, self.width)
+        self.overlapped = list_overlapped_starts(parameters)
+        self.overlap_levels = _list_overlap_levels(spare, parameters.start_hours, parameters.overlap_hours, self.width)
 
     def solve(self, i: int, j: int) -> None:
         """Solve the node `i` of spare time and `j` of work: its neighbours with less of either must be solved."""
@@ -106,7 +111,7 @@ class NodeSolver:
         left = here + self.gain_share * step
         if left < 0:  # spare time is used up on the way, where on-demand starts
             done = here / -self.gain_share
-            return [done * self.terms.spot_price + self.terms.start_hours + self.work[j] - done] * CLASSES
+            return [done * self.parameters.spot_price + self.parameters.start_hours + self.work[j] - done] * CLASSES
         low, up = find_node(self.spare, left)
         at = low * self.width + j - 1
         far = at + self.width
@@ -116,18 +121,18 @@ class NodeSolver:
     def _guess_without_spare(self, at: int, work: float) -> None:
         """Fill in the states without spare time: on-demand to the end."""
         for rows in (self.idle_open, self.idle_closed, self.wait_open, self.wait_closed):
-            rows[at] = [work + self.terms.start_hours] * CLASSES
+            rows[at] = [work + self.parameters.start_hours] * CLASSES
         for rows in (self.keep_open, self.keep_closed, self.ondemand_open, self.ondemand_closed):
             rows[at] = [work] * CLASSES
 
     def _drop(self, at: int) -> float:
         """Return the value just after the loss of spot at this node."""
-        rho, closed = self.terms.second_chance, self.idle_closed[at][-1]
+        rho, closed = self.parameters.second_chance, self.idle_closed[at][-1]
         return rho * self.idle_open[at][_SECOND] + (1 - rho) * closed if rho else closed
 
     def _start_ondemand(self, rows: Sequence[Row], level: _Level, j: int) -> Row:
         """List the values of starting on-demand, by age class."""
-        start = self.terms.start_hours
+        start = self.parameters.start_hours
         if not level.is_reachable:
             return [start + self.work[j]] * CLASSES
         low, high, share = level.back
@@ -150,7 +155,7 @@ class NodeSolver:
         Passes contract by a nearly constant factor, so they are extrapolated (Aitken).
         """
         at = i * self.width + j
-        below, rho = at - self.width, self.terms.second_chance
+        below, rho = at - self.width, self.parameters.second_chance
         opens, closes = self.wait_ways[i - 1]
         opened, closed = self.idle_open[below], self.idle_closed[below]
         lead_open, lead_closed = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
@@ -209,7 +214,7 @@ class NodeSolver:
         if not self.overlapped or not self.overlap_levels[i].is_reachable:
             return ()
         level, step = self.overlap_levels[i], self.work[j] - self.work[j - 1]
-        before = self.terms.overlap_hours / step  # the weight of the next node of work after the overlap
+        before = self.parameters.overlap_hours / step  # the weight of the next node of work after the overlap
         low, high, share = level.back
         corners = [
             (near + place, by_spare * by_work)

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from broker.spot.starts import OLDEST, follow_starts
-from broker.spot.value_tables import Terms
+from broker.spot.value_tables import ValueParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,13 @@ class OverlappedStart:
         return self.survive * self.survived_paid + self.kept * self.kept_paid + self.dropped * self.dropped_paid
 
 
-def list_overlapped_starts(terms: Terms) -> tuple[OverlappedStart, ...]:
+def list_overlapped_starts(parameters: ValueParameters) -> tuple[OverlappedStart, ...]:
     """List the starts by age class, the oldest first; empty if starts do not overlap."""
-    if terms.overlap_hours <= 0:
+    if parameters.overlap_hours <= 0:
         return ()
-    return _list_starts(terms.open_hazards, terms.start_hours, terms.overlap_hours, terms.spot_hour_price)
+    return _list_starts(
+        parameters.open_hazards, parameters.start_hours, parameters.overlap_hours, parameters.spot_hour_price
+    )
 
 
 @lru_cache(maxsize=256)  # value functions share hazards

@@ -15,8 +15,8 @@ from functools import cached_property
 
 from broker.spot.durations import class_of
 from broker.spot.forecast import SpotMarket
-from broker.spot.no_deadline import LOOK_HOURS_MAX, MOVE_GAIN
-from broker.spot.outlook import Outlooks
+from broker.spot.market_values import MarketValues
+from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -40,8 +40,8 @@ from broker.spot.value_function import ValueFunction
 # Nothing can be learned from hostile markets in time, so their cost beyond on-demand is bounded: by a share, or by a
 # few failed starts if those are more expensive, since recorded markets require that tolerance.
 EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
-LOOK_HOURS_MIN = 0.02
-LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
+DECISION_HOURS_MIN = 0.02
+DECISIONS_AHEAD = tuple(DECISION_HOURS_MIN * 2.0**step for step in range(6))
 LOSS_BOUND = 2.0  # no loss costs more than on-demand for all the work, let alone twice as much
 # Behind uniform progress, waiting must gain this many on-demand hours where several markets change together: spare
 # time that is used up excludes all later starts on spot, which values at wrong hazards underrate (decision 341).
@@ -64,7 +64,7 @@ class Scale:
     view: JobView
     fallback: Candidate
     markets: Sequence[SpotMarket]
-    outlooks: Outlooks
+    values: MarketValues
     best: SpotMarket  # the best open market, else the best one to wait for
     basis: SpotMarket  # the market of the value function
     spare: float
@@ -84,7 +84,7 @@ class Scale:
             view=view,
             fallback=fallback,
             markets=markets,
-            outlooks=Outlooks(view, fallback, markets, prior),
+            values=MarketValues(view, fallback, markets, prior),
             best=best,
             basis=best,
             spare=max(spare_hours(view, fallback), 0.0),
@@ -98,9 +98,9 @@ class Scale:
         return replace(found, best=dear) if dear is not best else found
 
     @property
-    def outlook(self) -> ValueFunction:
-        """Return the value function for the terms of `basis`."""
-        return self.outlooks.find(self.basis)
+    def value_function(self) -> ValueFunction:
+        """Return the value function for the parameters of `basis`."""
+        return self.values.find(self.basis)
 
     def find_usd(self, current: Candidate | None) -> float:
         """Return the expected cost to the end of the best option of a job that is not on spot."""
@@ -154,7 +154,7 @@ class Scale:
 
     def _weigh_options(self, current: Candidate | None, ahead: float) -> dict[str, float]:
         """Return the expected cost to the end of each option, `ahead` hours from now if nothing changes until then."""
-        outlook, target, is_open = self.outlook, self.best.candidate, self.best.candidate.is_open
+        function, target, is_open = self.value_function, self.best.candidate, self.best.candidate.is_open
         begun = self.view.starting_hours if current is not None else ahead  # hours ahead without work
         idle = min(ahead, begun)
         work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
@@ -165,21 +165,21 @@ class Scale:
         can_enter = is_open and is_safe and self._can_enter
         if can_enter:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
-            enter_usd = outlook.enter_beside_usd if is_working else outlook.enter_usd
+            enter_usd = function.enter_beside_usd if is_working else function.enter_usd
             options[SPOT] = enter_usd(age, work, spare, seen=outlived) + self.best.move_price
         if current is not None:  # the rest of an unfinished start is still to be paid
             rest = begun - idle
-            table = outlook.keep_open if is_open else outlook.keep_closed
-            worth = table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
+            table = function.keep_open if is_open else function.keep_closed
+            worth = table.read(age, function.locate(work, max(spare - rest, 0.0)))
             options[ONDEMAND] = rest + min(worth + self._return_price, max(work, worth))
         else:
-            start = outlook.terms.start_hours
-            table, after = outlook.ondemand_open if is_open else outlook.ondemand_closed, spare - start
-            worth = table.read(age, outlook.locate(work, after)) if after >= 0 else work
+            start = function.parameters.start_hours
+            table, after = function.ondemand_open if is_open else function.ondemand_closed, spare - start
+            worth = table.read(age, function.locate(work, after)) if after >= 0 else work
             options[ONDEMAND] = self._fallback_price + start + min(worth + self._return_price, max(work, worth))
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
-            options[WAITING] = outlook.wait_usd(age, work, spare, is_open=is_open) + self.best.move_price
+            options[WAITING] = function.wait_usd(age, work, spare, is_open=is_open) + self.best.move_price
         if current is None and spare > EPSILON_HOURS:
             for closed, awaited in self._awaited:
                 age = class_of(closed.candidate.age_hours + ahead)
@@ -225,8 +225,8 @@ class Scale:
         """Return the hours for which the choice holds if nothing but time and age changes."""
         if current is not None and not self.best.candidate.is_open:
             return math.inf  # on-demand is the only option before spot opens
-        hours = LOOK_HOURS_MIN
-        for ahead in LOOKS_AHEAD:
+        hours = DECISION_HOURS_MIN
+        for ahead in DECISIONS_AHEAD:
             options = self._weigh_options(current, ahead)
             if min(options, key=options.__getitem__) != choice:
                 break
@@ -238,7 +238,7 @@ class Scale:
         hours = safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
         best = self.best
-        stay = Stay(hours=min(hours, LOOK_HOURS_MAX), reason="on spot")
+        stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
         if self._has_kinds:
             return self._find_better_place(here) or stay
         if best is here or not best.candidate.is_open or not best.outlives_start:
@@ -266,9 +266,9 @@ class Scale:
                 continue
             if not is_safe_to_start(self.view, target, self.fallback):
                 continue
-            outlook, age = self.outlooks.find(each), target.age_hours
+            function, age = self.values.find(each), target.age_hours
             outlived = target.seen.count_reached(age, age + target.start_hours)
-            usd = outlook.enter_usd(class_of(age), self.work, self.spare, seen=outlived) + each.move_price
+            usd = function.enter_usd(class_of(age), self.work, self.spare, seen=outlived) + each.move_price
             cost = target.start_hours * each.hour_price + each.move_price
             gain = stay - usd - (MOVE_GAIN - 1) * cost - KIND_GAIN_SHARE * stay
             if gain > gained:
@@ -289,9 +289,9 @@ class Scale:
         return self._weigh_run(next(each for each in self.markets if each.candidate is current)) * self._usd_hour
 
     def _weigh_run(self, here: SpotMarket) -> float:
-        outlook, begun = self.outlooks.find(here), self.view.starting_hours
-        on = outlook.run.read(
-            class_of(here.candidate.age_hours), outlook.locate(self.work, max(self.spare - begun, 0.0))
+        function, begun = self.values.find(here), self.view.starting_hours
+        on = function.run.read(
+            class_of(here.candidate.age_hours), function.locate(self.work, max(self.spare - begun, 0.0))
         )
         return begun * here.hour_price + on
 
@@ -318,15 +318,17 @@ class Scale:
 
     def loss_of(self, market: SpotMarket) -> float:
         """Return the cost of a loss there now."""
-        here = self.outlook.locate(self.work, self.spare)
-        on = self.outlook.run.read(class_of(market.candidate.age_hours), here)
-        return max(self.outlook.lost_usd(self.work, self.spare) - on, 0.0)
+        here = self.value_function.locate(self.work, self.spare)
+        on = self.value_function.run.read(class_of(market.candidate.age_hours), here)
+        return max(self.value_function.lost_usd(self.work, self.spare) - on, 0.0)
 
     def _usd_spare_hour(self) -> float:
         """Return the marginal value of an hour of spare time."""
-        age, step = class_of(self._age_hours), max(self.outlook.terms.start_hours, 0.1)
+        age, step = class_of(self._age_hours), max(self.value_function.parameters.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
-        less, more = (self.outlook.run.read(age, self.outlook.locate(self.work, each)) for each in (low, low + step))
+        less, more = (
+            self.value_function.run.read(age, self.value_function.locate(self.work, each)) for each in (low, low + step)
+        )
         return max(less - more, 0.0) / step
 
     @cached_property
@@ -358,7 +360,7 @@ class Scale:
                     key=lambda each: (each.price + each.move_price / max(self.work, 0.1), each.candidate.age_hours),
                 )
                 found[id(cheapest)] = cheapest
-        return [(each, self.outlooks.find(each, is_alone=True)) for each in found.values()]
+        return [(each, self.values.find(each, is_alone=True)) for each in found.values()]
 
     @cached_property
     def _can_enter(self) -> bool:

@@ -19,7 +19,7 @@ from broker.spot.grid import find_node, grow_nodes
 from broker.spot.node_solver import SECOND_CLASS, NodeSolver
 from broker.spot.overlapped_starts import list_overlapped_starts
 from broker.spot.starts import OLDEST, follow_starts
-from broker.spot.value_tables import Point, Terms, make_tables
+from broker.spot.value_tables import Point, ValueParameters, make_tables
 
 WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the grid steps: the value has less curvature in work than in spare time
 SURVIVAL_WEIGHT = 4.0  # observed periods that weigh as much as the hazards, for the survival of a start
@@ -28,20 +28,20 @@ LEAPS, LEAP_HOURS = 3, 1e-4  # the value jumps at multiples of a start: a node j
 
 
 class ValueFunction:
-    """The solved decision process for one set of terms, with its tables (see `Tables`)."""
+    """The solved decision process for one set of parameters, with its tables (see `Tables`)."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
-        self.spare = _list_spare(terms)
+    def __init__(self, parameters: ValueParameters) -> None:
+        self.parameters = parameters
+        self.work = grow_nodes(max(0.25, parameters.start_hours), parameters.work_hours, even=2, growth=WORK_GROWTH)
+        self.spare = _list_spare(parameters)
         tables = make_tables(len(self.work), len(self.spare))
         self.run, self.idle_open, self.idle_closed = tables.run, tables.idle_open, tables.idle_closed
         self.wait_open, self.wait_closed = tables.wait_open, tables.wait_closed
         self.keep_open, self.keep_closed = tables.keep_open, tables.keep_closed
         self.ondemand_open, self.ondemand_closed = tables.ondemand_open, tables.ondemand_closed
-        self.starts = follow_starts(terms.open_hazards, terms.start_hours)
-        self.overlapped = list_overlapped_starts(terms)
-        self._solver = NodeSolver(terms, tables, self.work, self.spare, self.starts)
+        self.starts = follow_starts(parameters.open_hazards, parameters.start_hours)
+        self.overlapped = list_overlapped_starts(parameters)
+        self._solver = NodeSolver(parameters, tables, self.work, self.spare, self.starts)
         self.solved = [0] * len(self.work)  # by node of work: the number of solved nodes of spare time
 
     def locate(self, work: float, spare: float) -> Point:
@@ -70,7 +70,7 @@ class ValueFunction:
 
         `seen` counts the periods that reached this age, and those of them that outlived such a start.
         """
-        price, start = self.terms.spot_hour_price, self.terms.start_hours
+        price, start = self.parameters.spot_hour_price, self.parameters.start_hours
         way = self.starts[OLDEST - age_class]
         survive = (SURVIVAL_WEIGHT * way.survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
         point = self.locate(work, spare - start)
@@ -88,10 +88,10 @@ class ValueFunction:
         """
         if not self.overlapped:
             return self.enter_usd(age_class, work, spare, seen=seen)
-        start, overlap = self.overlapped[OLDEST - age_class], min(self.terms.overlap_hours, work)
+        start, overlap = self.overlapped[OLDEST - age_class], min(self.parameters.overlap_hours, work)
         survive = (SURVIVAL_WEIGHT * start.survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
         lost = (1 - survive) / max(start.kept + start.dropped, 1e-9)  # the observations scale both kinds of loss
-        rest = self.terms.start_hours - self.terms.overlap_hours
+        rest = self.parameters.start_hours - self.parameters.overlap_hours
         point = self.locate(work - overlap, spare - rest)
         places = self.starts[OLDEST - age_class].landings
         on = sum(chance * self.run.read(OLDEST - place, point) for place, chance in places) / max(start.survive, 1e-9)
@@ -116,21 +116,21 @@ class ValueFunction:
 
     def lost_usd(self, work: float, spare: float) -> float:
         """Return the value just after the loss of spot, when another place may be open."""
-        rho, point = self.terms.second_chance, self.locate(work, spare)
+        rho, point = self.parameters.second_chance, self.locate(work, spare)
         closed = self.idle_closed.read(0, point)
         return rho * self.idle_open.read(SECOND_CLASS, point) + (1 - rho) * closed if rho else closed
 
 
-def _list_spare(terms: Terms) -> tuple[float, ...]:
+def _list_spare(parameters: ValueParameters) -> tuple[float, ...]:
     """List nodes of spare time.
 
     The value jumps at whole multiples of a start, and at the rest of an overlapped start beyond them, where an action
     becomes infeasible.
     """
     nodes = grow_nodes(
-        max(terms.start_hours / 2, 0.01), max(terms.spare_hours, 0.02), even=EVEN_NODES, growth=SPARE_GROWTH
+        max(parameters.start_hours / 2, 0.01), max(parameters.spare_hours, 0.02), even=EVEN_NODES, growth=SPARE_GROWTH
     )
-    leaps = [count * terms.start_hours - LEAP_HOURS for count in range(1, LEAPS + 1)]
-    if terms.overlap_hours > 0:
-        leaps += [hours - terms.overlap_hours for hours in leaps]
+    leaps = [count * parameters.start_hours - LEAP_HOURS for count in range(1, LEAPS + 1)]
+    if parameters.overlap_hours > 0:
+        leaps += [hours - parameters.overlap_hours for hours in leaps]
     return tuple(sorted({*nodes, *(hours for hours in leaps if hours > LEAP_HOURS)}))

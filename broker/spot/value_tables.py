@@ -1,4 +1,4 @@
-"""The terms of a value function, and the tables that hold its values at the nodes of a grid."""
+"""The parameters of a value function, and the tables that hold its values at the nodes of a grid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_PRICE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class ValueParameters:
     """The parameters of a value function. Hazards per hour by age class; prices as multiples of on-demand.
 
     Work is counted in hours of on-demand; spot does `spot_speed` of them in an hour, at `spot_price` each.

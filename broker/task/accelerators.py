@@ -35,6 +35,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "radeon mi25": ("MI25",), "gaudi hl-205": ("Gaudi",),
     "radeon pro v520": ("Radeon-Pro-V520",), "radeon pro v710": ("Radeon-Pro-V710",),
 }  # fmt: skip
+# Parts of the names of GKE (`nvidia-tesla-t4`) and of nvidia-smi (`A100-SXM4-80GB`).
+_PRODUCT_PARTS = r"^(?:nvidia-|amd-)?(?:tesla-|geforce-|instinct-)?|-(?:sxm|pcie|hbm)[0-9a-z]*"
 _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one as 180 or 183
 
 
@@ -57,7 +59,7 @@ def resolve_accelerators(
     sellers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Task:
     """Return the task with every accelerator named as in `figures` or `offered`; a request by memory becomes all
-    accelerators that fit.
+    accelerators that fit. Those on which the goal's work was measured, and those of a service's targets, too.
 
     `offered` are accelerators with offers, some without figures; `sellers` maps others to clouds that offer them. As in
     SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book
@@ -65,7 +67,9 @@ def resolve_accelerators(
     """
     by_lower = {name.lower(): name for name in (*sellers, *offered, *figures)}
     known = {*figures, *offered}
+    task = _resolve_goal(task, by_lower, figures)
     found: list[Resources] = []
+    plain: list[Resources] = []  # without their preferences
     unknown: dict[str, Resources] = {}
     for each in task.resources:
         if each.accelerator is None:
@@ -78,12 +82,71 @@ def resolve_accelerators(
         for name in names:
             if name is not None and name not in known:
                 unknown.setdefault(name, replace(each, accelerator=name))
-            elif (resolved := replace(each, accelerator=name)) not in found:
-                found.append(resolved)
+            elif (alike := replace(each, accelerator=name, preference=None)) not in plain:
+                plain.append(alike)
+                found.append(replace(each, accelerator=name))
     if not found:
         return replace(task, resources=tuple(unknown.values()))
     notices = tuple(_note_unknown(name, each, known, sellers) for name, each in unknown.items())
-    return replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+    task = replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+    return _resolve_targets(task, by_lower, figures)
+
+
+def _resolve_goal(task: Task, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> Task:
+    """Name the accelerators of `work: {on: ...}` and `throughput` as in `figures`; note those without figures.
+
+    Such work takes the same time everywhere, and such a figure only applies to that accelerator.
+    """
+    goal = task.goal
+    if goal is None or not (goal.work_on or goal.throughput):
+        return task
+    notices = []
+
+    def resolve(text: str, field: str, effect: str, known: Collection[str] = ()) -> str:
+        name, count = read_accelerator(text)
+        found = _list_names(name, by_lower, figures)[0]
+        if found not in figures and found not in known:
+            message = f"`{field}`: the speed of `{found}` is unknown, so {effect}"
+            origin = task.origin or Origin(file="command line", line=0, column=0)
+            notices.append(Notice(origin=origin, field="goal", message=message, hint=suggest(found, figures)))
+        return f"{found}:{count:g}"
+
+    throughput = {
+        resolve(key, "throughput", "this figure applies to no other accelerator"): value
+        for key, value in goal.throughput.items()
+    }
+    on, measured = goal.work_on, {key.partition(":")[0] for key in throughput}
+    if on is not None:
+        on = resolve(on, "on", "the work takes the same time on all other accelerators", measured)
+    kept = tuple(each for each in notices if each not in task.notices)
+    return replace(task, goal=replace(goal, work_on=on, throughput=throughput), notices=(*task.notices, *kept))
+
+
+def _resolve_targets(task: Task, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> Task:
+    """Name the accelerators of `target_qps_per_replica` as in `figures`. A key without a count is for every count.
+
+    On an accelerator without a target, the lowest one applies (`serve.scaling.find_target_qps`), which is noted.
+    """
+    service = task.service
+    if service is None or not any(service.policy.target_qps):  # "" is for any accelerator
+        return task
+    targets = {}
+    for key, qps in service.policy.target_qps.items():
+        name, separator, count = key.partition(":")
+        found = _list_names(name.strip(), by_lower, figures)[0] if key else key
+        targets[f"{found}{separator}{count.strip()}"] = qps
+    task = replace(task, service=replace(service, policy=replace(service.policy, target_qps=targets)))
+    for each in task.resources:
+        name = f"{each.accelerator or 'CPU'}:{each.accelerator_count:g}"
+        if "" not in targets and not {name, each.accelerator} & set(targets):
+            notice = Notice(
+                origin=each.origin or Origin(file="command line", line=0, column=0),
+                field="target_qps_per_replica",
+                message=f"`target_qps_per_replica` has no target for `{name}`; the lowest one applies",
+            )
+            if notice not in task.notices:
+                task = replace(task, notices=(*task.notices, notice))
+    return task
 
 
 def _note_unknown(
@@ -123,9 +186,12 @@ def find_maker(name: str) -> str:
 
 def _list_names(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> list[str]:
     """List the book's names for a request: one, or several for a family of devices."""
-    if found := [each for each in ALIASES.get(name.lower(), ()) if each.lower() in by_lower]:
-        return found
-    return [_find_name(name, by_lower, figures)]
+    for each in (name, re.sub(_PRODUCT_PARTS, "", name.lower())):
+        if found := [alias for alias in ALIASES.get(each.lower(), ()) if alias.lower() in by_lower]:
+            return found
+        if (spelling := _find_name(each, by_lower, figures)).lower() in by_lower:
+            return [spelling]
+    return [name]
 
 
 def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> str:

@@ -130,8 +130,8 @@ LABEL_VALUE = Rule(
     source="the longest that any cloud allows: EC2 and Azure",
 )
 TARGET = Rule(
-    pattern=rf"(?!-)(?!\.+/*$)(?!(?:[^\x00]*/)?\.\.(?:/|$))(?!(?:[^\x00]*/)?[^/\x00]{{256}}){_PLAIN}{{1,{PATH_BYTES_MAX}}}",
-    expected="a path on the node without `..`, control characters or a leading `-`",
+    pattern=rf"(?!-)(?!/+$)(?!\.+/*$)(?!(?:[^\x00]*/)?\.\.(?:/|$))(?!(?:[^\x00]*/)?[^/\x00]{{256}}){_PLAIN}{{1,{PATH_BYTES_MAX}}}",
+    expected="a path on the node, other than `/`, without `..`, control characters or a leading `-`",
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,
 )

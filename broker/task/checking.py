@@ -60,6 +60,10 @@ def check_images(reader: Reader, section: Section | None, resources: Sequence[Re
         for image in dict.fromkeys([value] if isinstance(value, str) else dict(value).values()):
             if image == CONTAINER:
                 reader.fault(part.marks["image_id"], "`image_id` names no container", "write `image_id: docker:IMAGE`")
+            if image.startswith(f"{CONTAINER}//"):  # as Apptainer and containerd write it
+                name = image.removeprefix(CONTAINER).lstrip("/")
+                message = "`image_id` of a container has no `//`"
+                reader.fault(part.marks["image_id"], message, f"write `image_id: {CONTAINER}{name}`")
             if image.startswith((CONTAINER, SKYPILOT)):
                 continue
             clouds = {each.cloud for each in resources if each.image_id == image}

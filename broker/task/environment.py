@@ -17,6 +17,11 @@ from broker.task.shapes import Schema, Text
 from broker.task.yaml_reader import Marked
 
 _FLAGS = ("True", "False")
+# Variables that the agent of each node sets, whatever the task says (`agent/agent_environment.py`).
+SET_BY_AGENT = (
+    "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE",
+    "BROKER_MASTER_PORT", "BROKER_PROGRESS_FILE", "BROKER_PREEMPTION_FILE", "BROKER_GANG_PEM", "BROKER_GANG_FILE",
+)  # fmt: skip
 
 
 class EnvValue(Text):

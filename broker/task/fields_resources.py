@@ -32,6 +32,7 @@ ACCELERATOR_NAME = rf"(?:{_SPACED}|[A-Za-z][A-Za-z0-9_.-]{{0,60}})"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
 ACCELERATOR = rf"\s*(?:{ACCELERATOR_NAME}|{_MEMORY})\s*(?::\s*{_COUNT}\s*)?"
+_PRODUCT_WORDS = r"(?i)(?:\b(?:nvidia|amd|tesla|geforce|instinct) | (?:hbm|sxm|pcie)[0-9a-z]*(?![0-9a-z]))"
 EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4:1", "B200:8", "80GB+:1")
 
 
@@ -87,11 +88,25 @@ class Named(Text):
             return "remove the quotes around the alternatives"
         if isinstance(marked.value, str) and re.fullmatch(r"\s*|.*:\s*0+(?:\.0*)?", marked.value):
             return "for a machine without accelerators, remove `accelerators`"
-        if found := re.fullmatch(rf"([1-9][0-9]{{0,3}})\s*[xX]\s*({ACCELERATOR_NAME})", str(marked.value).strip()):
+        text = str(marked.value).strip()
+        if found := re.fullmatch(rf"([1-9][0-9]{{0,3}})\s*[xX]\s*({ACCELERATOR_NAME})", text):
             return f"write the name first: `{found[2]}:{found[1]}`"
-        if found := re.fullmatch(rf"({ACCELERATOR_NAME})\s+[xX]?\s*([1-9][0-9]{{0,3}})", str(marked.value).strip()):
+        if found := re.fullmatch(rf"({ACCELERATOR_NAME})\s+[xX]?\s*([1-9]|1[0-6])", text):
             return f"put a colon between name and count: `{found[1]}:{found[2]}`"
-        return super().hint(marked)
+        if len(parts := [each.strip() for each in re.split(r"[,|/]| or ", text)]) > 1 and all(
+            re.fullmatch(ACCELERATOR, each) for each in parts
+        ):
+            return (
+                f"write `{{{', '.join(parts)}}}` if any of them will do, or `[{', '.join(parts)}]` to try them in order"
+            )
+        return self._suggest_joined(text) or super().hint(marked)
+
+    def _suggest_joined(self, text: str) -> str | None:
+        """Return a hint for a product's name: `NVIDIA A100 80GB` is `A100-80GB`, and `RTX 4090` is `RTX4090`."""
+        joined = re.sub(_PRODUCT_WORDS, "", text).strip().replace(" :", ":")
+        joined = re.sub(r" (?=[0-9]+(?![0-9gG]))", "", joined)
+        joined = re.sub(r" (?=[0-9]+[gG][bB]|[aA][dD][aA]$)", "-", joined)
+        return f"write `{joined}`" if joined != text and re.fullmatch(ACCELERATOR, joined) else None
 
 
 _NAMED = Named()
@@ -267,7 +282,17 @@ _RETIRED = {
     "auto_restart": "use `job_recovery: {max_restarts_on_errors: N}`",
     "disk": "use `disk_size`",
     "spot": "use `use_spot: true`",
-    "gpu": "use `accelerators: NAME:COUNT`",
+    **dict.fromkeys(("gpu", "num_gpus", "gres"), "use `accelerators: NAME:COUNT`"),
+    **dict.fromkeys(("cpu", "vcpus", "num_cpus", "cpus_per_task"), "use `cpus`"),
+    **dict.fromkeys(("mem", "ram", "memory_gb"), "use `memory`"),
+    **dict.fromkeys(("disk_gb", "storage"), "use `disk_size`"),
+    **dict.fromkeys(("preemptible", "spot_policy"), "use `use_spot: true`"),
+    **dict.fromkeys(
+        ("regions", "backends", "clouds"), "write each one as an alternative: `any_of: [{infra: ...}, ...]`"
+    ),
+    "max_price": "use `max_hourly_cost`",
+    "shm_size": "remove it: a container has the node's shared memory",
+    "partition": "write `infra: slurm/CLUSTER/PARTITION`",
     "container_image": "use `image_id: docker:IMAGE`",
 }
 _ELSEWHERE = {

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from broker.task.fields_places import Infra
+from broker.task.measures import Seconds
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
-from broker.types import GATEWAYS_MAX, BalancerType, ServiceProtocol
+from broker.types import (
+    GATEWAYS_MAX,
+    BalancerType,
+    ReadinessProbe,
+    ReplicaPolicy,
+    ServiceProtocol,
+    ServiceSpec,
+)
 
 PASSTHROUGH = "passthrough"
 INSTANCE_AWARE = "instance_aware_least_load"
 
-_SECONDS = Number(above=None)
+_SECONDS = Seconds()
+_RATE = Number(above=None)
 
 READINESS_PROBE = Table(
     name="readiness_probe",
@@ -18,12 +27,18 @@ READINESS_PROBE = Table(
     fields={
         "path": Field(shape=Text(), about="URL path; required with `protocol: http`.", examples=("/health",)),
         "initial_delay_seconds": Field(
-            shape=_SECONDS, about="Time in which a started replica must become ready; otherwise it is replaced."
+            shape=_SECONDS,
+            about="Time in which a started replica must become ready; otherwise it is replaced (default: "
+            f"{ReadinessProbe.initial_delay_s:g}).",
         ),
-        "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
-        "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
+        "timeout_seconds": Field(shape=_SECONDS, about=f"Response timeout (default: {ReadinessProbe.timeout_s:g})."),
+        "endpoint_probe_interval_seconds": Field(
+            shape=_SECONDS, about=f"Time between probes (default: {ReadinessProbe.interval_s:g})."
+        ),
         "consecutive_failure_threshold_timeout": Field(
-            shape=_SECONDS, about="Time for which probes may fail before the replica counts as failed."
+            shape=_SECONDS,
+            about="Time for which probes may fail before the replica counts as failed (default: "
+            f"{ReadinessProbe.failure_s:g}).",
         ),
         "post_data": Field(
             shape=Either(shapes=(Text(), MapOf(value=Anything()))), about="Request body; makes the probe a POST."
@@ -36,11 +51,12 @@ REPLICA_POLICY = Table(
     about="Number of replicas, by load.",
     fields={
         "min_replicas": Field(shape=Whole(), about="Minimum number of replicas.", is_required=True, examples=(1,)),
-        "max_replicas": Field(shape=Whole(), about="Maximum number of replicas."),
-        "num_overprovision": Field(shape=Whole(), about="Spare replicas."),
+        "max_replicas": Field(shape=Whole(), about="Maximum number of replicas (default: `min_replicas`)."),
+        "num_overprovision": Field(shape=Whole(), about="Spare replicas (default: 0)."),
         "target_qps_per_replica": Field(
-            shape=Either(shapes=(_SECONDS, MapOf(value=_SECONDS))),
-            about="Target queries per second per replica: a number, or a mapping by accelerator.",
+            shape=Either(shapes=(_RATE, MapOf(value=_RATE))),
+            about="Target queries per second per replica: a number, or a mapping by accelerator "
+            "(`{H100: 3, A100:8: 10}`), of which the lowest applies to all others.",
         ),
         "target_requests_in_flight_per_replica": Field(
             shape=Number(above=0), about="Target requests in flight per replica (broker extension)."
@@ -58,10 +74,16 @@ REPLICA_POLICY = Table(
             about="Add replicas ahead of a rising load, by the time that they need to start (broker extension).",
         ),
         "dynamic_ondemand_fallback": Field(shape=Flag(), about="Use on-demand replicas while spot is unavailable."),
-        "base_ondemand_fallback_replicas": Field(shape=Whole(), about="Number of replicas that are always on-demand."),
+        "base_ondemand_fallback_replicas": Field(
+            shape=Whole(), about="Number of replicas that are always on-demand (default: 0)."
+        ),
         "spot_placer": Field(shape=Choice(words=("dynamic_fallback",)), about="Placement of spot replicas."),
-        "upscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling up."),
-        "downscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling down."),
+        "upscale_delay_seconds": Field(
+            shape=_SECONDS, about=f"Delay before scaling up (default: {ReplicaPolicy.upscale_delay_s:g})."
+        ),
+        "downscale_delay_seconds": Field(
+            shape=_SECONDS, about=f"Delay before scaling down (default: {ReplicaPolicy.downscale_delay_s:g})."
+        ),
     },
     retired={
         "qps_upper_threshold": "write `target_qps_per_replica`",
@@ -138,9 +160,11 @@ SERVICE = Table(
         "readiness_probe": Field(
             shape=Either(shapes=(Text(), READINESS_PROBE)), about="URL path, or a mapping.", examples=("/health",)
         ),
-        "replicas": Field(shape=Whole(), about="Fixed number of replicas."),
+        "replicas": Field(shape=Whole(), about="Fixed number of replicas (default: 1)."),
         "replica_policy": Field(shape=REPLICA_POLICY, about="Autoscaling policy."),
-        "ports": Field(shape=Whole(minimum=1, maximum=65535), about="Port of the replicas."),
+        "ports": Field(
+            shape=Whole(minimum=1, maximum=65535), about="Port of the replicas (default: the only one of `resources`)."
+        ),
         "availability": Field(
             shape=Number(above=0, at_most=0.9999),
             about="Share of time with all requested replicas ready; determines the mix of spot and on-demand replicas "
@@ -153,14 +177,19 @@ SERVICE = Table(
             shape=Table(
                 name="load_balancer",
                 about="The load balancer.",
-                fields={"stream_timeout_seconds": Field(shape=_SECONDS, about="Maximum silence in a stream.")},
+                fields={
+                    "stream_timeout_seconds": Field(
+                        shape=_SECONDS,
+                        about=f"Maximum silence in a stream (default: {ServiceSpec.stream_timeout_s:g}).",
+                    )
+                },
             ),
             about="The load balancer.",
         ),
         "load_balancing_policy": Field(
             shape=Choice(words=("round_robin", "least_load", INSTANCE_AWARE, "prefix_affinity")),
-            about="Load-balancing policy; `prefix_affinity` (broker extension) sends prompts with a common prefix to "
-            "the same replica.",
+            about=f"Load-balancing policy (default: `{ServiceSpec.balancing}`); `prefix_affinity` (broker extension) "
+            "sends prompts with a common prefix to the same replica.",
         ),
         "tls": Field(
             shape=Either(shapes=(TLS, Choice(words=(PASSTHROUGH,)))),

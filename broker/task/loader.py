@@ -10,7 +10,7 @@ from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.caching import check_cached_setup
 from broker.task.checking import check_environment, check_images, check_labels
-from broker.task.environment import is_changed, list_texts, render_value
+from broker.task.environment import SET_BY_AGENT, is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
 from broker.task.fields_schedule import read_schedule
@@ -38,6 +38,7 @@ from broker.types import (
 )
 
 _CONVERT = "convert a Slurm script with `broker jobs import SCRIPT.sbatch`"
+_PROGRAMS = {".py": "python", ".sh": "bash"}
 _SMALLEST = "for example, a minimal task: `run: echo hello`"
 
 
@@ -73,7 +74,12 @@ def load_tasks_text(
 ) -> tuple[Task, ...]:
     """Like `load_tasks`; `envs` and `secrets` override the file's. A first document may be the pipeline's header."""
     text = text.removeprefix("\ufeff")
-    documents = read_documents(text, file)
+    try:
+        documents = read_documents(text, file)
+    except TaskError as error:
+        is_batch = text.startswith("#!") and "\n#SBATCH" in text
+        hint = _CONVERT if is_batch else _suggest_command(file)
+        raise TaskError([replace(each, hint=hint or each.hint) for each in error.issues]) from None
     reader = Reader(text, file)
     header, sections = split_header(reader, documents)
     if not sections:
@@ -97,7 +103,7 @@ def _read_document(
     if not isinstance(marked.value, dict):
         is_text = isinstance(marked.value, str)
         colon = suggest_colon(marked.value) if is_text and ":" in marked.value else None
-        hint = _CONVERT if reader.contains("#SBATCH") else colon or _SMALLEST
+        hint = _CONVERT if reader.contains("#SBATCH") else _suggest_command(reader.file) or colon or _SMALLEST
         reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", hint)
         return None
     if foreign := recognise(marked.value):
@@ -111,6 +117,12 @@ def _read_document(
     variables = {**written, **envs, **secrets}
     section = TASK.read(reader, expand_variables(reader, marked, variables, {*_peek_secrets(marked), *secrets}), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
+
+
+def _suggest_command(file: str) -> str | None:
+    """Return a hint for a program that was passed as a task file."""
+    program = _PROGRAMS.get(Path(file).suffix)
+    return f"to run a program, pass its command: `broker launch {program} {file}`" if program else None
 
 
 def _peek(marked: Marked, name: str) -> dict[str, str]:
@@ -181,6 +193,10 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
     values: dict[str, str] = {}
     for key, text in fields.items():
         bare = _strip_scope(key) if name == "secrets" else key
+        if bare in SET_BY_AGENT:
+            place = section.marks[name].keys.get(key, (section.marks[name].line, section.marks[name].column))
+            message = f"`{name}.{bare}` has no effect: every node sets this variable itself"
+            reader.warn(place, name, message, "remove it", blocks_launch=False)
         if bare in given:
             continue
         marked = section.marks[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from broker.task.shapes import Scalar, Schema
+from broker.task.shapes import Number, Scalar, Schema
 from broker.task.yaml_reader import Marked
 from broker.types import Quantity
 
@@ -75,6 +75,17 @@ class Count(Measure):
 
     def from_number(self, value: float) -> Quantity:
         return Quantity(value=value)
+
+
+class Seconds(Number):
+    """A number of seconds, of at least 0."""
+
+    def __init__(self) -> None:
+        super().__init__(above=None)
+
+    def hint(self, marked: Marked) -> str | None:
+        seconds = Duration(bare_unit="s", is_zero_ok=True).parse(marked)
+        return f"write `{seconds:g}`" if isinstance(marked.value, str) and seconds is not None else super().hint(marked)
 
 
 class Ratio(float):

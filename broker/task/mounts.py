@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import posixpath
+from collections.abc import Collection, Sequence
+from pathlib import Path, PurePosixPath
 
 from broker.task.allowed import GIT_URL
 from broker.task.checking import check_bucket
@@ -22,6 +23,7 @@ _FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
 _HUB = "download models and data sets in `setup`, for example with `hf download`"
 _DECLARE = "declare it under `envs`, with a value or with `--env`"
+_HOME = "for the home folder, write `~/`"
 _FILL_IN = "give its variable a value with `--env`"
 _FROM_HERE = "paths are relative to the current folder"
 
@@ -37,7 +39,8 @@ def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
     folder: str = value
     if variables := find_variables(folder):
         for name in _list_undeclared(variables, section):
-            reader.warn(place, "workdir", f"`workdir`: `{name}` is not in `envs`", _DECLARE, blocks_launch=True)
+            message = f"`workdir`: `{name}` is not in `envs`"
+            reader.warn(place, "workdir", message, _suggest_value(name), blocks_launch=True)
     elif not _exists(folder, is_folder=True):
         hint = f"for a git repository, write `workdir: {{url: {folder}}}`" if GIT_URL.admits(folder) else _FROM_HERE
         reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", hint, blocks_launch=True)
@@ -58,25 +61,64 @@ def read_file_mounts(
             storage.append(_read_storage(reader, target, value, own_store))
             texts = (*storage[-1].source, storage[-1].name or "")
             for name in _list_undeclared([name for text in texts for name in find_variables(text)], section):
-                _warn(reader, value.marked, f"`file_mounts`: `{name}` is not in `envs`", _DECLARE)
+                _warn(reader, value.marked, f"`file_mounts`: `{name}` is not in `envs`", _suggest_value(name))
         elif value.startswith(BUCKET_SCHEMES):
             origin = reader.find_origin(source)
             storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
             if not value.startswith(SERVED_SCHEMES):
                 _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` URLs are not supported", _FETCH)
+            elif _lacks_bucket(value):
+                _warn(reader, source, f"`file_mounts`: `{value}` names no bucket", "for example `s3://BUCKET/FOLDER`")
         else:
-            mounts[target] = value
+            mounts["~/" if target == "~" else target] = value
             if "://" in value:
                 message = f"`file_mounts`: unknown kind of URL `{value.partition('://')[0][:40]}://`"
                 _warn(reader, source, message, f"buckets begin with {', '.join(SERVED_SCHEMES[:-1])}")
             elif variables := find_variables(value):
                 for name in _list_undeclared(variables, section):
-                    _warn(reader, source, f"`file_mounts`: `{name}` is not in `envs`", _DECLARE)
+                    _warn(reader, source, f"`file_mounts`: `{name}` is not in `envs`", _suggest_value(name))
             elif not value:
                 _warn(reader, source, f"`file_mounts`: the source of `{target}` is empty", _FILL_IN)
             elif not _exists(value, is_folder=False):
                 _warn(reader, source, f"`file_mounts` names a path that does not exist: `{value}`", _FROM_HERE)
+    _check_targets(reader, section, {each.target for each in storage if each.mode.upper() != "COPY"})
     return mounts, tuple(storage)
+
+
+def _check_targets(reader: Reader, section: Section, mounted: Collection[str]) -> None:
+    """Report targets that are the same path, those that `mounted` buckets hide, and undeclared variables in them."""
+    targets = section.get("file_mounts", {})
+    places = section.marks["file_mounts"].keys if targets else {}
+    known: dict[str, str] = {}  # path -> target
+    for target in targets:
+        path = _normalise(target)
+        for name in _list_undeclared(find_variables(target), section):
+            message = f"`file_mounts`: `{name}` is not in `envs`"
+            reader.warn(places[target], "file_mounts", message, _suggest_value(name), blocks_launch=True)
+        if path in known:
+            message = f"`{target}` is the same path as `{known[path]}` in line {places[known[path]][0]}"
+            reader.note(*places[target], message, "keep one of them")
+        elif path == "." and target in mounted:
+            hint = "mount it at a folder below it, for example `~/data`"
+            reader.note(*places[target], "a bucket mounted at the home folder hides what the node keeps there", hint)
+        known.setdefault(path, target)
+    # Local files are copied before all buckets, which are mounted in the order of the file.
+    steps = {path: (_is_bucket(targets[target]), number) for number, (path, target) in enumerate(known.items())}
+    for path, target in known.items():
+        for parent in map(str, PurePosixPath(path).parents):
+            if known.get(parent) in mounted and steps[parent] > steps[path]:
+                message = f"`file_mounts`: the bucket mounted later at `{known[parent]}` hides `{target}`"
+                hint = f"write it below `{known[parent]}`" if steps[path][0] else "choose a target outside of it"
+                reader.warn(places[target], "file_mounts", message, hint, blocks_launch=True)
+
+
+def _is_bucket(value: str | Section) -> bool:
+    return isinstance(value, Section) or value.startswith(BUCKET_SCHEMES)
+
+
+def _normalise(target: str) -> str:
+    """Return the path of a target on the node, relative to the home folder unless it is absolute."""
+    return posixpath.normpath("." if target == "~" else target.removeprefix("~/") or ".")
 
 
 def _read_storage(reader: Reader, target: str, section: Section, own_store: str | None) -> StorageMount:
@@ -103,6 +145,8 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
             is_hub = store == "hf" or any(each.startswith("hf://") for each in sources)
             message = f"`file_mounts`: {_describe_unserved(sources, name, store)}"
             _warn(reader, section.marked, message, _HUB if is_hub else _NAME)
+        elif sources and "://" in sources[0] and _lacks_bucket(sources[0]):
+            _warn(reader, section.marked, f"`file_mounts`: `{sources[0]}` names no bucket", _FILL_IN)
         for each in sources:
             if "://" not in each and not find_variables(each) and not _exists(each, is_folder=False):
                 _warn(reader, section.marked, f"`file_mounts` names a path that does not exist: `{each}`", _FROM_HERE)
@@ -127,6 +171,15 @@ def _describe_unserved(sources: tuple[str, ...], name: str | None, store: str | 
     if sources and "://" in sources[0]:
         return f"`{sources[0].partition('://')[0][:40]}://` URLs are not supported"
     return f"the store `{store}` is not supported" if name else "a local `source` requires the `name` of a bucket"
+
+
+def _lacks_bucket(url: str) -> bool:
+    scheme, _, rest = url.partition("://")
+    return scheme != "file" and not rest.partition("/")[0]
+
+
+def _suggest_value(variable: str) -> str:
+    return _HOME if variable == "HOME" else _DECLARE
 
 
 def _list_undeclared(variables: Sequence[str], section: Section) -> list[str]:

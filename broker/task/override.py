@@ -45,12 +45,15 @@ def override_resources(
         raise TaskError(reader.issues)
     changed = _list_changes(given)
     resources: list[Resources] = []
+    made: list[Resources] = []  # without their preferences: the first of those that the flags make equal is kept
     for each in task.resources:
         for flag in flags:
             changes = {name: getattr(flag, name) for name in changed}
             if "accelerators" in given and flag.accelerator is None:  # `CPU:4`
                 changes["cpus"] = flag.cpus
-            if (merged := replace(each, **changes)) not in resources:
+            merged = replace(each, **changes)
+            if (plain := replace(merged, preference=None)) not in made:
+                made.append(plain)
                 resources.append(merged)
     replaced = {*given, "cloud"} if "infra" in given else {*given, "infra"} if "cloud" in given else set(given)
     kept = tuple(notice for notice in task.notices if notice.field not in replaced)

@@ -33,7 +33,11 @@ _Pairs = list[tuple[str, float]]
 
 
 def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resources, ...], bool]:
-    """Return all alternatives, and whether their order is a preference."""
+    """Return all alternatives, and whether they are in order of preference.
+
+    `ordered: [{infra: aws, accelerators: 80GB+}, {infra: gcp}]`: all of aws precedes all of gcp, and on aws the
+    accelerators compete. `accelerators: [H100, A100]` next to `any_of`: H100 of any alternative precedes A100.
+    """
     if section is None:
         return (Resources(),), False
     base = _apply(reader, section, Resources())
@@ -55,10 +59,22 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
     if count > ALTERNATIVES_MAX:
         reader.fault(section.marked, f"`resources` has {count:,} alternatives; the limit is {ALTERNATIVES_MAX:,}")
         return (base,), False
-    for name in ("any_of", "ordered"):
-        if items := section.get(name):
-            return _read_alternatives(reader, items, base, accelerators, images), name == "ordered"
-    return _spread(base, accelerators, images), is_listed
+    if items := section.get("ordered"):
+        groups = _read_alternatives(reader, items, base, (accelerators, is_listed), images)
+        return tuple(
+            replace(each, preference=number * ALTERNATIVES_MAX + (each.preference or 0))
+            for number, group in enumerate(groups)
+            for each in group
+        ), True
+    if items := section.get("any_of"):
+        is_listed = _keeps_order(reader, section, items, is_listed=is_listed)
+        groups = _read_alternatives(reader, items, base, (accelerators, is_listed), images)
+    else:
+        groups = [_spread(base, (accelerators, is_listed), images)]
+    found = [each for group in groups for each in group]
+    if not is_listed:
+        return tuple(replace(each, preference=None) for each in found), False
+    return tuple(sorted(found, key=lambda each: each.preference or 0)), True
 
 
 def read_autostop(section: Section | None) -> Autostop | None:
@@ -100,22 +116,34 @@ def _read_first(section: Section | None, field: str) -> Any:
     return next((each for each in values if each is not None), None)
 
 
+def _keeps_order(reader: Reader, section: Section, items: Sequence[Section], *, is_listed: bool) -> bool:
+    """Return whether the list of accelerators next to `any_of` orders all alternatives; note a list that does not."""
+    own = [item for item in items if item.get("accelerators") is not None]
+    lists = [item for item in own if _read_accelerators(item)[1]]
+    for each in [*([section] if is_listed and own else []), *lists]:
+        if len(_read_accelerators(each)[0]) > 1:
+            message = "`accelerators`: the order of the list has no effect in `any_of`"
+            hint = "write `ordered`, with one alternative for each accelerator"
+            reader.warn(each.find_key("accelerators"), "accelerators", message, hint, blocks_launch=False)
+    return is_listed and not own
+
+
 def _read_alternatives(
-    reader: Reader, items: Sequence[Section], base: Resources, accelerators: _Pairs, images: dict[str, str]
-) -> tuple[Resources, ...]:
-    """Return each alternative; it inherits the fields outside."""
-    found: list[Resources] = []
+    reader: Reader, items: Sequence[Section], base: Resources, accelerators: tuple[_Pairs, bool], images: dict[str, str]
+) -> list[list[Resources]]:
+    """Return each alternative, which inherits the fields outside, as one or several Resources."""
+    groups: list[list[Resources]] = []
     for item in items:
         each = _apply(reader, item, base)
-        own, _ = _read_accelerators(item)
-        _check_counts(reader, item, own)
-        _check_tpu_options(reader, item, own or accelerators)
+        own = _read_accelerators(item)
+        _check_counts(reader, item, own[0])
+        _check_tpu_options(reader, item, own[0] or accelerators[0])
         own_images = _read_images(reader, item) if item.get("image_id") is not None else images
-        found.extend(_spread(each, own or accelerators, own_images))
-        if len(found) > ALTERNATIVES_MAX:
+        groups.append(_spread(each, own if own[0] else accelerators, own_images))
+        if sum(map(len, groups)) > ALTERNATIVES_MAX:
             reader.fault(item.marked, f"`resources` has more than {ALTERNATIVES_MAX:,} alternatives")
             break
-    return tuple(found) or (base,)
+    return groups
 
 
 def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
@@ -304,13 +332,17 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     return images
 
 
-def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tuple[Resources, ...]:
-    """Return one Resources for every accelerator and every region that has an image."""
-    spread = [_set_accelerator(base, name, count) for name, count in accelerators] or [base]
+def _spread(base: Resources, accelerators: tuple[_Pairs, bool], images: dict[str, str]) -> list[Resources]:
+    """Return one Resources for every accelerator, in the preference of a list, and every region that has an image."""
+    pairs, is_listed = accelerators
+    spread = [
+        replace(_set_accelerator(base, name, count), preference=index if is_listed else 0)
+        for index, (name, count) in enumerate(pairs)
+    ] or [replace(base, preference=0)]
     if not images:
-        return tuple(spread)
+        return spread
     fitting = {region: image for region, image in images.items() if not region or base.region in (None, region)}
-    return tuple(
+    return [
         replace(
             each,
             image_id=_complete_image(image, each.cloud),
@@ -319,7 +351,7 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
         )
         for each in spread
         for region, image in (fitting or images).items()
-    )
+    ]
 
 
 def _set_accelerator(base: Resources, name: str, count: float) -> Resources:

@@ -17,6 +17,7 @@ from broker.task.yaml_reader import Marked, read_plain
 
 # No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in total.
 Schema = dict[str, Any]
+_CURLY = ("\u201c", "\u201d", "\u201e", "\u2018", "\u2019")
 _NOT_HERE = "write the value: variables are substituted only in `workdir`, `file_mounts`, `volumes` and `service`"
 
 
@@ -64,9 +65,11 @@ class Scalar(Shape):
         return value
 
     def _suggest_plain(self, marked: Marked) -> str | None:
-        """Return a hint for a variable, or for the `1_000` of YAML 1.1."""
+        """Return a hint for a variable, for typographic quotes, or for the `1_000` of YAML 1.1."""
         if not isinstance(marked.value, str):
             return None
+        if marked.value[:1] in _CURLY:
+            return "replace the typographic quotes by straight ones, or remove them"
         if re.search(r"\$(?:\{[A-Za-z_]|[A-Za-z_])", marked.value):
             return _NOT_HERE
         plain = read_plain(marked.value.replace("_", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from broker.task.shapes import Schema, Shape, allow_null, suggest_mapping
 from broker.task.yaml_reader import Marked
 
 _LISTED_MAX = 12  # fields in a hint
+_OCTAL = "0+[1-7][0-7]+"  # in YAML 1.1
 
 
 class Later:
@@ -131,6 +133,9 @@ class Table(Shape):
             if value is not None:
                 values[canonical] = value
                 self._warn(reader, marked.keys[key], key, value)
+                if each.is_plain and isinstance(each.value, int) and re.fullmatch(_OCTAL, each.text):
+                    message = f"`{key}: {each.text}` is read as {each.value}; SkyPilot reads it as {int(each.text, 8)}"
+                    reader.warn(marked.keys[key], key, message, "write it without leading zeros", blocks_launch=False)
         return Section(marked=marked, values=values, marks=marks)
 
     def _hint(self, marked: Marked) -> str | None:
@@ -183,6 +188,8 @@ class Table(Shape):
             return "replace the non-breaking space in the indentation by plain spaces"
         if hint := self.retired.get(key) or self.elsewhere.get(key):
             return hint
+        if key.startswith("x-"):
+            return "define the anchor where its value is used first: there are no fields for extensions"
         known = [each for each in self.fields if each[0] != "_"]
         listed = (
             f"its fields: {', '.join(known)}" if len(known) <= _LISTED_MAX else "docs/TASK_FILE.md lists all fields"

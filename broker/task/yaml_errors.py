@@ -9,6 +9,22 @@ _GLUED = r"\s*(?:- )?([A-Za-z_][A-Za-z0-9_]*):([^\s/].*)"  # `cpus:4`, not `s3:/
 _BARE = r"\s*(?:- )?([A-Za-z_][A-Za-z0-9_]*)(?:\s+[^\s:#][^:]*(?::\S+)?)?\s*"  # `cpus 4`, `accelerators A100:8`
 _WITH_VALUE = r"\s*(?:- )?[A-Za-z_][A-Za-z0-9_]*:\s+[^\s#|>].*"
 _NO_SPACE_OF = "mapping values are not allowed in this context"
+_COMMENTED = r".*:\s+[^\s#|>].*\s#.*"
+_ESCAPE = "found invalid Unicode character escape code"
+# The parser's problem -> the problem in terms of the file, and a hint.
+_SAME_PLACE = {
+    _ESCAPE: ("an escape is half of a character", "write the character itself, such as an emoji, as UTF-8"),  # of JSON
+    "did not find expected alphabetic or numeric character": (
+        "`*` and `&` have a special meaning in YAML", "put the value in quotes: `infra: '*/us-east-1'`",
+    ),
+    "did not find expected ',' or '}'": (
+        "a bracket is not closed, or a comma is missing", "compare the brackets up to this line",
+    ),
+    "did not find expected ',' or ']'": (
+        "a bracket is not closed, or a comma is missing", "compare the brackets up to this line",
+    ),
+    "found unexpected end of stream": ("a quote is not closed", "close it, or write long text after `|`"),
+}  # fmt: skip
 Place = tuple[int, int]
 
 
@@ -16,6 +32,8 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
     """Return the position of the cause, the problem, and a hint. Lines and columns count from 1."""
     line, column = place
     source = _get(lines, line)
+    if problem == _ESCAPE:
+        return place, *_SAME_PLACE[problem]
     if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:
         return place, problem, "YAML requires spaces for indentation, not tabs"
     if source.lstrip().startswith(("{%", "{#")):
@@ -32,16 +50,13 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
             "the indentation matches no line above",
             "indent it like the fields it belongs to",
         )
-    if problem == "did not find expected alphabetic or numeric character":
-        return place, "`*` and `&` have a special meaning in YAML", "put the value in quotes: `infra: '*/us-east-1'`"
-    if problem == "did not find expected ',' or '}'" or problem == "did not find expected ',' or ']'":
-        return place, "a bracket is not closed, or a comma is missing", "compare the brackets up to this line"
-    if problem == "found unexpected end of stream":
-        return place, "a quote is not closed", "close it, or write long text after `|`"
+    if problem == "did not find expected key" and re.fullmatch(_COMMENTED, _get(lines, _find_above(lines, line))):
+        message = f"the value in line {_find_above(lines, line)} ends at its comment, so this line belongs to no field"
+        return place, message, "write a text of several lines after `|`, each line indented below it"
     if problem == "found character that cannot start any token":
         first = source[column - 1 : column]
         return place, f"a value cannot start with {'a backtick' if first == '`' else f'`{first}`'}", "put it in quotes"
-    return place, problem, None
+    return place, *_SAME_PLACE.get(problem, (problem, None))
 
 
 def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str | None]:

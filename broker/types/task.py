@@ -87,6 +87,7 @@ class Resources:
     image_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     usd_hour_max: float | None = None  # per node, at its spot or on-demand price
+    preference: int | None = None  # in an ordered task; equal ones compete, and None is its position in the list
     origin: Origin | None = None
 
     @property
@@ -182,7 +183,7 @@ class Notice:
 
 @frozen
 class Task:
-    """A task as the user wrote it. `resources` is never empty; its order is a preference if `is_ordered`."""
+    """A task as the user wrote it. `resources` is never empty; it is in order of preference if `is_ordered`."""
 
     name: str | None = None
     resources: tuple[Resources, ...] = (Resources(),)
@@ -215,3 +216,11 @@ class Task:
     pod_config: str = ""  # JSON: the supported parts are merged into its pods on Kubernetes
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None
+
+    def list_preferences(self) -> list[int]:
+        """Return the preference of each alternative: the lowest is tried first, and equal ones compete."""
+        if not self.is_ordered:
+            return [0] * len(self.resources)
+        return [
+            position if each.preference is None else each.preference for position, each in enumerate(self.resources)
+        ]

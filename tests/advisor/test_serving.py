@@ -15,6 +15,7 @@ from broker.advisor.serving import (
     find_step_s,
     share_heads,
 )
+from broker.app.advising_serve import ServingRequest, can_split
 from broker.optimizer.model_shape import ModelShape, guess_shape
 from broker.optimizer.roofline import Hardware
 from broker.types import AcceleratorFigures
@@ -73,6 +74,17 @@ def test_kv_cache_of_a_token_is_that_of_the_models() -> None:
     assert shared.parameters == pytest.approx(guess_shape(8e9).parameters, rel=1e-6)
 
 
+def test_ranks_without_a_head_of_keys_and_values_have_copies() -> None:
+    """Qwen 2.5 7B has 4 of 28 heads; vLLM gives each of 8 tensor ranks one."""
+    shape = ModelShape(layers=28, width=3584, heads=28, kv_heads=4)
+    assert [count_kv_bytes(shape, ranks) / 1024 for ranks in (1, 2, 4, 8)] == [56, 56, 56, 112]
+    found = find_serving_layout(
+        replace(GOAL, shape=shape, input_tokens=200_000, ttft_s=None, tpot_s=None), node(A100, 8)
+    )
+    assert found is not None
+    assert found.batch * 200_128 * 112 * 1024 <= found.kv_bytes_max
+
+
 def test_latency_limits_the_batch_and_memory_limits_the_model() -> None:
     free = find_serving_layout(replace(GOAL, ttft_s=None, tpot_s=None), node(H100))
     tight = find_serving_layout(replace(GOAL, tpot_s=0.012), node(H100))
@@ -87,3 +99,17 @@ def test_batch_fits_into_memory_with_its_whole_context() -> None:
     assert found is not None
     assert found.batch * 30_128 * count_kv_bytes(GOAL.shape) <= found.kv_bytes_max
     assert found.count_replicas(found.rps * 2.5) == 3
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"),
+    [
+        (None, None, {1, 2, 4, 8}), (32, 8, {1, 2, 4, 8}), (28, 4, {1, 2, 4}), (32, 1, {1, 2, 4, 8}),
+        (4, 4, {1, 2, 4}), (36, 6, {1, 2}),
+    ],
+)  # fmt: skip
+def test_engines_split_the_given_heads_evenly(heads: int | None, kv_heads: int | None, expected: set[int]) -> None:
+    shape = ModelShape(layers=2, width=4608, heads=heads or 32, kv_heads=kv_heads)
+    request = ServingRequest(heads=heads, kv_heads=kv_heads)
+    goal = replace(GOAL, shape=shape)
+    assert {count for count in (1, 2, 3, 4, 8, 16) if can_split(request, goal, node(H100, count))} == expected

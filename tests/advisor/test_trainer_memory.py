@@ -65,12 +65,19 @@ def measure_kept(layers: int, recompute: str, dtype: str, **more: int) -> tuple[
     return sum(kept.values()), sum(copies.values())
 
 
+@pytest.mark.parametrize("mlp_width", [512, 768])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_block_keeps_the_same_activations_as_the_trainers_block(dtype: str) -> None:
-    (few, few_copies), (many, many_copies) = (measure_kept(layers, "none", dtype) for layers in (2, 6))
-    unit = 48 * 128
-    assert (many - few) / 4 / unit == pytest.approx(sum(BLOCK_BYTES[dtype]), rel=0.03)
-    assert (many_copies - few_copies) / 4 == (2 * 12 * 128**2 if dtype == "bf16" else 0)
+def test_a_block_keeps_the_same_activations_as_the_trainers_block(dtype: str, mlp_width: int) -> None:
+    measured = (measure_kept(layers, "none", dtype, hidden_width=mlp_width) for layers in (2, 6))
+    (few, few_copies), (many, many_copies) = measured
+    shape = ModelShape(layers=4, width=128, heads=2, vocabulary=64, mlp_width=mlp_width)
+    counted = count_activations(
+        shape, Sharding(), sequence=48, micro_batch=1, micro_batches=1, recompute="selective", dtype=dtype
+    )
+    logits = 12 * 48 * 64
+    assert many - few == pytest.approx(counted - logits, rel=0.03)
+    assert sum(BLOCK_BYTES[dtype]) * 4 * 48 * 128 == pytest.approx(counted - logits) or mlp_width != 512
+    assert (many_copies - few_copies) / 4 == (2 * (4 * 128 + 2 * mlp_width) * 128 if dtype == "bf16" else 0)
 
 
 def test_full_recomputation_keeps_each_blocks_input() -> None:
@@ -227,6 +234,14 @@ def make_option(training: Training, sharding: Sharding) -> Option:
     return Option(layout=layout, task=Task(checkpoint=CheckpointSpec()), work_hours=1, estimate=estimate)
 
 
+@pytest.mark.parametrize(("mlp_width", "is_written"), [(None, False), (320.0, True)])
+def test_the_command_states_the_width_of_an_unusual_mlp(mlp_width: float | None, is_written: bool) -> None:
+    shape = ModelShape(layers=2, width=64, heads=2, vocabulary=512, mlp_width=mlp_width)
+    training = Training(shape=shape, tokens=2 * 8 * 32, sequence=32, batch=8)
+    script = " ".join(write_command(training, make_option(training, Sharding(data=2))))
+    assert ("--model.hidden_width 320" in script) is is_written
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding",
@@ -240,7 +255,8 @@ def make_option(training: Training, sharding: Sharding) -> Option:
     ],
 )
 def test_the_command_of_every_kind_of_layout_trains(worlds: Worlds, sharding: Sharding, tmp_path: Path) -> None:
-    shape = ModelShape(layers=2, width=64, heads=2, vocabulary=512)
+    mlp_width = 320.0 if sharding.tensor > 1 else None
+    shape = ModelShape(layers=2, width=64, heads=2, vocabulary=512, mlp_width=mlp_width)
     if sharding.expert > 1:
         shape = round_experts(replace(shape, idle_parameters=64**2 * 8))
     training = Training(shape=shape, tokens=2 * 8 * 32, sequence=32, batch=8)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from broker.app.container import Context
-from broker.app.freshness import LOOK_S, keep_prices_fresh
+from broker.app.freshness import POLL_S, keep_prices_fresh
 from broker.catalog.atomic_replace import replace_clouds
 from broker.catalog.attempts import FRESH_S, record_attempts
 from broker.catalog.bundle import open_book
@@ -83,5 +83,5 @@ def test_process_that_lives_for_days_starts_the_updates_that_are_due(
     record_attempts(cache, {"aws": None}, now_s=START_S)
     with suppress(EndedError):
         asyncio.run(keep_prices_fresh(clock, tmp_path / "home"))
-    assert FRESH_S % LOOK_S == 0
+    assert FRESH_S % POLL_S == 0
     assert started == ([] if is_offline else [pytest.approx(7.0), pytest.approx(14.0)])

@@ -37,12 +37,25 @@ def test_flags_override_the_env_file_which_overrides_the_task(
         ('A="a b" #', "a b"),
         ("A=a#b", "a#b"),
         ("A=#b", "#b"),
-        ("A='a", "'a"),
+        ("A=it's", "it's"),
+        ("A=  # one", ""),
+        ("A=", ""),
+        ("B=b\nA=${B}/c", "b/c"),
+        ("A=${FROM_SHELL}${NONE:-d}${NONE:-}$NONE", "shelld$NONE"),
+        ("A='${B}'", "${B}"),
+        ('A="a\\nb\\"c\\d"', 'a\nb"c\\d'),
+        ("A='a\\nb'", "a\\nb"),
+        ('A="-----BEGIN\nKEY # x\n-----END"\nB=b', "-----BEGIN\nKEY # x\n-----END"),
+        ("A='{\"a\": 1}' # JSON\r\nB=b\r\n", '{"a": 1}'),
+        ('A="{"a": "b"}"', '{"a": "b"}'),
         ("\ufeffA=1", "1"),
     ],
 )
-def test_value_of_an_env_file_has_no_comment(task_file: str, tmp_path: Path, line: str, value: str) -> None:
-    (tmp_path / ".env").write_text(line, encoding="utf-8")
+def test_values_of_an_env_file_are_those_of_python_dotenv(
+    task_file: str, tmp_path: Path, line: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROM_SHELL", "shell")
+    (tmp_path / ".env").write_bytes(line.encode())
     assert read_task([task_file], Overrides(env_file=tmp_path / ".env")).envs["A"] == value
 
 
@@ -54,7 +67,16 @@ def test_env_file_that_cannot_be_read_is_named(task_file: str, tmp_path: Path) -
         read_task([task_file], Overrides(env_file=tmp_path / ".env"))
 
 
-@pytest.mark.parametrize(("line", "place"), [("A=1\nno equals", "env:2"), ("1A=3", "env:1")])
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("A=1\nno equals", "env:2: expected"),
+        ("1A=3", "env:1: expected"),
+        ("A='a\nb'\n\nÉ=3", "env:4: expected"),
+        ("A=1\nB='b", "env:2: a quote is not closed"),
+        ("A=1\nB=${NOT_SET}", "env:2: `NOT_SET` has no value"),
+    ],
+)
 def test_a_bad_env_file_names_the_line(task_file: str, tmp_path: Path, line: str, place: str) -> None:
     (tmp_path / ".env").write_text(line)
     with pytest.raises(UsageError, match=place):

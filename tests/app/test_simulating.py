@@ -11,7 +11,8 @@ from broker.errors import UsageError
 from broker.lab.replay import replay
 from broker.lab.traces import Trace
 from broker.spot.policies import load_policy
-from broker.types import Plan, Task
+from broker.task.accelerators import resolve_accelerators
+from broker.types import AcceleratorFigures, Plan, Task
 from tests.optimizer.market import offer, plan, read
 
 OPEN = Trace(name="open", gap_hours=1.0, counts=(1,) * 200)
@@ -19,14 +20,24 @@ OFFER = offer("elsewhere")  # bills starts in full
 TEXT = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: %s}\ncheckpoint: {%s}"
 
 
+FIGURES = {
+    "A100": AcceleratorFigures(name="A100", memory_gib=40, bf16_dense_tflops=312, memory_bandwidth_gbs=1555),
+    "H100": AcceleratorFigures(name="H100", memory_gib=80, bf16_dense_tflops=989, memory_bandwidth_gbs=3350),
+}
+
+
 class Planned:
     """Plans of the optimizer without a catalog."""
 
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.note = self.notes.append
+
     def resolve(self, task: Task) -> Task:
-        return task
+        return resolve_accelerators(task, FIGURES)
 
     def plan(self, task: Task) -> Plan:
-        return plan(task, [OFFER])
+        return plan(task, [OFFER], figures=FIGURES)
 
 
 def measure(checkpoint: str, deadline: str = "60h") -> SimulatedJob:
@@ -54,6 +65,16 @@ def test_stalls_of_a_fixed_interval_are_part_of_the_shortest_deadline() -> None:
     with pytest.raises(UsageError, match="42h 40m of work and 5m 00s to start"):
         measure("every: 30m, stall: 2m", "42.7h")
     assert measure("stall: 2m", "42.7h").ondemand_hours < 42.7, "only a fixed interval makes on-demand save"
+
+
+def test_work_is_scaled_from_another_name_of_an_accelerator_and_an_unknown_one_is_noted() -> None:
+    context: Any = Planned()
+    text = "resources: {accelerators: H100:8}\ngoal: {work: {hours: 40, on: %s}}"
+    job = measure_job(context, read(text % "A100-40GB:8"), [OPEN], None, 0.0)
+    assert job.work_hours < 25 and not context.notes
+    assert measure_job(context, read(text % "A10O:8"), [OPEN], None, 0.0).work_hours == 40
+    (note,) = context.notes
+    assert "the speed of `A10O` is unknown" in note
 
 
 def test_no_policy_is_late_if_on_demand_stalls_too() -> None:

@@ -54,7 +54,7 @@ class FakeContext:
 def test_node_that_is_silent_for_a_moment_may_have_pending_files() -> None:
     bed = FakeContext([PENDING, replace(CLEAN, silent=("n1",)), PENDING, CLEAN])
     bed.wait()
-    assert bed.time_s == 3 * waiting.LOOK_S, "its silence was not taken for an upload"
+    assert bed.time_s == 3 * waiting.POLL_S, "its silence was not taken for an upload"
     assert len(bed.notes) == 1 and "1 file (0.000 GB) for `s3://bucket/out` is uploaded" in bed.notes[0]
 
 
@@ -67,7 +67,7 @@ def test_cluster_whose_nodes_answer_late_is_asked_again_before_its_files_are_giv
 def test_node_that_stays_silent_is_lost_and_named() -> None:
     bed = FakeContext([replace(CLEAN, silent=("n1",))])
     bed.wait()
-    assert SILENCE_S <= bed.time_s < SILENCE_S + 2 * waiting.LOOK_S
+    assert SILENCE_S <= bed.time_s < SILENCE_S + 2 * waiting.POLL_S
     assert bed.notes == ["no answer from `n1`: files that are not yet in their mounted bucket are lost"]
 
 

@@ -25,7 +25,7 @@ from random import Random, getstate, seed, setstate
 
 from broker.errors import CapacityError
 from broker.provision.listing import Lister
-from broker.provision.nodes import WAIT_LOOK_S_MAX, wait_running
+from broker.provision.nodes import WAIT_POLL_S_MAX, wait_running
 from broker.types import Estimate, Node, NodeRequest, Offer, Placement, Plan
 from tests.bench.bench_jobs import MEMORY, report
 from tests.clouds.simulated import CloudTimings, SimulatedCloud
@@ -35,7 +35,7 @@ NODES = 4
 HANG_SHARE = 0.5  # of the zones without room: some clouds say so at once, others look for minutes
 HANG_S = (45.0, 300.0)
 QUICK_S = (1.0, 5.0)
-LOOK_EVERY_S = 5.0  # a cloud that looks for minutes
+POLL_EVERY_S = 5.0  # a cloud that looks for minutes
 SLOW_GIFT_SHARE = 0.2  # of the slow zones that have room: they take a third of that time, and give
 ANSWER_S = (1.0, 8.0)
 BOOT_S = (35.0, 75.0)
@@ -108,7 +108,7 @@ class TraceCloud(SimulatedCloud):
         is_slow, slow_s, quick_s = self.is_slow(zone), random.uniform(*HANG_S), random.uniform(*QUICK_S)
         until_s = self.clock.now_s() + (slow_s if is_slow else quick_s)
         while not self.zones[zone].has_room(self.clock.now_s() - START_S + self.offset_s):
-            await self.clock.sleep(min(LOOK_EVERY_S, until_s - self.clock.now_s()))
+            await self.clock.sleep(min(POLL_EVERY_S, until_s - self.clock.now_s()))
             if self.clock.now_s() >= until_s - 0.01:
                 raise CapacityError(f"zone {zone} is full", scope="zone")
         gives_slowly = is_slow and random.random() < SLOW_GIFT_SHARE
@@ -138,7 +138,7 @@ class Row:
     @property
     def is_slower(self) -> bool:
         """Return whether it is slower by more than one look at the nodes."""
-        return self.outcomes[0].up_s > self.outcomes[2].up_s + WAIT_LOOK_S_MAX
+        return self.outcomes[0].up_s > self.outcomes[2].up_s + WAIT_POLL_S_MAX
 
 
 def launch(zones: Sequence[Zone], offset_s: float, salt: str, *, hedge: int | None) -> Outcome:

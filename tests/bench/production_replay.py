@@ -18,7 +18,7 @@ from broker.spot.policies.base import Candidate, Decision, JobView, Move, SpotPo
 from broker.types import Attempt, OutcomeKind
 from broker.types import Outcome as AttemptOutcome
 
-LOOK_HOURS_MAX = 5 / 60  # between two decisions
+DECISION_HOURS_MAX = 5 / 60  # between two decisions
 REQUEST_HOURS = 1 / 60  # until a request is refused
 WhenToAsk = Callable[[int, float], float]
 
@@ -93,7 +93,7 @@ class _Production(Life):
         )  # fmt: skip
 
     def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
-        decision = replace(decision, hours=min(decision.hours, LOOK_HOURS_MAX))
+        decision = replace(decision, hours=min(decision.hours, DECISION_HOURS_MAX))
         if isinstance(decision, Move):
             target = next(index for index, each in enumerate(candidates) if each is decision.target)
             site = target // 2
@@ -104,7 +104,7 @@ class _Production(Life):
                 self.refused.pop(site, None)
                 self.began = self.hour
         elif isinstance(decision, Wait) and self.current is not None and self.keeps_machines:
-            decision = replace(decision, hours=LOOK_HOURS_MAX)
+            decision = replace(decision, hours=DECISION_HOURS_MAX)
         super().follow(decision, candidates)
 
     def _note_refusal(self, site: int, candidates: Sequence[Candidate]) -> None:

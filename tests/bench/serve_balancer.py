@@ -17,7 +17,7 @@ from broker.serve.keys import create_key
 from broker.serve.replicas import draw_free_port
 from broker.types import ReadinessProbe
 from tests.bench.serve_requests import RequestReport
-from tests.serve.live_bed import LOOK_S, STAND_IN, LiveBed, read_cpu_s, read_resident_bytes
+from tests.serve.live_bed import POLL_S, STAND_IN, LiveBed, read_cpu_s, read_resident_bytes
 
 CONNECTIONS = 16
 TURNS, REQUESTS_PER_TURN = 8, 1_600
@@ -136,7 +136,7 @@ async def _until_answered(client: aiohttp.ClientSession, url: str) -> None:
         try:
             return await ask_repeatedly(client, url, 1)
         except aiohttp.ClientConnectorError:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 async def measure_death_s(bed: LiveBed) -> float:
@@ -153,7 +153,7 @@ async def measure_death_s(bed: LiveBed) -> float:
         killed_s = time.time()
         bed.kill(number)
         while (load := bed.read_load()) and load.replicas[number].is_ready:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         assert load is not None and not asking.done()
         asking.cancel()
     bed.restart(number)
@@ -184,4 +184,4 @@ async def _until_settled(bed: LiveBed, in_flight: int) -> None:
         load = bed.read_load()
         if load is not None and load.in_flight == in_flight:
             seen.add(load.time_s)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

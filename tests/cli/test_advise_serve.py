@@ -34,8 +34,13 @@ def test_impossible_latency_is_refused_with_a_hint(shell: Shell) -> None:
 
 
 def test_options_of_training_are_refused(shell: Shell) -> None:
-    told = shell.run(*LOAD, "--deadline", "24h", "--hour-value", "0", code=2).stderr
-    assert "`--deadline`, `--hour-value` cannot be used with `--serve`" in told
+    told = shell.run(*LOAD, "--deadline", "24h", "--hour-value", "0", "--dtype", "fp16", code=2).stderr
+    assert "`--dtype`, `--deadline`, `--hour-value` cannot be used with `--serve`" in told
+
+
+def test_options_of_serving_are_refused_without_it(shell: Shell) -> None:
+    told = shell.run("advise", "--params", "7B", "--tokens", "1B", "--rps", "5", "--kv-heads", "4", code=2).stderr
+    assert "`--rps`, `--kv-heads` can only be used with `--serve`" in told
 
 
 def test_latency_is_read_with_its_unit(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_service_as_data_with_a_warning(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("web.yaml", TASK), "--for", "20m", "--notice", "1", "--json")
     found = json.loads(done.stdout)
     uptime, requests = found["uptime"], found["requests"]
-    assert found["preemptions"] == found["strikes"] == found["notices"] == 1
+    assert found["preemptions"] == found["forced_preemptions"] == found["notices"] == 1
     assert [each["loss"]["replicas"] for each in uptime["recoveries"]] == [[1, 2]]
     assert all(each["recovery_s"] > 0 for each in uptime["recoveries"])
     assert 0 < uptime["shares"]["2"] <= uptime["shares"]["1"] < 1 and uptime["served_s"] >= 1200

@@ -15,7 +15,7 @@ from broker.types import Node, NodeRequest, NodeState, Offer, Placement
 
 OWNER = "0123456789ab"
 TOKENS = itertools.count(1)
-LOOKS_MAX = 2000
+POLLS_MAX = 2000
 
 
 def make_node(node_id: str, *, cloud: str = "aws") -> Node:
@@ -97,7 +97,7 @@ async def list_of(bed: Bed, token: str, owner: str = OWNER) -> Sequence[Node]:
 async def wait_for(bed: Bed, token: str, is_so: Callable[[Sequence[Node]], bool]) -> Sequence[Node]:
     """Return the nodes of this token once they are in the given state."""
     nodes: Sequence[Node] = ()
-    for _ in range(LOOKS_MAX):
+    for _ in range(POLLS_MAX):
         nodes = await list_of(bed, token)
         if nodes and is_so(nodes):
             return nodes

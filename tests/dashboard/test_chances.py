@@ -11,7 +11,7 @@ from broker.app.deadline_chances import POINTS_MAX, ChancePoint, Moment, list_ch
 from broker.app.forecasts import forecast_job
 from broker.app.jobs import explain
 from broker.dashboard import pages
-from broker.dashboard.chances import KEPT_S, JobOutlook, OutlookCache, show_chances
+from broker.dashboard.chances import KEPT_S, ExpectationCache, JobExpectation, show_chances
 from broker.dashboard.model import read_job
 from broker.optimizer.explain import show_chance
 from broker.task.loader import load_tasks_text
@@ -135,10 +135,10 @@ def test_a_long_history_keeps_its_first_and_newest_points(frozen: Story) -> None
 
 
 def test_a_live_job_is_read_again_after_a_minute_and_an_ended_one_is_not() -> None:
-    cache = OutlookCache()
-    cache.put(1, JobOutlook(), now_s=0.0, is_ended=False)
-    assert cache.get(1, now_s=KEPT_S - 1, is_ended=False) == JobOutlook()
+    cache = ExpectationCache()
+    cache.put(1, JobExpectation(), now_s=0.0, is_ended=False)
+    assert cache.get(1, now_s=KEPT_S - 1, is_ended=False) == JobExpectation()
     assert cache.get(1, now_s=KEPT_S, is_ended=False) is None
     assert cache.get(1, now_s=1.0, is_ended=True) is None  # it has ended since
-    cache.put(1, JobOutlook(), now_s=0.0, is_ended=True)
-    assert cache.get(1, now_s=9 * KEPT_S, is_ended=True) == JobOutlook()
+    cache.put(1, JobExpectation(), now_s=0.0, is_ended=True)
+    assert cache.get(1, now_s=9 * KEPT_S, is_ended=True) == JobExpectation()

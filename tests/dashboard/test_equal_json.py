@@ -12,7 +12,7 @@ import pytest
 from broker.app.checks import record_overview
 from broker.app.spending import By
 from broker.dashboard import content, people_page
-from broker.dashboard.chances import JobOutlook
+from broker.dashboard.chances import JobExpectation
 from broker.dashboard.jobs_page import JobFilter, read_jobs, show_list
 from broker.dashboard.pages import PAGES
 from broker.dashboard.people import list_audit, read_people
@@ -291,7 +291,7 @@ def check_plan(story: Story, ask: Ask) -> None:
 
 
 def check_job(story: Story, ask: Ask) -> None:
-    page, told = Tables(content.make_job(story.context, 1, JobOutlook()).show("t")), ask("jobs", "why", "1")
+    page, told = Tables(content.make_job(story.context, 1, JobExpectation()).show("t")), ask("jobs", "why", "1")
     summary = told["summary"]
     assert page.cards == {
         "Status": told["status"],
@@ -323,7 +323,7 @@ def check_job(story: Story, ask: Ask) -> None:
     assert [row["Time"] for row in page.tables["Events"]] == [
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time_s"])) for each in reversed(told["events"])
     ]
-    planned = Tables(content.make_job(story.context, 4, JobOutlook()).show("t"))
+    planned = Tables(content.make_job(story.context, 4, JobExpectation()).show("t"))
     decisions = [each["data"] for each in reversed(ask("jobs", "why", "4")["events"]) if each["kind"] == "decision"]
     assert [row["Work left"] for row in planned.tables["Decisions of the spot policy"]] == [
         f"{each['work_left_hours']:.1f} h" for each in decisions

@@ -7,7 +7,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 import pytest
 
 from broker.dashboard import content, jobs_page, model
-from broker.dashboard.chances import JobOutlook
+from broker.dashboard.chances import JobExpectation
 from broker.dashboard.jobs_page import JobFilter, read_jobs, show_list
 from broker.dashboard.model import NEWEST, read_overview
 from broker.types import JobStatus
@@ -47,7 +47,7 @@ def test_pages_hold_each_job_once(story: Story, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_live_job_is_not_hidden_by_newer_ones_that_ended(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "LOOKED_AT", NEWEST)
+    monkeypatch.setattr(model, "SCANNED_MAX", NEWEST)
     with story.store.transaction():
         for number in range(NEWEST + 1):
             story.store.jobs.set_status(story.add_job(f"short-{number}"), JobStatus.SUCCEEDED)
@@ -59,9 +59,9 @@ def test_a_live_job_is_not_hidden_by_newer_ones_that_ended(story: Story, monkeyp
 def test_the_page_of_a_job_reads_only_the_end_of_a_long_log(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     log = story.context.config.logs / "jobs" / "1.log"
     log.write_text("".join(f"step {step}/900  loss 2.5\n" for step in range(100, 900)))
-    whole = content.make_job(story.context, 1, JobOutlook()).show("")
+    whole = content.make_job(story.context, 1, JobExpectation()).show("")
     monkeypatch.setattr(content, "LOG_BYTES_MAX", 100)
-    cut = content.make_job(story.context, 1, JobOutlook()).show("")
+    cut = content.make_job(story.context, 1, JobExpectation()).show("")
     assert "first part are left out" in cut and "first part are left out" not in whole
     assert "The newest 200 lines" in cut and "step 899/900" in cut and "step 895/900" not in cut
     assert 'href="/jobs/1/log"' in cut

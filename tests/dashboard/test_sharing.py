@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from broker.dashboard.changes import LOOK_S, REFRESH_S, ChangeFeed
+from broker.dashboard.changes import POLL_S, REFRESH_S, ChangeFeed
 from broker.dashboard.sharing import SHARED_S, Shared, SharedReads
 from broker.errors import UsageError
 from broker.types.outcomes import EventKind, make_event
@@ -202,19 +202,19 @@ def test_streams_share_their_polls_and_a_job_gets_only_its_own_events(
         await settle()
         opened = looks
         story.add_event(1, make_event(EventKind.NOTE, text="of job 1"))
-        await clock.move(LOOK_S)
+        await clock.move(POLL_S)
         story.add_event(2, make_event(EventKind.NOTE, text="of job 2"))
-        await clock.move(LOOK_S)
+        await clock.move(POLL_S)
         assert looks - opened == 2
         assert told["job 1"] == [begin + 1] and told["job 2"] == [begin + 2]
         assert all(told[name] == [begin + 1, begin + 2] for name, job_id in pages.items() if job_id is None)
-        for _ in range(math.ceil(REFRESH_S / LOOK_S)):
-            await clock.move(LOOK_S)
+        for _ in range(math.ceil(REFRESH_S / POLL_S)):
+            await clock.move(POLL_S)
         assert told["job 1"] == [begin + 1, begin + 1]  # steps and costs are not events
         for each in streams:
             each.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        assert looks - opened <= 3 + REFRESH_S / LOOK_S
+        assert looks - opened <= 3 + REFRESH_S / POLL_S
 
     asyncio.run(scene())
 

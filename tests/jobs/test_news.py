@@ -13,7 +13,7 @@ from broker.jobs.daemon import run_daemon
 from broker.types import Cluster, JobStatus
 from tests.simulation.world import OWNER, Report, SimulatedGang, World
 
-LOOKS_S = 60.0
+POLLS_S = 60.0
 
 
 class TellingGang(SimulatedGang):
@@ -87,8 +87,8 @@ def test_reporting_gang_is_still_checked_for_timeouts(world: World) -> None:
         await wait_until_running(world)
         assert isinstance(world.gang, TellingGang)
         before = world.gang.polls
-        await world.clock.sleep(LOOKS_S)
-        assert LOOKS_S / NEWS_S - 1 <= world.gang.polls - before <= LOOKS_S / NEWS_S + 1
+        await world.clock.sleep(POLLS_S)
+        assert POLLS_S / NEWS_S - 1 <= world.gang.polls - before <= POLLS_S / NEWS_S + 1
         daemon.cancel()
 
     world.clock.run(work)

@@ -30,7 +30,7 @@ from tests.simulation.world import Report, make_offer
 from tests.state.samples import NODE, START_S, Hands
 
 TASK = Task(num_nodes=2, recovery=JobRecovery(nodes_min=1))
-LOOK_S = 2.0
+POLL_S = 2.0
 CALM = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
 
 
@@ -93,7 +93,7 @@ class Stage:
                     self.job, self.attempt, cluster, report, signals, make_envs=dict, find_lease_s=lambda: 900.0
                 )
                 await asyncio.sleep(0)
-                self.clock.time_s += LOOK_S
+                self.clock.time_s += POLL_S
 
         asyncio.run(act())
 
@@ -105,7 +105,7 @@ def test_a_loss_is_recorded_once_and_a_full_place_is_retried_with_backoff_up_to_
     stage = Stage(tmp_path)
     stage.step(stage.cluster, CALM, until_s=1200.0)
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(stage.world.asked)]
-    assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
+    assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * POLL_S)
     assert {rank for _, rank in stage.world.asked} == {1} and stage.world.started == [(1, 900.0)]
     [shrunk] = stage.list_recorded(EventKind.SHRUNK)
     assert "on 1 of 2 nodes" in shrunk

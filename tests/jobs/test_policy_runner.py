@@ -13,7 +13,7 @@ import pytest
 
 from broker.errors import NoOfferError
 from broker.jobs.deadline import Situation, find_margin_hours
-from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, Pause, PolicyRunner
+from broker.jobs.policy_runner import POLL_S_MAX, POLL_S_MIN, Pause, PolicyRunner
 from broker.jobs.successor import Successor
 from broker.spot.policies.base import Decision
 from broker.state.store import Store
@@ -79,8 +79,8 @@ def test_frequent_checkpoints_cause_at_most_two_decisions_a_minute(tmp_path: Pat
             assert not await pilot.reconsider(job, attempt, unused, progress)
         return [later - earlier for earlier, later in pairwise(planned_s)]
 
-    assert set(asyncio.run(look(600, save_every=1))) == {LOOK_S_MIN} == {30.0}
-    assert set(asyncio.run(look(1000, save_every=10_000))) == {LOOK_S_MAX} == {300.0}
+    assert set(asyncio.run(look(600, save_every=1))) == {POLL_S_MIN} == {30.0}
+    assert set(asyncio.run(look(1000, save_every=10_000))) == {POLL_S_MAX} == {300.0}
 
 
 def test_a_policy_allows_for_a_fault_just_after_the_longest_pause_between_two_looks(
@@ -104,7 +104,7 @@ def test_a_policy_allows_for_a_fault_just_after_the_longest_pause_between_two_lo
         ).plan(job)
     assert TASK.goal is not None
     assert [hours - find_margin_hours(TASK.goal) for hours in found] == [
-        pytest.approx((LOOK_S_MAX + LOOK_S_MIN) / 3600)
+        pytest.approx((POLL_S_MAX + POLL_S_MIN) / 3600)
     ]
 
 
@@ -131,4 +131,4 @@ def test_running_machines_are_kept_if_nothing_fits_the_rest_of_the_budget(tmp_pa
             assert not await runner.reconsider(job, attempt, unused, Progress(step=2, total=400, checkpoint_step=1))
 
     asyncio.run(look(700))
-    assert [time_s - START_S for time_s in refused_s] == [0.0, LOOK_S_MAX, 2 * LOOK_S_MAX]
+    assert [time_s - START_S for time_s in refused_s] == [0.0, POLL_S_MAX, 2 * POLL_S_MAX]

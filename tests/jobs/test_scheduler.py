@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import LimitError, NoOfferError, StateError
-from broker.jobs.scheduler import LOOK_S, STEP_S_MAX, Scheduler
+from broker.jobs.scheduler import POLL_S, STEP_S_MAX, Scheduler
 from broker.state.postgres import PostgresDatabase
 from broker.state.store import Store
 from broker.types import DueOutcome, EventKind, Job, JobSchedule, JobStatus, Overlap, Plan, ScheduleSpec, Secret, Task
@@ -62,7 +62,7 @@ def list_outcomes(store: Store, schedule: JobSchedule) -> list[tuple[float, DueO
 def test_due_time_starts_a_job_with_the_secrets_of_the_schedule(store: Store, launcher: Launcher) -> None:
     made = add(store)
     scheduler = Scheduler(store, launches=launcher)
-    assert scheduler.step() == scheduler.step() == LOOK_S
+    assert scheduler.step() == scheduler.step() == POLL_S
     (job,) = store.jobs.list()
     assert (job.name, job.task.secrets, job.status) == ("j", TASK.secrets, JobStatus.PENDING)
     assert list_outcomes(store, made) == [(0.0, DueOutcome.STARTED, job.id)]
@@ -155,7 +155,7 @@ def test_many_due_schedules_let_the_process_renew_its_lease(store: Store, launch
     while not counts or counts[-1] < 10:
         waits.append(scheduler.step())
         counts.append(store.jobs.count())
-    assert counts == [2, 4, 6, 8, 10] and max(waits[:-1]) < LOOK_S
+    assert counts == [2, 4, 6, 8, 10] and max(waits[:-1]) < POLL_S
 
 
 def test_two_controllers_at_one_due_time_start_one_job(store: Store, open_store: OpenStore, launcher: Launcher) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from broker.config import Config
 from broker.errors import FencedError, TransientError
-from broker.jobs.teardown import LOOK_S, AttemptTeardown
+from broker.jobs.teardown import POLL_S, AttemptTeardown
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus, Task
 from tests.simulation.world import OWNER, make_offer
@@ -105,7 +105,7 @@ def test_a_program_gets_its_grace_period_only_while_it_uses_it(
     gang = Gang(clock, ends_after_s=ends_after_s, silent=silent)
     assert end(tmp_path, gang, clock, grace_s=grace_s, nodes=nodes) == expected_s
     assert gang.told == [2], "the run of the second attempt on the nodes of the first"
-    assert gang.looks == (expected_s + LOOK_S * (expected_s < grace_s)) / LOOK_S
+    assert gang.looks == (expected_s + POLL_S * (expected_s < grace_s)) / POLL_S
 
 
 def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: Path) -> None:

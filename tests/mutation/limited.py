@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.mutation.apart import set_apart
 
-LOOK_S = 0.05
+POLL_S = 0.05
 MEASURE_S = 1.0  # between two scans of all processes of the machine
 STILL_S = 45.0  # without a tick of processor time: a deadlock
 WALL_FACTOR = 20.0  # on a machine shared with others a program may get a twentieth of a processor
@@ -53,7 +53,7 @@ def run_limited(
     used_s, moved_s, measured_s = 0.0, begun_s, begun_s
     try:
         while process.poll() is None:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             now_s = time.monotonic()
             if now_s - measured_s < MEASURE_S:
                 continue

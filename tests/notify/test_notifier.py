@@ -16,7 +16,7 @@ import pytest
 from broker.errors import FencedError, StateError, TransientError, UsageError
 from broker.notify import notifier as module
 from broker.notify.notification import Notification, Sink
-from broker.notify.notifier import BACKOFF_S_MAX, GIVE_UP_S, LINGER_S, LOOK_S, POSITION, SINK, Notifier
+from broker.notify.notifier import BACKOFF_S_MAX, GIVE_UP_S, LINGER_S, POLL_S, POSITION, SINK, Notifier
 from broker.notify.settings import NotifySettings
 from broker.state.claims import hold_claim
 from broker.state.store import Store
@@ -71,7 +71,7 @@ class Stage:
         self.store.events.add(make_event(EventKind.ENDED, status="FAILED", failure="x", outcome=None), job_id=job.id)
         return job.id
 
-    def run(self, steps: int = 1, *, notifier: Notifier | None = None, pause_s: float = LOOK_S) -> None:
+    def run(self, steps: int = 1, *, notifier: Notifier | None = None, pause_s: float = POLL_S) -> None:
         async def work() -> None:
             for _ in range(steps):
                 (notifier or self.notifier).step()

@@ -21,7 +21,7 @@ from broker.errors import (
     UsageError,
 )
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
-from broker.provision.nodes import LOOK_S_MAX
+from broker.provision.nodes import POLL_S_MAX
 from broker.types import (
     Autostop,
     Cluster,
@@ -191,7 +191,7 @@ def test_polls_of_stopping_and_ending_nodes_slow_down_to_one_in_five_seconds(
     stage.run(lambda: stage.provisioner.down("c"))
     ends = [later - earlier for earlier, later in pairwise(listed_s)]
     for pauses in (stops, ends):
-        assert pauses[0] < 0.2 and pauses[-1] == max(pauses) == pytest.approx(LOOK_S_MAX, abs=0.1)
+        assert pauses[0] < 0.2 and pauses[-1] == max(pauses) == pytest.approx(POLL_S_MAX, abs=0.1)
         assert all(later >= earlier - 0.05 for earlier, later in pairwise(pauses)), "calls take a moment too"
         assert len(pauses) > 30
 

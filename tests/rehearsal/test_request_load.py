@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from aiohttp import web
+
 from broker.rehearsal.request_load import RequestSender, RequestTally
 from broker.serve.data_path import WAIT_S_MAX
 from broker.types import ReadinessProbe
@@ -68,3 +70,18 @@ def test_an_answer_after_more_than_a_minute_without_replicas_is_late() -> None:
 
     tally, _ = send(read_outage_s=read_outage_s)
     assert tally.late == tally.failed == tally.sent and tally.wait_s_max > WAIT_S_MAX
+
+
+def test_a_redirect_is_an_answer_and_is_not_followed() -> None:
+    """It may lead elsewhere, to where the probe's headers must not go."""
+    seen: list[str] = []
+
+    def redirect(stand: StandIn) -> None:
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            seen.append(request.path)
+            return web.Response(status=302, headers={"location": f"http://localhost:{stand.port}/elsewhere"})
+
+        stand._answer = answer  # type: ignore[method-assign]
+
+    tally, _ = send("/login", prepare=redirect)
+    assert tally.answered == tally.sent and set(seen) == {"/login"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from broker.rehearsal.cloud import PreemptedNode
-from broker.rehearsal.driver import Strike
+from broker.rehearsal.driver import ForcedPreemption
 from broker.rehearsal.gang import Watched
 from broker.rehearsal.report import Line
 from broker.rehearsal.run import JobDriver
@@ -15,13 +15,13 @@ from broker.rehearsal.service_watch import ReplicaWatch
 from broker.rehearsal.uptime import ReadyCount
 
 
-def make_driver(*strikes: Strike, preemptions: int = 1) -> JobDriver:
+def make_driver(*forced_preemptions: ForcedPreemption, preemptions: int = 1) -> JobDriver:
     attempts = {
         number: Watched(number=number, started_s=0.0, source=Path("a"), progress_file=Path("b"), running_s=0.0)
-        for number in range(1, len(strikes) + 2)
+        for number in range(1, len(forced_preemptions) + 2)
     }
     context = cast(Any, SimpleNamespace(program=SimpleNamespace(attempts=attempts)))
-    return JobDriver(context, preemptions, None, print, strikes=list(strikes))
+    return JobDriver(context, preemptions, None, print, forced_preemptions=list(forced_preemptions))
 
 
 def make_line(step: int) -> Line:
@@ -31,13 +31,13 @@ def make_line(step: int) -> Line:
 def test_a_job_is_preempted_in_the_middle_and_past_a_checkpoint() -> None:
     driver = make_driver()
     assert not driver._is_due(1, make_line(14)) and driver._is_due(1, make_line(15))
-    done = Strike(attempt=1, step=15, notice_s=0.0)
+    done = ForcedPreemption(attempt=1, step=15, notice_s=0.0)
     assert not make_driver(done)._is_due(2, make_line(20))
 
 
 def test_a_preemption_before_the_first_step_is_followed_by_one_between_checkpoints() -> None:
     """A program that only starts slowly, on a busy machine, looks like one that never reports its steps."""
-    early = Strike(attempt=1, step=None, notice_s=0.0)
+    early = ForcedPreemption(attempt=1, step=None, notice_s=0.0)
     assert make_driver()._is_due(1, None)
     driver = make_driver(early)
     assert not driver._is_due(2, None), "a program that reports nothing is preempted as often as requested"

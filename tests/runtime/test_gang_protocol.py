@@ -181,7 +181,7 @@ def test_suspension_of_a_node_is_not_the_silence_of_its_peers(monkeypatch: pytes
 
         def poll(self, limit_ms: float) -> list[object]:
             waits.append(limit_ms)
-            return ["data"] if len(waits) == agent_wire.SILENT_LOOKS else []
+            return ["data"] if len(waits) == agent_wire.SILENT_POLLS else []
 
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -26,7 +26,7 @@ from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_l
 
 PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
 STAND_IN = "tests.serve.stand_in"
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
 def read_cpu_s(pid: int) -> float:
@@ -127,7 +127,7 @@ class LiveBed:
         self._balancer.wait()
         self._balancer = self._launch_balancer()
         while (load := self.read_load()) is None or load.pid != self.pid:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         await self.until_ready(len(self.replicas))
 
     def add(self, *, version: int) -> int:
@@ -189,7 +189,7 @@ class LiveBed:
                 ready = [number for number, each in load.replicas.items() if each.is_ready]
                 if len([number for number in ready if number not in self.draining]) >= count:
                     return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def kill_at_random(self, kills: int, draw: random.Random, *, ready_min: int) -> None:
         """Kill a random replica that has streams, this many times; each is started again at once."""
@@ -201,7 +201,7 @@ class LiveBed:
             number = draw.choice(sorted(busy) or sorted(self.replicas))
             self.kill(number)
             while (load := self.read_load()) and load.replicas[number].is_ready:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             self.restart(number)
         await self.until_ready(ready_min)
 
@@ -219,7 +219,7 @@ class LiveBed:
                 and load.generation == self.routing.generation
                 and not load.replicas[number].in_flight
             ):
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             self.kill(number)
             if (entrance := self.replicas.pop(number).entrance) is not None:
                 entrance.kill()
@@ -239,7 +239,7 @@ async def survive(bed: LiveBed, *, streams: int, kills: int, tokens: int, seed: 
         await bed.kill_at_random(kills, random.Random(seed), ready_min=2)
         ended = tally.ended
         while tally.ended < ended + streams and not tally.broken:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         for each in readers:
             each.cancel()
         await asyncio.gather(*readers, return_exceptions=True)

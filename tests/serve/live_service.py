@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tests.cli.conftest import Shell
 from tests.serve.live_load import LoadTally, steady_load
 
-LOOK_S = 0.1
+POLL_S = 0.1
 TASK = """\
 name: web
 resources: {{cpus: 1+, infra: local}}
@@ -45,7 +45,7 @@ class LiveService:
     async def until_version(self, version: int) -> None:
         """Wait until all replicas are of this version and ready, and no other is left."""
         while not await asyncio.to_thread(self._has_version, version):
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _has_version(self, version: int) -> bool:
         with self.shell.open_store() as store:

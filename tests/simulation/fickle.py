@@ -13,7 +13,7 @@ from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, 
 if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
-LOOK_S_MIN, LOOK_S_MAX = 4.0, 12.0  # the product's are for programs that run for hours
+POLL_S_MIN, POLL_S_MAX = 4.0, 12.0  # the product's are for programs that run for hours
 SOON_HOURS = 5.0 / 3600
 
 
@@ -34,6 +34,6 @@ def fickle_policy(universe: Universe) -> Iterator[None]:
     with ExitStack() as stack:
         if universe.follows_deadline:
             stack.enter_context(patch.object(policy_runner, "load_policy", lambda name: decide))
-            stack.enter_context(patch.object(policy_runner, "LOOK_S_MIN", LOOK_S_MIN))
-            stack.enter_context(patch.object(policy_runner, "LOOK_S_MAX", LOOK_S_MAX))
+            stack.enter_context(patch.object(policy_runner, "POLL_S_MIN", POLL_S_MIN))
+            stack.enter_context(patch.object(policy_runner, "POLL_S_MAX", POLL_S_MAX))
         yield

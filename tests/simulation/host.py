@@ -12,7 +12,7 @@ SUSPENDED_S = (20.0, 90.0, 300.0, 700.0)  # below the lease, which nothing renew
 OWNER_LOST_S = (10.0, 40.0)
 HOME, AWAY = "account-1", "account-2"
 AWAY_S = (20.0, 60.0, 150.0)
-VISIT_LOOK_S, VISIT_S = 30.0, 400.0  # longer than nodes must stay missing from lists to be believed gone
+VISIT_POLL_S, VISIT_S = 30.0, 400.0  # longer than nodes must stay missing from lists to be believed gone
 AWAY_BEFORE_S, AWAY_AFTER_S = 3.0, 6.0  # the network goes before the machine sleeps, and comes back after it wakes
 
 
@@ -93,7 +93,7 @@ def log_in(universe: Universe, account: str) -> None:
 async def visit_accounts(universe: Universe) -> None:
     """Log in to each account that still has nodes or intents, as a user does after the last fault."""
     while True:
-        await asyncio.sleep(VISIT_LOOK_S)
+        await asyncio.sleep(VISIT_POLL_S)
         if not universe.is_healed or universe.mix.leaves_broker_dead:
             continue
         left = _list_accounts(universe)

@@ -34,7 +34,7 @@ from tests.simulation.shuffled import ShuffledLoop
 SAVE_EVERY = 10
 STEPS_MAX = 1_000_000
 QUIET_S = 300.0  # as `agent_files.QUIET_S`
-LOOK_S = 60.0  # how often a machine without a broker checks whether it is done
+POLL_S = 60.0  # how often a machine without a broker checks whether it is done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,7 +470,7 @@ class MachineGang:
                 run.lease_s[node.id] = self._loop.time() + lease_s
                 run.renewed_s[node.id] = self._loop.time()
                 if run.has_bucket and node.id not in run.heard_s:
-                    self._loop.call_world(LOOK_S, self._look_if_done, run, node.id)
+                    self._loop.call_world(POLL_S, self._look_if_done, run, node.id)
                 run.heard_s[node.id] = self._loop.time()
                 self._on_lease(run, node.id, lease_s)
                 self._loop.call_world(lease_s + 0.001, self._end_unleased, run, node.id)
@@ -493,7 +493,7 @@ class MachineGang:
             self._on_self_end(run, node_id, "done")
             self._cloud.end_by_itself(node_id, reason="done")
         else:
-            self._loop.call_world(LOOK_S, self._look_if_done, run, node_id)
+            self._loop.call_world(POLL_S, self._look_if_done, run, node_id)
 
     def _list_runs(self, run: MachineRun, node_id: str) -> list[MachineRun]:
         """List all that the node was given: its lease and its quiet belong to the node, not to one run."""

@@ -10,7 +10,7 @@ from tests.simulation.events import Violation
 from tests.simulation.mixes import Mix
 from tests.simulation.runner import Result, play_story
 from tests.simulation.scenes import FAST
-from tests.simulation.services import LOOK_S, ServiceBed, check_service_end, make_task
+from tests.simulation.services import POLL_S, ServiceBed, check_service_end, make_task
 from tests.simulation.stories import play
 from tests.simulation.universe import Universe
 
@@ -97,4 +97,4 @@ def play_service(scene: ServiceScene, *, kill_at: int | None = None, seed: int =
     return play_story(seed, MIX, act, kill_at=kill_at, trace=trace)
 
 
-__all__ = ["LOOK_S", "SERVICE_SCENES", "ServiceScene", "play_service"]
+__all__ = ["POLL_S", "SERVICE_SCENES", "ServiceScene", "play_service"]

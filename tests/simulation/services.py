@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 NAME = "web"
-LOOK_S = 1.0
+POLL_S = 1.0
 REQUEST_S = 4.0
 SETUP_S = 1.0
 SILENT_S_MAX = 60.0  # without a balancer while the service is up
@@ -120,7 +120,7 @@ class ServiceBed:
 
             return done
 
-        with patch.multiple(controller, STEP_S=LOOK_S, **{name: guard(name) for name in WRITERS}):
+        with patch.multiple(controller, STEP_S=POLL_S, **{name: guard(name) for name in WRITERS}):
             yield
 
     # -- what users do ------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class ServiceBed:
             process = self.universe.spawn(name, work)
             if await self.universe.wait_for(process) is None and not process.was_killed:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def up(self, task: Task) -> None:
         async def work(process: Process) -> None:
@@ -184,7 +184,7 @@ class ServiceBed:
                 self.universe.fail(Violation("V5", wrong))
             if self.universe.failure is not None:
                 raise asyncio.CancelledError
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def preempt(self) -> None:
         """Preempt the newest replica that serves."""
@@ -262,7 +262,7 @@ class SimulatedBalancer:
             return
         with try_lock(self._folder.lock) as is_held:
             while is_held and self._look(process):
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
     def _look(self, process: Process) -> bool:
         """Adopt the routing file, answer clients, report; return whether to continue."""

@@ -43,7 +43,7 @@ from tests.simulation.watched import WatchedProvisioner
 from tests.simulation.world import OWNER
 
 TAKEOVER_S = 15.0
-LOOK_S = 0.5
+POLL_S = 0.5
 SKEWS_S = (0.0, 0.0, -20.0, 20.0, 90.0)
 STATE_OF_JOBS = {"jobs", "attempts", "clusters", "intents"}
 # The job whose controller, or the collector, the current task belongs to: set here, whatever the product believes.
@@ -253,7 +253,7 @@ class SharedUniverse(Universe):
     async def watch_takeovers(self) -> None:
         """Check C3 twice a second."""
         while not self.is_over:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             self._check_takeovers()
 
     def _check_takeovers(self) -> None:

@@ -519,7 +519,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
 def pace(poll_s: float) -> Iterator[None]:
     """Set how often the daemon and its controllers poll; nothing else of the product is touched."""
     scale = poll_s / controller.POLL_S
-    names = ((controller, "POLL_S"), (daemon, "LOOK_FOR_JOBS_S"))
+    names = ((controller, "POLL_S"), (daemon, "JOBS_POLL_S"))
     usual = [getattr(module, name) for module, name in names]
     for (module, name), value in zip(names, usual, strict=True):
         setattr(module, name, value * scale)

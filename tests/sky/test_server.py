@@ -31,7 +31,7 @@ from tests.sky.fake_lambda import FakeLambda
 ROOT = Path(__file__).parent.parent.parent
 OWNER = "0123456789ab"
 TOKENS = itertools.count(1)
-LOOKS_MAX = 300
+POLLS_MAX = 300
 
 
 def make_request(*, node_count: int = 1, **offer: Any) -> NodeRequest:
@@ -50,7 +50,7 @@ def cloud(engine: WorkerEngine, fake_lambda: FakeLambda, tmp_path: Path) -> SkyC
 
 async def wait_for(cloud: SkyCloud, token: str, is_so: Callable[[list[Node]], bool]) -> list[Node]:
     nodes: list[Node] = []
-    for _ in range(LOOKS_MAX):
+    for _ in range(POLLS_MAX):
         nodes = [node for node in await cloud.list_nodes(OWNER) if node.token == token]
         if is_so(nodes):
             return nodes
@@ -133,7 +133,7 @@ def test_a_gang_is_seen_coming_up_and_its_launch_is_cancelled(cloud: SkyCloud, f
         request = make_request(node_count=2)
         nodes = await cloud.create_nodes(request)
         assert [(node.rank, node.state) for node in nodes] == [(0, NodeState.PENDING), (1, NodeState.PENDING)]
-        for _ in range(LOOKS_MAX):
+        for _ in range(POLLS_MAX):
             if len(fake_lambda.instances) == 2:
                 break
             await asyncio.sleep(1)

@@ -225,11 +225,11 @@ def test_on_spot_a_job_awaits_the_cheapest_closed_place_below_its_own_price_and_
 
     def list_awaited(*closed: Any, is_open: bool = True, work: float = 10.0) -> list[str]:
         here = sell("here", 0.5, 1.0, is_open=is_open)
-        outlooks: Any = SimpleNamespace(find=lambda market, *, is_alone: is_alone)
+        values: Any = SimpleNamespace(find=lambda market, *, is_alone: is_alone)
         unread: Any = None
         scale = Scale(
             view=unread, fallback=unread, markets=(here, sell("dear", 0.4, 0.9, is_open=True), *closed),
-            outlooks=outlooks, best=here, basis=here, spare=1.0, work=work,
+            values=values, best=here, basis=here, spare=1.0, work=work,
         )  # fmt: skip
         awaited: Any = scale._awaited
         assert all(is_alone is True for _, is_alone in awaited)

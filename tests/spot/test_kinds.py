@@ -193,9 +193,9 @@ def test_a_slower_place_exposes_more_time_between_its_checkpoints() -> None:
 
 
 def test_fast_spot_costs_the_same_for_the_work_and_more_for_the_start() -> None:
-    outlook = solve(hazard=0.0, spot_speed=2.0)
-    assert outlook.run.read(0, outlook.locate(10.0, 5.0)) == pytest.approx(3.0, rel=1e-6)
-    assert outlook.enter_usd(0, 10.0, 5.0) == pytest.approx(0.3 * 10 + 0.6 * 0.1, rel=1e-6)
+    function = solve(hazard=0.0, spot_speed=2.0)
+    assert function.run.read(0, function.locate(10.0, 5.0)) == pytest.approx(3.0, rel=1e-6)
+    assert function.enter_usd(0, 10.0, 5.0) == pytest.approx(0.3 * 10 + 0.6 * 0.1, rel=1e-6)
 
 
 def test_faster_spot_is_interrupted_less_often_for_the_same_work_and_leaves_more_time() -> None:
@@ -206,10 +206,10 @@ def test_faster_spot_is_interrupted_less_often_for_the_same_work_and_leaves_more
 
 
 def test_slow_spot_without_time_to_spare_costs_on_demand() -> None:
-    outlook = solve(hazard=0.0, spot_speed=0.5)
-    assert outlook.run.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.1, rel=0.02)
+    function = solve(hazard=0.0, spot_speed=0.5)
+    assert function.run.read(0, function.locate(10.0, 0.0)) == pytest.approx(10.1, rel=0.02)
     # 4 h to spare are used up by 4 h of work, which takes 8 h.
-    assert outlook.run.read(0, outlook.locate(10.0, 4.0)) == pytest.approx(4 * 0.3 + 6 + 0.1, rel=0.05)
+    assert function.run.read(0, function.locate(10.0, 4.0)) == pytest.approx(4 * 0.3 + 6 + 0.1, rel=0.05)
 
 
 # -- replays ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.testbed.metadata import MetadataServer
 from tests.testbed.test_ssh_pool import Pool
 
 STREAMS, TOKENS, PAUSE_S = 6, 40, 0.05
-LOOK_S = 0.2
+POLL_S = 0.2
 # Without the controller's word, a stream on a host without power would be silent for an hour.
 TASK = """\
 name: web
@@ -90,7 +90,7 @@ def count_ready(pool: Pool) -> int:
 
 async def until(is_so: Callable[[], bool]) -> None:
     while not await asyncio.to_thread(is_so):
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def lose_all(pool: Pool, url: str) -> None:
@@ -112,7 +112,7 @@ async def lose_all(pool: Pool, url: str) -> None:
                 async with client.get(f"{url}/name") as response:
                     if response.status == 200:
                         break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 def test_streams_survive_a_silent_power_loss_and_no_replica_is_double(pool: Pool, shared: Path) -> None:

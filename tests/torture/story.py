@@ -18,7 +18,7 @@ from tests.torture.ledger import Monitor, View, read_store
 from tests.torture.references import References
 from tests.torture.users import Looker, Submitter
 
-LOOK_S = 1.0
+POLL_S = 1.0
 PRINT_EVERY_S = 30.0
 # After healing, something must move within this time. The product's longest pause is ten minutes: a gang may be silent
 # as a whole for that long while its cloud lists it as running.
@@ -101,7 +101,7 @@ class Story:
             if self._history.elapsed_s - printed_s >= PRINT_EVERY_S:
                 printed_s = self._history.elapsed_s
                 self.print_progress()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _look(self) -> None:
         view = read_store(self._bed.database)
@@ -137,7 +137,7 @@ class Story:
             if time.monotonic() - printed_s >= PRINT_EVERY_S:
                 printed_s = time.monotonic()
                 self.print_progress()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _leave_nothing(self) -> None:
         """Run a last job to show that nothing blocks a start; then call the collector and ask the daemon to leave."""

@@ -34,7 +34,7 @@ from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.gang_file import find_epoch, read_leader
 from trainers.launch import PEM_MISSING, Plan, serve_rendezvous
-from trainers.rendezvous import SILENT_LOOKS, Rendezvous
+from trainers.rendezvous import SILENT_POLLS, Rendezvous
 from trainers.rendezvous_search import Past, Places
 from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
@@ -280,7 +280,7 @@ def test_silent_stranger_is_disconnected_eventually(credential: Credential, monk
 
 def test_suspended_rendezvous_does_not_take_its_workers_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes of one machine may be suspended together: a timer has expired then, and nothing has arrived."""
-    monkeypatch.setattr(rendezvous_server, "SILENCE_S_MAX", 0.001 * SILENT_LOOKS)
+    monkeypatch.setattr(rendezvous_server, "SILENCE_S_MAX", 0.001 * SILENT_POLLS)
 
     async def play(misses: int) -> bytes:
         reader = asyncio.StreamReader()
@@ -298,7 +298,7 @@ def test_suspended_rendezvous_does_not_take_its_workers_for_silent(monkeypatch: 
 
     assert asyncio.run(play(1)) == b"late"
     with pytest.raises(TimeoutError):
-        asyncio.run(play(SILENT_LOOKS))
+        asyncio.run(play(SILENT_POLLS))
 
 
 def test_server_listens_at_the_first_nodes_address_only() -> None:

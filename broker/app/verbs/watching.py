@@ -14,7 +14,7 @@ from broker.state.events import EventRow
 from broker.state.jobs import JobLine
 from broker.types import Job, JobStatus, JobUsage
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 @frozen
@@ -92,7 +92,7 @@ def watch_jobs(context: Context, *, job: str | None, on_change: Callable[[JobCha
             if watcher.is_over:
                 return
             context.keep_jobs_going()
-            await context.clock.sleep(LOOK_S)
+            await context.clock.sleep(POLL_S)
 
     asyncio.run(follow())
     ended = None if wanted is None else context.store.jobs.get(wanted)

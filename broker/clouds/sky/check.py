@@ -20,7 +20,7 @@ from broker.frozen import frozen
 
 INSTALL = "pip install 'intercloud-broker[sky]'"
 NOT_INSTALLED = "install `intercloud-broker[sky]`"
-START, LOOK = "sky api start", "sky api info"
+START, INFO = "sky api start", "sky api info"
 COMMANDS: dict[type[CloudError], str] = {NotInstalledError: INSTALL, TransientError: START}
 
 
@@ -97,7 +97,7 @@ async def survey(engine: Engine, state_file: SkyStateFile) -> Survey:
         server = await engine.hello()
         enabled = await engine.list_enabled()
     except CloudError as error:
-        command = next((command for kind, command in COMMANDS.items() if isinstance(error, kind)), LOOK)
+        command = next((command for kind, command in COMMANDS.items() if isinstance(error, kind)), INFO)
         return Survey(server=CheckResult(name="skypilot", is_ok=False, note=error.message, command=command))
     state_file.note_enabled(enabled)
     note = f"SkyPilot {server['version']} at {server['url']}"

@@ -33,7 +33,7 @@ from broker.types import Node, NodeList, NodeRequest, NodeState
 log = logging.getLogger(__name__)
 
 VERDICT_S = 45.0  # most refusals arrive within this; a launch takes minutes and is not awaited
-LOOK_S, LOOK_S_MAX = 0.5, 5.0
+POLL_S, POLL_S_MAX = 0.5, 5.0
 GONE_S = 120.0  # for the remains of a failed launch
 REFRESH_EVERY_S = 15.0
 
@@ -191,7 +191,7 @@ class SkyCloud:
         return gang
 
     async def _wait_for_verdict(self, gang: SkyGang) -> tuple[ServerState, SkyGang, NodeState | None]:
-        start_s, look_s = self._clock.now_s(), LOOK_S
+        start_s, look_s = self._clock.now_s(), POLL_S
         while True:
             observed = await self._engine.fetch_state(gang.name, [gang.request_id] if gang.request_id else [])
             gang, state = judge(gang, observed, now_s=self._clock.now_s())
@@ -201,7 +201,7 @@ class SkyCloud:
                 self._state_file.note([gang], now_s=self._clock.now_s())
                 return observed, gang, state
             await self._clock.sleep(look_s)
-            look_s = min(LOOK_S_MAX, look_s * 1.5)
+            look_s = min(POLL_S_MAX, look_s * 1.5)
 
     async def _reach(
         self, gang: SkyGang, state: NodeState | None, observed: ServerState
@@ -228,7 +228,7 @@ class SkyCloud:
             if self._clock.now_s() - start_s >= GONE_S:
                 return TransientError(f"a failed launch is not cleaned up yet: {reason.message}")
             await self._engine.end(gang.name)
-            await self._clock.sleep(LOOK_S_MAX)
+            await self._clock.sleep(POLL_S_MAX)
             observed = await self._engine.fetch_state(gang.name, [])
         self._state_file.forget(gang.name)
         if isinstance(reason, CapacityError) and self.name not in await self._engine.list_enabled():

@@ -11,7 +11,7 @@ from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
 PODS = ("kubernetes", "slurm", "ssh")  # sell cores and memory, no instance types
-KEEPER_LOOK_S = 10
+KEEPER_POLL_S = 10
 UNCLAIMED_MINUTES = 30  # as for nodes of broker's own clouds
 
 # SkyPilot takes a cluster down when no job runs on it. This job runs until the node's agent reports the end of its
@@ -20,7 +20,7 @@ KEEPER = """\
 state="$HOME/.broker"; mkdir -p "$state" && chmod 700 "$state" && rm -f "$state/shutdown"
 looks=@LOOKS@
 while [ ! -e "$state/shutdown" ]; do
-  sleep @LOOK_S@
+  sleep @POLL_S@
   if [ ! -d "$state/runs" ]; then
     looks=$((looks - 1)); [ "$looks" -gt 0 ] || break
   fi
@@ -33,12 +33,12 @@ exit 1
 def make_task(request: NodeRequest) -> dict[str, Any]:
     """Make the input of `sky.Task.from_yaml_config`. Raises InvalidRequestError for features that no cloud behind
     SkyPilot has."""
-    keeper = KEEPER.replace("@LOOKS@", str(UNCLAIMED_MINUTES * 60 // KEEPER_LOOK_S))
+    keeper = KEEPER.replace("@LOOKS@", str(UNCLAIMED_MINUTES * 60 // KEEPER_POLL_S))
     return {
         "name": "broker-keeper",
         "num_nodes": request.placement.node_count,
         "resources": make_resources(request),
-        "run": keeper.replace("@LOOK_S@", str(KEEPER_LOOK_S)),
+        "run": keeper.replace("@POLL_S@", str(KEEPER_POLL_S)),
         **make_config(request),
     }
 

@@ -25,8 +25,8 @@ from broker.sites.openssh import ALIVE_COUNT_MAX, ALIVE_INTERVAL_S, PERSIST_S, C
 from broker.types import Node
 
 MARGIN_S = ALIVE_INTERVAL_S * ALIVE_COUNT_MAX + 2.0
-FIRST_LOOK_S = 0.1
-LOOK_S_MAX = 1.0
+FIRST_POLL_S = 0.1
+POLL_S_MAX = 1.0
 # Until a node's boot script has finished, its sshd is down or presents a host key that is not ours.
 PATIENCE_S = 60.0
 # A keepalive per second costs 0.18 ms of CPU time per second and connection. Above this number of sessions, keepalives
@@ -142,7 +142,7 @@ class SshTransport:
                 if has_ended or self._clock.now_s() >= give_up_s:
                     stream.kill()
                     raise TransientError(f"node `{node.id}` cannot be reached")
-                await self._clock.sleep(FIRST_LOOK_S)
+                await self._clock.sleep(FIRST_POLL_S)
         return stream
 
     async def _ssh(self, node: Node, command: str, *, timeout_s: float, stdin: bytes | IO[bytes]) -> Completed:
@@ -159,7 +159,7 @@ class SshTransport:
                 return
             is_known = node.id in self._reached or (route.mark is not None and route.mark.exists())
             give_up_s = self._clock.now_s() + (0.0 if is_known else self._patience_s)
-            look_s = FIRST_LOOK_S
+            look_s = FIRST_POLL_S
             is_renewed = False
             while (problem := await self._try_connect(node, route)) is not None:
                 if self._clock.now_s() >= give_up_s:
@@ -173,7 +173,7 @@ class SshTransport:
                         raise UnreachedError(f"node `{node.id}` cannot be reached{problem}", node_id=node.id)
                     raise TransientError(f"node `{node.id}` cannot be reached{problem}")
                 await self._clock.sleep(look_s)
-                look_s = min(LOOK_S_MAX, look_s * 1.5)
+                look_s = min(POLL_S_MAX, look_s * 1.5)
             self._reached.add(node.id)
             if route.mark is not None:
                 with contextlib.suppress(OSError):  # the keys may have been forgotten meanwhile

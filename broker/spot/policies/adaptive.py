@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.spot.forecast import read_market
-from broker.spot.no_deadline import LOOK_HOURS_MAX, MOVE_GAIN, weigh_without_deadline
+from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN, weigh_without_deadline
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -141,7 +141,7 @@ def _weigh_on_demand(
             usd = dict(decision.weighed).get(SPOT, math.inf)
             if isinstance(decision, Move) and usd < least:
                 least, best = usd, decision
-    return replace(best, hours=min(best.hours, LOOK_HOURS_MAX))
+    return replace(best, hours=min(best.hours, DECISION_HOURS_MAX))
 
 
 def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate | None, prior: Prior) -> Decision:
@@ -174,7 +174,7 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
         if _is_cheaper_elsewhere(view, current, fallback, spots, prior):
             return Move(target=fallback, reason="on-demand is cheaper elsewhere, including the move")
         decision = scale.find_entry(current).choose(current)
-        return replace(decision, hours=min(decision.hours, LOOK_HOURS_MAX))
+        return replace(decision, hours=min(decision.hours, DECISION_HOURS_MAX))
     near = _find_near_fallback(view, candidates, fallback, current)
     if near is None:
         return scale.find_entry(current).choose(current)

@@ -31,7 +31,7 @@ from aiohttp import web
 from broker.serve.haproxy_control import find_haproxy
 from broker.serve.replicas import draw_free_port
 from tests.bench.serve_balancer import ask_repeatedly
-from tests.serve.live_bed import LOOK_S, LiveBed, read_cpu_s
+from tests.serve.live_bed import POLL_S, LiveBed, read_cpu_s
 
 SKY_SIDE = Path(__file__).parent / "sky_balancer.py"
 BROKER, SKYSERVE, HAPROXY = "broker", "SkyServe", "HAProxy"
@@ -132,7 +132,7 @@ async def until_answered(client: aiohttp.ClientSession, peer: Peer) -> None:
             async with client.get(f"{peer.url}/a") as response:
                 if response.status == 200:
                     return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     sys.exit(f"{peer.name} does not answer")
 
 

@@ -88,7 +88,7 @@ def keep(home: Path, monkeypatch: pytest.MonkeyPatch, *, looks: int = 6) -> subp
     """Run the keeper in its own home folder. A look takes no time, but one line of stdin; at "end" the agent ends the
     node."""
     monkeypatch.setattr(task_spec, "UNCLAIMED_MINUTES", looks // 6)
-    monkeypatch.setattr(task_spec, "KEEPER_LOOK_S", 10)
+    monkeypatch.setattr(task_spec, "KEEPER_POLL_S", 10)
     agent = '[ "$line" != end ] || echo autostop >"$HOME/.broker/shutdown"'
     script = f"sleep() {{ read -r line || exit 9; {agent}; }}\n" + make_task(make_request())["run"]
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The value functions of the markets of a job, shared by all decisions with similar terms."""
+"""The value functions of the markets of a job, shared by all decisions with similar parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from broker.spot.forecast import SpotMarket, count_cohorts_once, expect_second_c
 from broker.spot.policies.base import Candidate, JobView
 from broker.spot.prior import Paces, Prior, scale_hazards
 from broker.spot.value_function import ValueFunction
-from broker.spot.value_tables import WAIT_PRICE, Terms
+from broker.spot.value_tables import WAIT_PRICE, ValueParameters
 
 PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
 # Bounds on the steps: a pace of closed periods below the prior's was measured to cost 0.001 to 0.006 of the optimum.
@@ -20,7 +20,7 @@ PRICE_STEP, WAIT_STEP = 0.02, 0.005
 TABLES_MAX = 512
 
 
-class Outlooks:
+class MarketValues:
     """The value function of each market in one state of the job, solved when it is first requested."""
 
     def __init__(self, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> None:
@@ -94,7 +94,7 @@ def _solve(
         return math.exp(steps[0] * PACE_STEP), math.exp(steps[1] * PACE_STEP)
 
     return ValueFunction(
-        Terms(
+        ValueParameters(
             open_hazards=scale_hazards(prior.open_hazards, restore(opened)),
             closed_hazards=scale_hazards(prior.closed_hazards, restore(closed)),
             spot_price=price,
