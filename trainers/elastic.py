@@ -107,10 +107,11 @@ class ElasticMember:
 
     def offer(self, live: "LiveState") -> None:
         """Register the state to keep."""
-        self._live = live
-        for descriptor in self._kept:  # the state of the previous world takes as much memory again
-            os.close(descriptor)
-        self._kept = []
+        with self._restarting:  # a restart keeps the former state or this one
+            self._live = live
+            for descriptor in self._kept:  # the state of the previous world takes as much memory again
+                os.close(descriptor)
+            self._kept = []
 
     def join_peers(self, ranks: "Ranks", shared: Mapping[str, Any], config: RunConfig) -> "PeerCheckpoint":
         """Return the copies of the state in the memory of other nodes, and keep them when this program restarts.

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,20 @@ def test_state_belongs_to_the_world_that_computed_its_step() -> None:
     assert member._describe(live) == (8, 5, 1, 2)
     live.holding = (7, 1, 2)
     assert member._describe(live) == (7, 3, 1, 2), "taken over, and no step was made since"
+
+
+def test_state_is_not_exchanged_for_another_while_a_restart_keeps_it() -> None:
+    """The memory that the restart had just filled was closed, and its program ended with an IndexError."""
+    member: Any = ElasticMember.__new__(ElasticMember)
+    member._restarting, member._live, member._kept = threading.Lock(), None, []
+    member._restarting.acquire()
+    offering = threading.Thread(target=member.offer, args=("a state",), daemon=True)
+    offering.start()
+    offering.join(timeout=0.1)  # it waits: the program is about to be replaced
+    assert member._live is None and offering.is_alive()
+    member._restarting.release()
+    offering.join(timeout=300)
+    assert member._live == "a state"
 
 
 def test_worlds_have_different_names_which_all_their_members_know() -> None:

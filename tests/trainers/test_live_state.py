@@ -1,6 +1,7 @@
 """The state that a rank of an elastic run keeps when a peer is lost, at any moment of a step."""
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_collectives_of_a_lost_peer_are_aborted_before_the_state_is_copied(monke
 
 def test_update_waits_for_all_gradients_once_state_is_offered() -> None:
     member = ElasticMember.__new__(ElasticMember)  # without a rendezvous
-    member._kept, member._live = [], None
+    member._kept, member._live, member._restarting = [], None, threading.Lock()
     assert not member.keeps_state
     run = Run()
     member.offer(LiveState(run.changing, run.position, WHOLE, run.shared))
