@@ -199,7 +199,7 @@ class ElasticMember:
         if self._peers is not None:
             self._kept = self._peers.hold()
         elif self._live is not None:
-            kept = self._live.keep()
+            kept = keep_state(self._live)
             self._kept = [] if kept is None else [kept]
             os.environ[HOLDING_VARIABLE] = NOTHING_HELD if kept is None else json.dumps(self._describe(self._live))
         world = self.world
@@ -319,6 +319,16 @@ class ElasticMember:
     def _send(self, **message: Any) -> None:
         with suppress(OSError):
             self._wire.send(**message)
+
+
+def keep_state(live: "LiveState") -> int | None:
+    """Return the descriptor of the state in memory; None, with a note, if that fails, as without memory for a copy."""
+    try:
+        return live.keep()
+    except Exception as error:  # it would end the thread that restarts the program
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(f"note: the state was not kept and is read from a checkpoint: {text}", file=sys.stderr, flush=True)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainers import live_state
 from trainers.config import TrainConfig
-from trainers.elastic import ElasticMember
+from trainers.elastic import ElasticMember, keep_state
 from trainers.live_state import ChangeLock, LiveState
 from trainers.loop import Position
 from trainers.optimizer import Optimizer
@@ -153,6 +153,20 @@ def test_collectives_of_a_lost_peer_are_aborted_before_the_state_is_copied(monke
     live = LiveState(changing, Position("data"), WHOLE, {"weights": weights})
     assert read(live.keep())["weights"]["weight"].tolist() == [1.0, 1.0]
     assert weights.is_aborted
+
+
+def test_restart_without_memory_for_a_copy_goes_on_without_the_state(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error ended the thread that restarts the program, and the rank hung until its watchdog ended it."""
+    run = Run()
+
+    def fail(name: str, flags: int) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "memfd_create", fail, raising=False)
+    assert keep_state(run.live) is None
+    assert "note: the state was not kept" in capsys.readouterr().err
 
 
 def test_update_waits_for_all_gradients_once_state_is_offered() -> None:
