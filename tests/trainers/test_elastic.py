@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers import long
-from trainers.config import Config, find_problem
+from trainers.config import Config, TrainConfig, find_problem
 from trainers.elastic import ElasticMember
 from trainers.launch import parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
@@ -447,6 +447,14 @@ def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not like `2:4`"):
         parse_elastic(text)
     assert find_problem(Config(elastic=text)) is not None and find_problem(Config(elastic="2:4")) is None
+
+
+def test_more_ranks_than_samples_are_refused_before_they_arrive_and_end_the_run() -> None:
+    few = TrainConfig(batch=4)
+    problem = find_problem(Config(elastic="2:5", train=few))
+    assert problem == "`--elastic 2:5` may have more ranks than `--train.batch 4` has samples"
+    assert find_problem(Config(elastic="2:4", train=few)) is None
+    assert find_problem(Config(elastic="2:8", train=few, strategy="allreduce+pipeline", mesh="*x2")) is None
 
 
 def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
