@@ -296,17 +296,19 @@ class ElasticMember:
         return None
 
     def _listen(self) -> None:
-        with suppress(OSError, ValueError):
-            while True:
+        while True:
+            try:
                 message = self._wire.read()
-                if message["kind"] == "joiner":
-                    self.is_change_asked = True
-                elif message["kind"] == "change":
-                    self.restart()
-                elif message["kind"] == "verdict":
-                    self._verdicts.put(message["verdict"])
-                elif message["kind"] == "failed":
-                    self._is_explained.set()
+            except (OSError, ValueError):  # not those of a restart, which could not begin again
+                break
+            if message["kind"] == "joiner":
+                self.is_change_asked = True
+            elif message["kind"] == "change":
+                self.restart()
+            elif message["kind"] == "verdict":
+                self._verdicts.put(message["verdict"])
+            elif message["kind"] == "failed":
+                self._is_explained.set()
         if not self._places.is_one and not self._is_done:
             self.restart()  # the leader was lost, its ranks with it
         self._is_lost.set()  # training continues, but the next loss ends the run
