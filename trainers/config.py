@@ -16,6 +16,8 @@ from trainers.strategies.options import SEPARATE, StrategyOptions
 
 # Hidden widths are rounded up to a multiple of this, which suits the matrix units of every GPU.
 WIDTH_MULTIPLE = 64
+# Strategies under which each rank needs a sample in each step.
+EVERY_RANK_READS = ("ddp", "allreduce", "zero1", "zero2", "fsdp", "hsdp", "diloco", "gossip")
 _NUMBER = r"\d+(?:\.\d+)?"
 ROPE_SCALING = rf"linear:{_NUMBER}|llama3:{_NUMBER}(?:,{_NUMBER}){{3}}"
 
@@ -358,9 +360,11 @@ def find_run_problem(config: RunConfig) -> str | None:
         return f"`--dtype float16` cannot be combined with `--strategy {drifting[0]}`: all ranks need one loss scale"
     if config.elastic:
         try:
-            parse_elastic(config.elastic)
+            _, most = parse_elastic(config.elastic)
         except ValueError as error:
             return str(error)
+        if config.strategy in EVERY_RANK_READS and most > train.batch:  # the run would end when they have arrived
+            return f"`--elastic {config.elastic}` may have more ranks than `--train.batch {train.batch}` has samples"
     return (
         find_small(positive, 1)
         or find_small(natural, 0)

@@ -107,10 +107,11 @@ class ElasticMember:
 
     def offer(self, live: "LiveState") -> None:
         """Register the state to keep."""
-        self._live = live
-        for descriptor in self._kept:  # the state of the previous world takes as much memory again
-            os.close(descriptor)
-        self._kept = []
+        with self._restarting:  # a restart keeps the former state or this one
+            self._live = live
+            for descriptor in self._kept:  # the state of the previous world takes as much memory again
+                os.close(descriptor)
+            self._kept = []
 
     def join_peers(self, ranks: "Ranks", shared: Mapping[str, Any], config: RunConfig) -> "PeerCheckpoint":
         """Return the copies of the state in the memory of other nodes, and keep them when this program restarts.
@@ -198,7 +199,7 @@ class ElasticMember:
         if self._peers is not None:
             self._kept = self._peers.hold()
         elif self._live is not None:
-            kept = self._live.keep()
+            kept = keep_state(self._live)
             self._kept = [] if kept is None else [kept]
             os.environ[HOLDING_VARIABLE] = NOTHING_HELD if kept is None else json.dumps(self._describe(self._live))
         world = self.world
@@ -295,17 +296,19 @@ class ElasticMember:
         return None
 
     def _listen(self) -> None:
-        with suppress(OSError, ValueError):
-            while True:
+        while True:
+            try:
                 message = self._wire.read()
-                if message["kind"] == "joiner":
-                    self.is_change_asked = True
-                elif message["kind"] == "change":
-                    self.restart()
-                elif message["kind"] == "verdict":
-                    self._verdicts.put(message["verdict"])
-                elif message["kind"] == "failed":
-                    self._is_explained.set()
+            except (OSError, ValueError):  # not those of a restart, which could not begin again
+                break
+            if message["kind"] == "joiner":
+                self.is_change_asked = True
+            elif message["kind"] == "change":
+                self.restart()
+            elif message["kind"] == "verdict":
+                self._verdicts.put(message["verdict"])
+            elif message["kind"] == "failed":
+                self._is_explained.set()
         if not self._places.is_one and not self._is_done:
             self.restart()  # the leader was lost, its ranks with it
         self._is_lost.set()  # training continues, but the next loss ends the run
@@ -318,6 +321,16 @@ class ElasticMember:
     def _send(self, **message: Any) -> None:
         with suppress(OSError):
             self._wire.send(**message)
+
+
+def keep_state(live: "LiveState") -> int | None:
+    """Return the descriptor of the state in memory; None, with a note, if that fails, as without memory for a copy."""
+    try:
+        return live.keep()
+    except Exception as error:  # it would end the thread that restarts the program
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(f"note: the state was not kept and is read from a checkpoint: {text}", file=sys.stderr, flush=True)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,8 +99,13 @@ def decode(content: bytes) -> Header:
 class PartMemory:
     """Memory for one part. Its content counts only between `complete` and `clear`."""
 
-    def __init__(self, data_bytes: int, *, descriptor: int = -1, is_pinned: bool = False) -> None:
-        """Allocate memory, or map that of a descriptor. `is_pinned` lets a GPU copy to it asynchronously."""
+    def __init__(
+        self, data_bytes: int, *, descriptor: int = -1, content: bytes | None = None, is_pinned: bool = False
+    ) -> None:
+        """Allocate memory, or map that of a descriptor, which is complete and has the header `content`.
+
+        `is_pinned` lets a GPU copy to it asynchronously.
+        """
         self.data_bytes = data_bytes
         self.descriptor = descriptor if descriptor >= 0 else os.memfd_create("peer", 0)
         if descriptor < 0:
@@ -111,7 +116,7 @@ class PartMemory:
             problem = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), data_bytes, 0))
             if problem:
                 raise TrainerError(f"memory for copies of the state cannot be pinned (CUDA error {problem})")
-        self._content: bytes | None = None
+        self._content = content
 
     @property
     def header(self) -> Header | None:
@@ -148,12 +153,13 @@ class PartMemory:
 
 
 def open_memory(descriptor: int) -> PartMemory:
-    """Open memory that was complete when the program that owned it ended."""
+    """Open memory that was complete when the program that owned it ended.
+
+    Nothing is written to it: another thread may execute the next program at any moment, which opens it again.
+    """
     size = os.fstat(descriptor).st_size
     data_bytes, header_bytes = FOOTER.unpack(os.pread(descriptor, FOOTER.size, size - FOOTER.size))
-    memory = PartMemory(data_bytes, descriptor=descriptor)
-    memory.complete(os.pread(descriptor, header_bytes, data_bytes))
-    return memory
+    return PartMemory(data_bytes, descriptor=descriptor, content=os.pread(descriptor, header_bytes, data_bytes))
 
 
 def iterate_values(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

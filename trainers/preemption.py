@@ -50,7 +50,12 @@ class PreemptionNotice:
         os.set_blocking(self._arrivals, False)
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not ours
+        os.register_at_fork(after_in_child=self._drop_arrivals)
+
+    def _drop_arrivals(self) -> None:
+        """Leave the pipe to the parent, whose signals are not those of this child."""
+        signal.set_wakeup_fd(-1)
+        self._arrivals = None
 
     def _is_signalled(self) -> bool:
         if self._arrivals is not None and not self._has_signal:

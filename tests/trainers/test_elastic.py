@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers import long
-from trainers.config import Config, find_problem
+from trainers.config import Config, TrainConfig, find_problem
 from trainers.elastic import ElasticMember
 from trainers.launch import parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
@@ -235,6 +236,20 @@ def test_state_belongs_to_the_world_that_computed_its_step() -> None:
     assert member._describe(live) == (7, 3, 1, 2), "taken over, and no step was made since"
 
 
+def test_state_is_not_exchanged_for_another_while_a_restart_keeps_it() -> None:
+    """The memory that the restart had just filled was closed, and its program ended with an IndexError."""
+    member: Any = ElasticMember.__new__(ElasticMember)
+    member._restarting, member._live, member._kept = threading.Lock(), None, []
+    member._restarting.acquire()
+    offering = threading.Thread(target=member.offer, args=("a state",), daemon=True)
+    offering.start()
+    offering.join(timeout=0.1)  # it waits: the program is about to be replaced
+    assert member._live is None and offering.is_alive()
+    member._restarting.release()
+    offering.join(timeout=300)
+    assert member._live == "a state"
+
+
 def test_worlds_have_different_names_which_all_their_members_know() -> None:
     rendezvous, members = gather()
     (first,) = {each.ear.received[-1]["name"] for each in members}
@@ -432,6 +447,14 @@ def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not like `2:4`"):
         parse_elastic(text)
     assert find_problem(Config(elastic=text)) is not None and find_problem(Config(elastic="2:4")) is None
+
+
+def test_more_ranks_than_samples_are_refused_before_they_arrive_and_end_the_run() -> None:
+    few = TrainConfig(batch=4)
+    problem = find_problem(Config(elastic="2:5", train=few))
+    assert problem == "`--elastic 2:5` may have more ranks than `--train.batch 4` has samples"
+    assert find_problem(Config(elastic="2:4", train=few)) is None
+    assert find_problem(Config(elastic="2:8", train=few, strategy="allreduce+pipeline", mesh="*x2")) is None
 
 
 def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:

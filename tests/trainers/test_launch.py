@@ -137,10 +137,10 @@ def restart():
         pass
     if not (child := os.fork()):
         os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
-    os.waitpid(child, 0)
+        os._exit(0 if notice.is_given() else 3)  # by the handler: this is the child's main thread
+    status = os.waitpid(child, 0)[1]
     notice.hand_on()
-    if "BROKER_ELASTIC_SIGNALLED" in os.environ:
+    if status or "BROKER_ELASTIC_SIGNALLED" in os.environ:
         os._exit(2)
     os.kill(os.getpid(), signal.SIGTERM)
     end_s = time.monotonic() + 30

@@ -1,6 +1,7 @@
 """The state that a rank of an elastic run keeps when a peer is lost, at any moment of a step."""
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from trainers import live_state
 from trainers.config import TrainConfig
-from trainers.elastic import ElasticMember
+from trainers.elastic import ElasticMember, keep_state
 from trainers.live_state import ChangeLock, LiveState
 from trainers.loop import Position
 from trainers.optimizer import Optimizer
@@ -154,9 +155,23 @@ def test_collectives_of_a_lost_peer_are_aborted_before_the_state_is_copied(monke
     assert weights.is_aborted
 
 
+def test_restart_without_memory_for_a_copy_goes_on_without_the_state(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error ended the thread that restarts the program, and the rank hung until its watchdog ended it."""
+    run = Run()
+
+    def fail(name: str, flags: int) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "memfd_create", fail, raising=False)
+    assert keep_state(run.live) is None
+    assert "note: the state was not kept" in capsys.readouterr().err
+
+
 def test_update_waits_for_all_gradients_once_state_is_offered() -> None:
     member = ElasticMember.__new__(ElasticMember)  # without a rendezvous
-    member._kept, member._live = [], None
+    member._kept, member._live, member._restarting = [], None, threading.Lock()
     assert not member.keeps_state
     run = Run()
     member.offer(LiveState(run.changing, run.position, WHOLE, run.shared))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.tiers import spread
 from trainers.config import CheckpointConfig, Config, find_problem
 from trainers.peer_checkpoint import choose_targets
-from trainers.peer_memory import Box, open_memory
+from trainers.peer_memory import Box, Header, PartMemory, open_memory
 from trainers.peer_transfer import Kept, find_newest_version, plan_moves
 
 from .conftest import STEADY, Start, TrainingFolder, await_line, await_step, count_lost_steps
@@ -40,6 +40,21 @@ def test_copies_are_distributed_equally() -> None:
     assert choose_targets(["a", "b", "c"]) == [1, 2, 0]
     assert choose_targets(["a", "a", "b", "b"]) == [2, 3, 0, 1]
     assert sorted(choose_targets(["a", "a", "a"])) == [0, 1, 2]
+
+
+def test_kept_memory_is_not_written_to_when_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another loss at that moment executes the next program, which found memory without its description."""
+    header = Header(world="w", step=3, index=0, count=1, pieces=(), others={("position", "steps_done"): 3})
+    first = PartMemory(64)
+    first.complete(header.encode())
+
+    def fail(*_: object) -> None:
+        raise AssertionError("written")
+
+    for name in ("ftruncate", "pwrite"):
+        monkeypatch.setattr(os, name, fail)
+    for _ in range(2):
+        assert open_memory(os.dup(first.descriptor)).header == header
 
 
 def keep(step: int, index: int, *, world: str = "w", count: int = 2, is_own: bool = True) -> Kept:
