@@ -231,6 +231,23 @@ def test_hosts_file_that_cannot_be_read_fails_no_launch_for_good(tmp_path: Path)
         asyncio.run(cloud.list_nodes(OWNER))
 
 
+def test_login_refused_while_a_part_of_the_gang_is_released_is_an_unknown_outcome(
+    bed: PoolBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.leave_room(1)
+    run = bed.run_on_host
+
+    async def run_until_released(host: Host, program: bytes, timeout_s: float) -> Completed:
+        if b'"verb": "end"' in program:
+            raise AuthError(f"host `{host.name}` cannot be reached: Permission denied")
+        return await run(host, program, timeout_s)
+
+    with monkeypatch.context() as patch, pytest.raises(UnknownOutcomeError):
+        patch.setattr(bed.pool, "_run", run_until_released)
+        asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    assert [node.state for node in list_all(bed)] == [NodeState.RUNNING], "it is still there, and to be ended"
+
+
 def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monkeypatch: pytest.MonkeyPatch) -> None:
     bed.leave_room(1)
     run, kept = bed.run_on_host, list(bed.hosts)
