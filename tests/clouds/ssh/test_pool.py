@@ -188,6 +188,16 @@ def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed,
     assert [each.state for each in list_all(bed)] == [NodeState.RUNNING]
 
 
+def test_claim_that_a_loss_of_power_has_damaged_is_made_again(bed: PoolBed) -> None:
+    request = make_request(bed)
+    (node,) = asyncio.run(bed.pool.create_nodes(request))
+    asyncio.run(bed.pool.terminate_nodes([node]))
+    (bed.find_folder(node) / "node.json").write_text("")
+    assert not list_all(bed)
+    (again,) = asyncio.run(bed.pool.create_nodes(request))
+    assert (again.id, again.state) == (node.id, NodeState.RUNNING)
+
+
 def make_lifecycle(bed: PoolBed, folder: Path) -> tuple[Store, Provisioner]:
     store = Store(folder / "state.db", clock=bed.clock)
     return store, Provisioner({"ssh": bed.pool}, store, clock=bed.clock, owner=OWNER)
