@@ -119,7 +119,8 @@ class LocalCloud:
         if not any(folder.exists() for folder in folders):
             self._check_capacity(placement.offer.zone or "")
         for rank, folder in enumerate(folders):
-            if not folder.exists():
+            if read_json(folder / "node.json") is None:
+                shutil.rmtree(folder, ignore_errors=True)  # the rest of a node whose file a loss of power has damaged
                 self._make_folder(folder, request, rank)
         for folder in folders:
             if not (folder / "machine.json").exists() and not (folder / "ended.json").exists():
@@ -127,8 +128,14 @@ class LocalCloud:
         return [node for folder in folders if (node := self._observe(folder))]
 
     def _check_capacity(self, zone: str) -> None:
-        zones = (read_json(self._root / "faults.json") or {}).get("zones", {})
-        if zones.get(zone) == "capacity":
+        try:
+            fault = json.loads((self._root / "faults.json").read_bytes()).get("zones", {}).get(zone)
+        except FileNotFoundError:
+            return
+        except (ValueError, AttributeError):
+            text = f'{self._root / "faults.json"} must be JSON such as {{"zones": {{"local-a": "capacity"}}}}'
+            raise UsageError(text) from None
+        if fault == "capacity":
             raise CapacityError(f"no capacity in `{zone}`", scope="zone")
 
     def _make_folder(self, folder: Path, request: NodeRequest, rank: int) -> None:
@@ -337,10 +344,17 @@ def socket_folder() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None if the file does not exist. Raises OSError."""
+    """Read a JSON object; None if the file does not exist. Raises OSError.
+
+    All of them are replaced atomically, so only a loss of power, which ends every node, leaves a damaged file. It is
+    deleted: one such node must not make the list of all others fail.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        path.unlink(missing_ok=True)
         return None
     assert isinstance(value, dict), f"{path} does not contain a JSON object"
     return value

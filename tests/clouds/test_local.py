@@ -20,7 +20,7 @@ from broker.clock import SystemClock
 from broker.clouds import local, local_machine
 from broker.clouds.base import CanPreempt, CanStop
 from broker.clouds.local import LocalCloud, is_alive
-from broker.errors import CapacityError, TransientError, UnknownOutcomeError
+from broker.errors import CapacityError, TransientError, UnknownOutcomeError, UsageError
 from broker.runtime.transports.local import exchange
 from broker.runtime.transports.machine_protocol import pack_header
 from broker.types import Node, NodeState
@@ -348,6 +348,29 @@ def test_one_node_that_does_not_end_does_not_keep_the_others(rig: Rig, monkeypat
         assert states == {stuck.id: NodeState.RUNNING, nodes[1].id: NodeState.TERMINATED}
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize("name", ["node.json", "ended.json", "machine.json"])
+def test_a_file_that_a_loss_of_power_has_damaged_disturbs_no_other_node(rig: Rig, name: str) -> None:
+    async def act() -> None:
+        request = make_request()
+        (node,) = await rig.cloud.create_nodes(request)
+        (other,) = await rig.cloud.create_nodes(make_request())
+        await rig.cloud.terminate_nodes([node])
+        (Path(node.handle) / name).write_text("")
+        states = {each.id: each.state for each in await rig.cloud.list_nodes("me")}
+        assert states[other.id] is NodeState.RUNNING and states.get(node.id) in (None, NodeState.TERMINATED)
+        (again,) = await rig.cloud.create_nodes(request)
+        assert again.state is (NodeState.RUNNING if name == "node.json" else NodeState.TERMINATED)
+
+    asyncio.run(act())
+
+
+def test_invalid_file_of_faults_is_named(rig: Rig) -> None:
+    (rig.cloud._root / "faults.json").parent.mkdir(parents=True, exist_ok=True)
+    (rig.cloud._root / "faults.json").write_text("{zones")
+    with pytest.raises(UsageError, match=r"faults\.json must be JSON such as"):
+        asyncio.run(rig.cloud.create_nodes(make_request()))
 
 
 def test_a_full_disk_is_the_clouds_error_and_leaves_no_half_made_node(

@@ -49,7 +49,12 @@ class NodeLauncher:
         else:  # our earlier call may have failed before this step
             rules = await self._open_rules(request)
             await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
-        return await self._read_gang(request, zone)
+        try:
+            return await self._read_gang(request, zone)
+        except CloudError as error:  # even a refusal, as of a login that has just expired: the nodes exist
+            raise UnknownOutcomeError(
+                f"the gang was created in {zone}, but cannot be queried: {error.message}"
+            ) from error
 
     async def renew_access(self, where: NodeId, owner: str) -> bool:
         """Admit ssh from this machine's current address; return whether it was not admitted before."""

@@ -27,7 +27,15 @@ from broker.clouds.sky.gangs import (
 )
 from broker.clouds.sky.state_file import SkyStateFile
 from broker.clouds.sky.task_spec import make_task
-from broker.errors import AccountError, AuthError, CapacityError, CloudError, InvalidRequestError, TransientError
+from broker.errors import (
+    AccountError,
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    TransientError,
+    UnknownOutcomeError,
+)
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
@@ -75,11 +83,21 @@ class SkyCloud:
             gang = make_gang(request, task=task, now_s=self._clock.now_s())
         if gang.ended_s is None:
             gang = await self._launch(gang)
+        try:
+            refusal, nodes = await self._await_nodes(gang)
+        except CloudError as error:  # even a refusal, as of a login that has just expired: the launch was accepted
+            raise UnknownOutcomeError(f"the launch of `{name}` cannot be followed: {error.message}") from error
+        if refusal is not None:
+            raise refusal
+        return nodes
+
+    async def _await_nodes(self, gang: SkyGang) -> tuple[CloudError | None, Sequence[Node]]:
+        """Return the refusal of an accepted launch, or its nodes."""
         observed, gang, state = await self._wait_for_verdict(gang)
         is_refused = observed.read_status(gang.request_id) in FAILED and not gang.is_down_asked and not gang.was_up
         if is_refused and (state is NodeState.TERMINATED or is_broken(gang, observed)):
-            raise await self._read_refusal(gang, observed)
-        return list_nodes_of(gang, state or NodeState.PENDING)
+            return await self._read_refusal(gang, observed), ()
+        return None, list_nodes_of(gang, state or NodeState.PENDING)
 
     async def list_nodes(self, owner: str) -> NodeList:
         """List nodes, and take down the remains of failed launches.

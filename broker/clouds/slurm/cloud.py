@@ -93,9 +93,12 @@ class SlurmCloud:
             await self._submit(cluster, find_partition(partitions.get(region, ()), request), request)
             jobs = await self._list_again(cluster, name)
         first, *later = sorted(jobs, key=lambda job: job.id)
-        for job in later:  # from a concurrent call with the same token; it has not started
-            await self._cancel(cluster, job.id, name)
-        return await self._make_nodes(cluster, first)
+        try:
+            for job in later:  # from a concurrent call with the same token; it has not started
+                await self._cancel(cluster, job.id, name)
+            return await self._make_nodes(cluster, first)
+        except CloudError as error:  # even a refused login, which would mean that nothing was submitted
+            raise UnknownOutcomeError(f"the job was submitted, but cannot be queried: {error.message}") from error
 
     async def list_nodes(self, owner: str) -> NodeList:
         """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region."""

@@ -166,7 +166,10 @@ class SshCloud:
         claimed, holders = await self._claim(request, ready, ranks)
         holders += [f"{host.name} has failed a check of its GPUs" for host in avoided]
         if len(claimed) < count:
-            await self._release(pool, claimed.values())
+            try:
+                await self._release(pool, claimed.values())
+            except CloudError as error:  # even a refused login, which would mean that nothing was claimed
+                raise UnknownOutcomeError(f"a part of the gang is still claimed: {error.message}") from error
             raise self._explain_shortage(request, fitting, answers, holders)
         return [claimed[rank] for rank in range(count)]
 

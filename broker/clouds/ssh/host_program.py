@@ -54,7 +54,8 @@ def claim(root: str, request: dict[str, object], machine: str) -> object:
     record = request["record"]
     assert isinstance(record, dict)
     folder = os.path.join(root, str(record["id"]))
-    if not os.path.isdir(folder):
+    if read_json(os.path.join(folder, "node.json")) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # the rest of a claim whose file a loss of power has damaged
         aside = tempfile.mkdtemp(prefix=".new-", dir=root)
         for name in ("home", "home/.broker", "tmp"):
             os.mkdir(os.path.join(aside, name), 0o700)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from broker.errors import CapacityError
+from broker.clouds.gcp.names import instance_names
+from broker.errors import CapacityError, UnknownOutcomeError
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import ClusterStatus, Estimate, Node, NodeState, Offer, Plan, Resources, Task
+from tests.clouds.contract import make_request
 from tests.tiers import spread
 
 OWNER = "0123456789ab"
@@ -123,6 +125,15 @@ def test_a_part_of_a_refused_gang_that_cannot_be_deleted_at_once_is_deleted_befo
     assert life.standing == [] and not life.store.intents.list_open()
 
 
+def test_a_created_gang_that_cannot_be_queried_is_no_refusal(life: Life) -> None:
+    """The login may expire at that moment: after a refusal, no one would look for the nodes."""
+    request = make_request(life.bed, node_count=2)
+    life.bed.gce.fail("GET", instance_names(request)[1], code="forbidden", status=403)
+    with pytest.raises(UnknownOutcomeError):
+        life.run(life.bed.reopen().create_nodes(request))
+    assert len(life.standing) == 2
+
+
 def test_an_answer_lost_after_the_effect_creates_one_gang(life: Life) -> None:
     life.bed.gce.fail("POST", "bulkInsert", has_effect=True)
     cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"])))
@@ -179,8 +190,6 @@ def test_a_gang_that_starts_in_part_is_stopped_again(life: Life, is_refused: boo
 
 def test_unrecorded_resources_are_collected(life: Life) -> None:
     async def make_lost() -> Sequence[Node]:
-        from tests.clouds.contract import make_request
-
         nodes: Sequence[Node] = await life.bed.reopen().create_nodes(make_request(life.bed))
         return nodes
 

@@ -10,7 +10,14 @@ import pytest
 
 from broker.clouds.sky.errors import SkyError
 from broker.clouds.sky.state_file import SkyStateFile
-from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, TransientError
+from broker.errors import (
+    AccountError,
+    AuthError,
+    CapacityError,
+    InvalidRequestError,
+    TransientError,
+    UnknownOutcomeError,
+)
 from broker.types import Node, NodeState
 from tests.clouds.beds import make_node
 from tests.clouds.contract import OWNER, list_of, make_request, wait_state
@@ -165,6 +172,21 @@ def test_one_cluster_that_cannot_be_taken_down_hides_no_other(bed: Any, monkeypa
         await wait_state(bed, failing.token, TERMINATED)
 
     asyncio.run(act())
+
+
+def test_an_accepted_launch_that_cannot_be_followed_is_no_refusal(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The login may expire at that moment: after a refusal, no one would look for the cluster."""
+    fetch_state = bed.engine.fetch_state
+
+    async def fetch_until_launched(prefix: str, request_ids: Sequence[str]) -> Any:
+        if bed.engine.launched:
+            raise AuthError("the login to SkyPilot has expired")
+        return await fetch_state(prefix, request_ids)
+
+    monkeypatch.setattr(bed.engine, "fetch_state", fetch_until_launched)
+    with pytest.raises(UnknownOutcomeError):
+        asyncio.run(bed.cloud.create_nodes(make_request(bed)))
+    assert len(bed.engine.launched) == 1
 
 
 def test_a_cancelled_launch_never_comes_up(bed: Any) -> None:

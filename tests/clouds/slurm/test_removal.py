@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from broker.clock import SystemClock
 from broker.clouds.slurm.cloud import SlurmCloud
-from broker.errors import AuthError, InvalidRequestError
+from broker.clouds.slurm.script import make_comment
+from broker.errors import AuthError, InvalidRequestError, UnknownOutcomeError
+from broker.sites.facts import Machine
 from broker.sites.openssh import Completed
-from broker.sites.slurm import SlurmCluster
+from broker.sites.slurm import Partition, SlurmCluster
 from broker.types import Node, NodeState
-from tests.clouds.beds import OWNER
+from tests.clouds.beds import OWNER, make_request
 
 
 def make_node(region: str) -> Node:
@@ -53,6 +58,30 @@ def test_jobs_of_a_cluster_that_is_off_count_as_ended() -> None:
     assert queue.cloud.find_removal("there", make_node("there")) is None
     assert not asyncio.run(queue.cloud.list_nodes(OWNER)).unseen
     assert not queue.commands, "it is not called"
+
+
+def test_submitted_job_that_cannot_be_queried_is_no_refusal() -> None:
+    """The login to the login node may be refused at that moment: after a refusal, no one would look for the job."""
+    machine = Machine(vcpus=1, memory_gib=1)
+    offer = machine.make_offer("slurm", "here", zone="low", ondemand_usd_hour=0.1)
+    bed = SimpleNamespace(offer=replace(offer, spot_usd_hour=0.1))
+    request = make_request(bed)  # type: ignore[arg-type]
+    comment = json.dumps(make_comment(request, now_s=0.0))
+    commands: list[str] = []
+
+    async def run(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes) -> Completed:
+        program = "squeue" if "squeue" in argv else argv[0]
+        if program == "scontrol":
+            raise AuthError("Permission denied (publickey)")
+        line = f"7|RUNNING|None|1|n0|0|0|low|{comment}" if program == "squeue" and "sbatch" in commands else ""
+        commands.append(program)
+        return Completed(returncode=0, stdout=line.encode(), stderr=b"")
+
+    files = {"here": SlurmCluster(name="here")}, {"here": [Partition(name="low", machine=machine, node_count=1)]}
+    cloud = SlurmCloud(lambda: files, clock=SystemClock(), run=run)
+    with pytest.raises(UnknownOutcomeError):
+        asyncio.run(cloud.create_nodes(request))
+    assert "sbatch" in commands
 
 
 def test_file_that_cannot_be_read_is_no_lasting_refusal() -> None:

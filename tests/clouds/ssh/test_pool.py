@@ -188,6 +188,16 @@ def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed,
     assert [each.state for each in list_all(bed)] == [NodeState.RUNNING]
 
 
+def test_claim_that_a_loss_of_power_has_damaged_is_made_again(bed: PoolBed) -> None:
+    request = make_request(bed)
+    (node,) = asyncio.run(bed.pool.create_nodes(request))
+    asyncio.run(bed.pool.terminate_nodes([node]))
+    (bed.find_folder(node) / "node.json").write_text("")
+    assert not list_all(bed)
+    (again,) = asyncio.run(bed.pool.create_nodes(request))
+    assert (again.id, again.state) == (node.id, NodeState.RUNNING)
+
+
 def make_lifecycle(bed: PoolBed, folder: Path) -> tuple[Store, Provisioner]:
     store = Store(folder / "state.db", clock=bed.clock)
     return store, Provisioner({"ssh": bed.pool}, store, clock=bed.clock, owner=OWNER)
@@ -229,6 +239,23 @@ def test_hosts_file_that_cannot_be_read_fails_no_launch_for_good(tmp_path: Path)
     assert cloud
     with pytest.raises(TransientError):
         asyncio.run(cloud.list_nodes(OWNER))
+
+
+def test_login_refused_while_a_part_of_the_gang_is_released_is_an_unknown_outcome(
+    bed: PoolBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.leave_room(1)
+    run = bed.run_on_host
+
+    async def run_until_released(host: Host, program: bytes, timeout_s: float) -> Completed:
+        if b'"verb": "end"' in program:
+            raise AuthError(f"host `{host.name}` cannot be reached: Permission denied")
+        return await run(host, program, timeout_s)
+
+    with monkeypatch.context() as patch, pytest.raises(UnknownOutcomeError):
+        patch.setattr(bed.pool, "_run", run_until_released)
+        asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    assert [node.state for node in list_all(bed)] == [NodeState.RUNNING], "it is still there, and to be ended"
 
 
 def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monkeypatch: pytest.MonkeyPatch) -> None:
