@@ -88,7 +88,8 @@ def test_names_of_gke_and_nvidia_smi_are_understood(text: str, name: str) -> Non
         ("H100 8", "put a colon between name and count: `H100:8`"),
         (
             "A100:8, H100:8",
-            "write `{A100:8, H100:8}` if any of them will do, or `[A100:8, H100:8]` to try them in order",
+            "in the task file, write `{A100:8, H100:8}` if any of them will do, or `[A100:8, H100:8]` to try them in "
+            "order",
         ),
         ("“H100:8”", "replace the typographic quotes by straight ones, or remove them"),
     ],
