@@ -207,6 +207,8 @@ def test_the_variables_that_have_no_effect_are_those_that_the_agent_sets(
     }  # fmt: skip
     made = agent_environment.make_envs(spec, tmp_path, mark="MARK=1", held=None, container=None)
     assert [name for name, value in made.items() if value == "mine"] == ["OWN"]
+    for name in ("NODE_RANK", "NODE_IPS", "NUM_GPUS_PER_NODE"):  # SkyPilot's names of them in `setup`
+        assert made[f"SKYPILOT_SETUP_{name}"] == made[f"SKYPILOT_{name}"]
 
 
 def test_targets_of_a_service_apply_under_another_name_of_an_accelerator() -> None:
