@@ -50,13 +50,17 @@ def make_envs(
     env.update(spec["envs"])
     env.update(spec["secrets"])
     name, _, value = mark.partition("=")
+    of_node = {
+        "NODE_RANK": str(spec["rank"]),
+        "NODE_IPS": "\n".join(ips),
+        "NUM_GPUS_PER_NODE": str(math.ceil(float(spec["gpus_per_node"]))),
+    }
+    for key, each in of_node.items():
+        env.update({f"SKYPILOT_{key}": each, f"SKYPILOT_SETUP_{key}": each})  # the latter for `setup`, in SkyPilot
     env.update(
         {
             name: value,
-            "SKYPILOT_NODE_RANK": str(spec["rank"]),
-            "SKYPILOT_NODE_IPS": "\n".join(ips),
             "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
-            "SKYPILOT_NUM_GPUS_PER_NODE": str(math.ceil(float(spec["gpus_per_node"]))),
             "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
             "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
             "BROKER_PREEMPTION_FILE": str(folder / "preemption"),

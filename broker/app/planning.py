@@ -65,13 +65,16 @@ def _write_yaml(task: Mapping[str, Any]) -> str:
 
 
 def anchor(task: Task) -> Task:
-    """Make paths absolute because the daemon that reads them later runs in another folder."""
+    """Make paths absolute because the daemon that reads them later runs in another folder, and targets on nodes too."""
+    from broker.task.mounts import locate_target
 
     def fix(path: str) -> str:
         return path if "://" in path else str(Path(path).expanduser().absolute())
 
-    mounts = {target: fix(source) for target, source in task.file_mounts.items()}
-    return replace(task, workdir=fix(task.workdir) if task.workdir else None, file_mounts=mounts)
+    mounts = {locate_target(target): fix(source) for target, source in task.file_mounts.items()}
+    storage = tuple(replace(each, target=locate_target(each.target)) for each in task.storage_mounts)
+    workdir = fix(task.workdir) if task.workdir else None
+    return replace(task, workdir=workdir, file_mounts=mounts, storage_mounts=storage)
 
 
 def apply_checkpoint_default(home: Path, tasks: Sequence[Task]) -> tuple[Task, ...]:

@@ -68,6 +68,9 @@ def plan(
     overrides = replace(overrides, max_price=max_price)
     tasks = apply_checkpoint_default(find_home(), [context.resolve(each) for each in _read(task, overrides)])
     check_notices(tasks, is_launch=False, note=print_note)
+    if plot is not None and len(tasks) > 1:
+        hint = "omit `--plot`: `--pareto` prints the trade-off of each task"
+        raise UsageError(f"`--plot` draws a single task, and the file has {len(tasks)}", hints=[hint])
     plans, missing = _plan_all(context, tasks)
     whole = None
     if not missing and (len(plans) > 1 or minimize != "cost" or deadline_hours is not None):

@@ -31,7 +31,7 @@ from broker.runtime.reports import (
     gather_runs,
     read_run_status,
 )
-from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
+from broker.runtime.reserving import count_gpus, describe_cluster, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
 from broker.runtime.sending import send_source
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
@@ -119,7 +119,7 @@ class Gang:
             "run": task.run,
             # A managed job's next attempt may reuse nodes that the previous one has set up.
             "setup_digest": digest_setup(task, image) if is_managed else None,
-            "envs": {**task.envs, **envs},
+            "envs": {"SKYPILOT_CLUSTER_INFO": describe_cluster(cluster), **task.envs, **envs},
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],

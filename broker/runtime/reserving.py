@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from broker.errors import UsageError
@@ -9,6 +10,7 @@ from broker.frozen import frozen
 from broker.task.accelerators import find_maker
 from broker.types import Cluster, Resources, Task
 
+CLOUD_SPELLINGS = {"aws": "AWS", "gcp": "GCP", "oci": "OCI", "do": "DO", "ibm": "IBM", "runpod": "RunPod"}
 # The variable that limits a program to some of a node's accelerators, by maker. Accelerators of other makers are not
 # shared (TPUs also need their topology, Neuron counts cores): a run on them gets the whole node.
 VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
@@ -70,6 +72,13 @@ def count_gpus(task: Task, cluster: Cluster, reserved: Reservation | None) -> fl
     if offer.accelerator:
         return offer.accelerator_count
     return requested.accelerator_count if requested.accelerator else 0
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """Return the place of a cluster as JSON: `SKYPILOT_CLUSTER_INFO`, with SkyPilot's spelling of clouds."""
+    offer = cluster.placement.offer
+    cloud = CLOUD_SPELLINGS.get(offer.cloud, offer.cloud.capitalize())
+    return json.dumps({"cluster_name": cluster.name, "cloud": cloud, "region": offer.region, "zone": offer.zone})
 
 
 def describe_turn(reserved: Reservation | None) -> dict[str, Any]:

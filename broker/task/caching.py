@@ -9,7 +9,7 @@ from broker.task.tables import Section
 
 # Variables whose values belong to one node, attempt or job: an archive would copy them to others.
 OWN_VARIABLES = re.compile(
-    r"\b(?:SKYPILOT_(?:NODE_RANK|NODE_IPS|TASK_ID)|BROKER_(?:JOB_ID|ATTEMPT|MASTER_PORT|CHECKPOINT_DIR|PIPELINE_DIR"
+    r"\b(?:SKYPILOT_(?:(?:SETUP_)?NODE_(?:RANK|IPS)|TASK_ID|CLUSTER_INFO)|BROKER_(?:JOB_ID|ATTEMPT|MASTER_PORT|CHECKPOINT_DIR|PIPELINE_DIR"
     r"|PROGRESS_FILE|PREEMPTION_FILE|GANG_PEM|GANG_FILE|ACCESS_DIR))\b"
 )
 

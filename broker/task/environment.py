@@ -20,6 +20,7 @@ _FLAGS = ("True", "False")
 # Variables that the agent of each node sets, whatever the task says (`agent/agent_environment.py`).
 SET_BY_AGENT = (
     "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE",
+    "SKYPILOT_SETUP_NODE_RANK", "SKYPILOT_SETUP_NODE_IPS", "SKYPILOT_SETUP_NUM_GPUS_PER_NODE",
     "BROKER_MASTER_PORT", "BROKER_PROGRESS_FILE", "BROKER_PREEMPTION_FILE", "BROKER_GANG_PEM", "BROKER_GANG_FILE",
 )  # fmt: skip
 

@@ -96,8 +96,9 @@ class Named(Text):
         if len(parts := [each.strip() for each in re.split(r"[,|/]| or ", text)]) > 1 and all(
             re.fullmatch(ACCELERATOR, each) for each in parts
         ):
+            several = ", ".join(parts)
             return (
-                f"write `{{{', '.join(parts)}}}` if any of them will do, or `[{', '.join(parts)}]` to try them in order"
+                f"in the task file, write `{{{several}}}` if any of them will do, or `[{several}]` to try them in order"
             )
         return self._suggest_joined(text) or super().hint(marked)
 

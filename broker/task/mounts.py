@@ -24,6 +24,7 @@ _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source
 _HUB = "download models and data sets in `setup`, for example with `hf download`"
 _DECLARE = "declare it under `envs`, with a value or with `--env`"
 _HOME = "for the home folder, write `~/`"
+WORKDIR = "sky_workdir"  # of every node, in its home folder
 _FILL_IN = "give its variable a value with `--env`"
 _FROM_HERE = "paths are relative to the current folder"
 
@@ -50,7 +51,10 @@ def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
 def read_file_mounts(
     reader: Reader, section: Section, resources: Sequence[Resources]
 ) -> tuple[dict[str, str], tuple[StorageMount, ...]]:
-    """Return target -> local source, and the buckets. Without `store`, a bucket is in the cloud of all `resources`."""
+    """Return target -> local source, and the buckets, with targets as `locate_target` returns them.
+
+    Without `store`, a bucket is in the cloud of all `resources`.
+    """
     mounts: dict[str, str] = {}
     clouds = {each.cloud for each in resources}
     own_store = _STORES.get(clouds.pop() or "") if len(clouds) == 1 else None
@@ -58,19 +62,19 @@ def read_file_mounts(
     for target, value in section.get("file_mounts", {}).items():
         source = section.marks["file_mounts"].value[target]
         if isinstance(value, Section):
-            storage.append(_read_storage(reader, target, value, own_store))
+            storage.append(_read_storage(reader, locate_target(target), value, own_store))
             texts = (*storage[-1].source, storage[-1].name or "")
             for name in _list_undeclared([name for text in texts for name in find_variables(text)], section):
                 _warn(reader, value.marked, f"`file_mounts`: `{name}` is not in `envs`", _suggest_value(name))
         elif value.startswith(BUCKET_SCHEMES):
             origin = reader.find_origin(source)
-            storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
+            storage.append(StorageMount(target=locate_target(target), source=(value,), mode="COPY", origin=origin))
             if not value.startswith(SERVED_SCHEMES):
                 _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` URLs are not supported", _FETCH)
             elif _lacks_bucket(value):
                 _warn(reader, source, f"`file_mounts`: `{value}` names no bucket", "for example `s3://BUCKET/FOLDER`")
         else:
-            mounts["~/" if target == "~" else target] = value
+            mounts[locate_target(target)] = value
             if "://" in value:
                 message = f"`file_mounts`: unknown kind of URL `{value.partition('://')[0][:40]}://`"
                 _warn(reader, source, message, f"buckets begin with {', '.join(SERVED_SCHEMES[:-1])}")
@@ -98,15 +102,18 @@ def _check_targets(reader: Reader, section: Section, mounted: Collection[str]) -
         if path in known:
             message = f"`{target}` is the same path as `{known[path]}` in line {places[known[path]][0]}"
             reader.note(*places[target], message, "keep one of them")
-        elif path == "." and target in mounted:
-            hint = "mount it at a folder below it, for example `~/data`"
-            reader.note(*places[target], "a bucket mounted at the home folder hides what the node keeps there", hint)
+        elif path in (".", WORKDIR) and locate_target(target) in mounted:
+            hidden = "`workdir`" if path == WORKDIR else "what the node keeps there"
+            folder = "working directory" if path == WORKDIR else "home folder"
+            hint = f"mount it at a folder below it, for example `{target.rstrip('/')}/data`"
+            if path == "." or section.get("workdir") is not None:
+                reader.note(*places[target], f"a bucket mounted at the {folder} hides {hidden}", hint)
         known.setdefault(path, target)
     # Local files are copied before all buckets, which are mounted in the order of the file.
     steps = {path: (_is_bucket(targets[target]), number) for number, (path, target) in enumerate(known.items())}
     for path, target in known.items():
         for parent in map(str, PurePosixPath(path).parents):
-            if known.get(parent) in mounted and steps[parent] > steps[path]:
+            if parent in known and locate_target(known[parent]) in mounted and steps[parent] > steps[path]:
                 message = f"`file_mounts`: the bucket mounted later at `{known[parent]}` hides `{target}`"
                 hint = f"write it below `{known[parent]}`" if steps[path][0] else "choose a target outside of it"
                 reader.warn(places[target], "file_mounts", message, hint, blocks_launch=True)
@@ -116,9 +123,19 @@ def _is_bucket(value: str | Section) -> bool:
     return isinstance(value, Section) or value.startswith(BUCKET_SCHEMES)
 
 
+def locate_target(target: str) -> str:
+    """Return a target as an absolute path, or one that begins with `~/`: a relative one is in the working directory.
+
+    As in SkyPilot: `data` is `~/sky_workdir/data`, so that `run` finds it as `data`.
+    """
+    if target == "~":
+        return "~/"
+    return target if target.startswith(("/", "~")) else f"~/{WORKDIR}/{posixpath.normpath(target)}"
+
+
 def _normalise(target: str) -> str:
     """Return the path of a target on the node, relative to the home folder unless it is absolute."""
-    return posixpath.normpath("." if target == "~" else target.removeprefix("~/") or ".")
+    return posixpath.normpath(locate_target(target).removeprefix("~/") or ".")
 
 
 def _read_storage(reader: Reader, target: str, section: Section, own_store: str | None) -> StorageMount:

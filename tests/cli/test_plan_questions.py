@@ -136,6 +136,8 @@ def test_picture_needs_work(tmp_path: Path) -> None:
     bare = tmp_path / "bare.yaml"
     bare.write_text("resources: {accelerators: H100:8}\nrun: x\n")
     assert "goal: {work: 100h}" in broker("plan", str(bare), "--pareto", code=2).stderr
+    bare.write_text("name: a\nrun: x\n---\nname: b\nrun: x\n")
+    assert "draws a single task, and the file has 2" in broker("plan", str(bare), "--plot", "x.svg", code=2).stderr
 
 
 def test_price_cap_holds_for_each_node(file: str) -> None:

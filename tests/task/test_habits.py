@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.agent import FOLDER
+from broker.app.planning import anchor
 from broker.errors import TaskError
 from broker.optimizer.throughput import scale_work
 from broker.serve.scaling import find_target_qps
@@ -88,7 +89,8 @@ def test_names_of_gke_and_nvidia_smi_are_understood(text: str, name: str) -> Non
         ("H100 8", "put a colon between name and count: `H100:8`"),
         (
             "A100:8, H100:8",
-            "write `{A100:8, H100:8}` if any of them will do, or `[A100:8, H100:8]` to try them in order",
+            "in the task file, write `{A100:8, H100:8}` if any of them will do, or `[A100:8, H100:8]` to try them in "
+            "order",
         ),
         ("“H100:8”", "replace the typographic quotes by straight ones, or remove them"),
     ],
@@ -113,8 +115,11 @@ def test_names_of_products_get_the_name_of_the_accelerator(text: str, hint: str)
          "2:61 `initial_delay_seconds` must be a number of at least 0, not `20m` | write `1200`"),
         ("file_mounts: {/data: s3://a, /data/: s3://b}",
          "2:30 `/data/` is the same path as `/data` in line 2 | keep one of them"),
-        ("file_mounts: {~/x: s3://a, x: s3://b}",
-         "2:28 `x` is the same path as `~/x` in line 2 | keep one of them"),
+        ("file_mounts: {~/sky_workdir/x: s3://a, x: s3://b}",
+         "2:40 `x` is the same path as `~/sky_workdir/x` in line 2 | keep one of them"),
+        ("workdir: .\nfile_mounts: {~/sky_workdir: {source: s3://a}}",
+         "3:15 a bucket mounted at the working directory hides `workdir` | mount it at a folder below it, for example "
+         "`~/sky_workdir/data`"),
         ("file_mounts: {~: {source: s3://a}}",
          "2:15 a bucket mounted at the home folder hides what the node keeps there | mount it at a folder below it, "
          "for example `~/data`"),
@@ -163,10 +168,26 @@ def test_a_surprise_is_noted(text: str, position: tuple[int, int], message: str,
 
 @pytest.mark.parametrize(
     "mounts",
-    ["/x: {source: s3://a}, /x/y: s3://b", "/x/y: ., /x: s3://b", "/x: s3://a, /xy: {source: s3://b}", "~/: ."],
+    [
+        "/x: {source: s3://a}, /x/y: s3://b",
+        "/x/y: ., /x: s3://b",
+        "/x: s3://a, /xy: {source: s3://b}",
+        "~/: .",
+        "~/x: s3://a, x: s3://b",
+        "~/sky_workdir: {source: s3://a}",
+    ],
 )
 def test_targets_that_are_next_to_each_other_are_accepted(mounts: str) -> None:
     assert not load(f"file_mounts: {{{mounts}}}").notices
+
+
+def test_relative_targets_are_in_the_working_directory() -> None:
+    """As in SkyPilot, so that `run` finds them where the file says."""
+    task = load("file_mounts: {data: ., ./b//: s3://b, c: {source: s3://c}, ~/d: ., /e: .}")
+    assert list(task.file_mounts) == ["~/sky_workdir/data", "~/d", "/e"]
+    assert [each.target for each in task.storage_mounts] == ["~/sky_workdir/b", "~/sky_workdir/c"]
+    assert anchor(Task(file_mounts={"data": "/x"})).file_mounts == {"~/sky_workdir/data": "/x"}
+    assert anchor(task) == anchor(anchor(task))
 
 
 @pytest.mark.parametrize("target", ["~", "~/"])
@@ -186,6 +207,8 @@ def test_the_variables_that_have_no_effect_are_those_that_the_agent_sets(
     }  # fmt: skip
     made = agent_environment.make_envs(spec, tmp_path, mark="MARK=1", held=None, container=None)
     assert [name for name, value in made.items() if value == "mine"] == ["OWN"]
+    for name in ("NODE_RANK", "NODE_IPS", "NUM_GPUS_PER_NODE"):  # SkyPilot's names of them in `setup`
+        assert made[f"SKYPILOT_SETUP_{name}"] == made[f"SKYPILOT_{name}"]
 
 
 def test_targets_of_a_service_apply_under_another_name_of_an_accelerator() -> None:
