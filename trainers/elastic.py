@@ -250,8 +250,8 @@ class ElasticMember:
             self._leader, self._wire = self._places.connect(self._leave_if_noticed)
 
     def _is_leaving(self) -> bool:
-        """Return whether a preemption notice has arrived, and this rank holds no state that the next world needs."""
-        return not self._kept and self._notice is not None and self._notice.is_given()
+        """Return whether a preemption notice has arrived, and no world counts on this rank: it is new."""
+        return not self._past.generation and self._notice is not None and self._notice.is_given()
 
     def _leave_if_noticed(self) -> None:
         if self._is_leaving():

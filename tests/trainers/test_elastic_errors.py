@@ -11,6 +11,7 @@ from tests.fuzz.targets_gang import await_that, come, open_rendezvous
 from trainers import elastic
 from trainers.elastic import ElasticMember
 from trainers.preemption import PreemptionNotice
+from trainers.rendezvous_search import Past
 from trainers.wire import Credential, Wire
 
 from .test_elastic import come_back, gather
@@ -78,6 +79,30 @@ def test_worker_that_waits_for_its_first_world_leaves_at_a_preemption_notice(
             ElasticMember(os.environ["BROKER_ELASTIC_AT"], notice=notice)
         assert leave.value.code == 143
         await_that(lambda: not rendezvous.waiting, "it still waits")
+
+
+def test_survivor_comes_back_though_it_has_a_preemption_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it, and need it for a majority; it leaves between two steps of the next world."""
+    prepare_member(monkeypatch)
+    monkeypatch.setattr(elastic, "SEARCH_S", 0.01)
+    monkeypatch.setattr(ElasticMember, "restart", lambda self: None)
+    for name, value in Past(generation=1, members=("0.a", "0.b")).write().items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "notice").touch()
+    with open_rendezvous(2, credential=SECRET) as (rendezvous, server):
+        monkeypatch.setenv("BROKER_ELASTIC_AT", f"127.0.0.1:{server.port}")
+        worlds: list[int] = []
+        joining = Thread(
+            target=lambda: worlds.append(
+                ElasticMember(os.environ["BROKER_ELASTIC_AT"], notice=PreemptionNotice(tmp_path / "notice")).world.rank
+            )
+        )
+        joining.start()
+        await_that(lambda: rendezvous.waiting, "it does not come")
+        other = come(server, "a", 0, SECRET)
+        joining.join(timeout=300)
+        assert worlds == [1] and other.read()["kind"] == "world"
+        other.close()
 
 
 @pytest.fixture
