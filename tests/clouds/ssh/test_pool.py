@@ -287,6 +287,13 @@ def test_threads_of_a_server_lose_nothing_that_another_remembers(tmp_path: Path)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         list(pool.map(remember, hosts))
+    path = tmp_path / "ssh_claims.json"
+    kept = path.rename(tmp_path / "kept")
+    path.symlink_to(path)  # ELOOP: it cannot be read now
+    with pytest.raises(TransientError):
+        HostMemory(tmp_path).note_claim(hosts[0], {**claim, "id": "new"})
+    path.unlink()
+    kept.rename(path)
     known = [len(HostMemory(tmp_path).read_claims(host, "me", now_s=0.0)) for host in hosts]
     assert known == [20] * len(hosts)
 
