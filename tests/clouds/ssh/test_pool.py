@@ -174,8 +174,10 @@ def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed,
     """The home may be on a file server that does not answer for a moment, or the host may have no free descriptor."""
     (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
     path = bed.find_folder(node) / name
-    kept = path.rename(path.with_name("kept"))
-    path.symlink_to(path)  # ELOOP
+    kept, loop = path.with_name("kept"), path.with_name("loop")
+    kept.hardlink_to(path)
+    loop.symlink_to(path)
+    loop.replace(path)  # ELOOP; in one step, as the machine ends if its folder is gone
     try:
         listed = asyncio.run(bed.pool.list_nodes(OWNER))
         assert [each.state for each in listed] == [NodeState.RUNNING] and "lab" in listed.unseen
@@ -183,8 +185,7 @@ def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed,
             asyncio.run(bed.pool.terminate_nodes([node]))
         assert find_marked(bed, node), "its processes were not killed"
     finally:
-        path.unlink()
-        kept.rename(path)
+        kept.replace(path)
     assert [each.state for each in list_all(bed)] == [NodeState.RUNNING]
 
 
