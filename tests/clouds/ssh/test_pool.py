@@ -189,6 +189,7 @@ def test_claim_whose_files_cannot_be_read_is_neither_dead_nor_gone(bed: PoolBed,
     assert [each.state for each in list_all(bed)] == [NodeState.RUNNING]
 
 
+@pytest.mark.long
 def test_claim_that_a_loss_of_power_has_damaged_is_made_again(bed: PoolBed) -> None:
     request = make_request(bed)
     (node,) = asyncio.run(bed.pool.create_nodes(request))
@@ -242,6 +243,7 @@ def test_hosts_file_that_cannot_be_read_fails_no_launch_for_good(tmp_path: Path)
         asyncio.run(cloud.list_nodes(OWNER))
 
 
+@pytest.mark.long
 def test_login_refused_while_a_part_of_the_gang_is_released_is_an_unknown_outcome(
     bed: PoolBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def test_login_refused_while_a_part_of_the_gang_is_released_is_an_unknown_outcom
     assert [node.state for node in list_all(bed)] == [NodeState.RUNNING], "it is still there, and to be ended"
 
 
+@pytest.mark.long
 def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monkeypatch: pytest.MonkeyPatch) -> None:
     bed.leave_room(1)
     run, kept = bed.run_on_host, list(bed.hosts)
@@ -276,6 +279,7 @@ def test_host_that_leaves_the_file_during_a_claim_is_released(bed: PoolBed, monk
     assert not list_all(bed), "no claim is left"
 
 
+@pytest.mark.long
 def test_threads_of_a_server_lose_nothing_that_another_remembers(tmp_path: Path) -> None:
     """Each request has a cloud of its own, in a thread of its own."""
     hosts = [Host(pool="lab", login=SshLogin(host=f"h{number}")) for number in range(8)]
