@@ -350,7 +350,7 @@ def test_one_node_that_does_not_end_does_not_keep_the_others(rig: Rig, monkeypat
     asyncio.run(act())
 
 
-@pytest.mark.parametrize("name", ["node.json", "ended.json", "machine.json"])
+@pytest.mark.parametrize("name", ["node.json", pytest.param("ended.json", marks=pytest.mark.long), "machine.json"])
 def test_a_file_that_a_loss_of_power_has_damaged_disturbs_no_other_node(rig: Rig, name: str) -> None:
     async def act() -> None:
         request = make_request()

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from broker.errors import AuthError, DeniedError, NoOfferError
 from broker.types import EventKind, Goal, JobStatus, Node, NodeRequest, Plan, Task
 from tests.simulation.test_crashes import run_to_end
@@ -47,6 +49,7 @@ def test_a_first_attempt_waits_for_a_new_login_and_names_the_command_once(tmp_pa
     assert len(waits) > 1 and waits[0].startswith("the SSO session has expired; run `aws sso login`; retrying in ")
 
 
+@pytest.mark.long
 def test_a_login_that_is_not_renewed_by_the_deadline_ends_a_job_that_never_started(tmp_path: Path) -> None:
     world = make_logged_out(tmp_path, until_s=math.inf, deadline_hours=2.0)
     run_to_end(world, "plain")

@@ -65,6 +65,7 @@ def test_large_output_comes_in_pieces_of_bounded_size() -> None:
     assert output.bytes_max <= LINE_BYTES_MAX // 4
 
 
+@pytest.mark.long
 def test_exit_codes_are_those_of_a_shell() -> None:
     output = Output()
     assert output.run("sh", "-c", "kill -TERM $$") == 128 + signal.SIGTERM

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from broker.errors import TransientError
 from broker.locks import hold_lock
 from broker.types import Node, NodeState
 
@@ -26,11 +27,16 @@ class GcpStateFile:
         self._path = folder / "nodes.json"
 
     def read(self) -> Mapping[str, Node]:
-        """Return nodes by id; empty if the file is missing or unreadable."""
+        """Return nodes by id; empty if the file is missing or damaged.
+
+        Raises TransientError if it cannot be read now, as without a free descriptor: `note` would replace it.
+        """
         try:
             return {node.id: node for node in msgspec.json.decode(self._path.read_bytes(), type=list[Node])}
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):
             return {}
+        except OSError as error:
+            raise TransientError(f"cannot read {self._path}: {error.strerror}") from error
 
     def note(self, nodes: Sequence[Node], *, now_s: float) -> None:
         """Record the current state of these nodes. An end is never revoked, and is forgotten after an hour."""

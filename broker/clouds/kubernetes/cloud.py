@@ -33,6 +33,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from broker.sites import find_file
+from broker.sites.backends import find_other_backend
 from broker.sites.facts import find_facts
 from broker.sites.kubectl import run_kubectl
 from broker.sites.kubernetes import KubernetesContext, Pool, read_contexts, read_pools
@@ -135,17 +136,20 @@ class KubernetesCloud:
         """
         contexts, _ = self._read_files()
         calls = []
-        for node in nodes:
+        others = [other for node in nodes if (other := find_other_backend(node, is_native=True))]
+        for node in (node for node in nodes if not find_other_backend(node, is_native=True)):
             region, namespace = node.region, find_namespace(node)
             # An entry that has left the file: its context may still be in the kubeconfig.
             context = contexts.get(region) or KubernetesContext(name=region, context=region)
             if context.is_off:
                 continue
             calls.append(partial(self._make_api(context).delete, node.id, namespace))
-        raise_first(await call_all(calls))
+        raise_first([*await call_all(calls), *others])
 
     def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
         """Return an AuthError for a context that the file does not list, or lists with another namespace."""
+        if node is not None and (other := find_other_backend(node, is_native=True)):
+            return other
         contexts, _ = self._read_files()
         if region not in contexts:
             return AuthError(

@@ -36,6 +36,7 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
+from broker.sites.backends import find_other_backend
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,10 @@ REFRESH_EVERY_S = 15.0
 
 
 class SkyCloud:
-    """Cloud, CanStop and CanPrepare. The token is the cluster's name, so a repeated request finds the same cluster."""
+    """Cloud, CanStop, CanPrepare and ReadsSites.
+
+    The token is the cluster's name, so a repeated request finds the same cluster.
+    """
 
     settle_s: ClassVar[float] = 10.0
     programs: ClassVar[tuple[str, ...]] = ("ssh",)
@@ -149,8 +153,9 @@ class SkyCloud:
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """Terminate whole gangs: SkyPilot cannot terminate a part of a cluster."""
-        failures: list[CloudError] = []
-        for name in self._list_names([node.id for node in nodes]):
+        others = [other for node in nodes if (other := find_other_backend(node, is_native=False))]
+        failures: list[CloudError] = list(others)
+        for name in self._list_names([node.id for node in nodes if not find_other_backend(node, is_native=False)]):
             gang = self._state_file.read().get(name)
             if gang is not None and gang.ended_s is None:
                 self._state_file.note([replace(gang, is_down_asked=True)], now_s=self._clock.now_s())
@@ -162,6 +167,10 @@ class SkyCloud:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+    def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
+        """Return an AuthError for a node that was launched natively, before the cloud's file was removed."""
+        return None if node is None else find_other_backend(node, is_native=False)
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         """Stop whole clusters: SkyPilot cannot stop single nodes. Already stopped is success."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from broker.clouds.sky.gangs import SkyGang
+from broker.errors import TransientError
 from broker.locks import hold_lock
 
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
@@ -25,11 +26,17 @@ class SkyStateFile:
         self._folder = folder
 
     def read(self) -> Mapping[str, SkyGang]:
-        """Return gangs by name; empty if the file is missing or unreadable."""
+        """Return gangs by name; empty if the file is missing or damaged.
+
+        Raises TransientError if it cannot be read now, as without a free descriptor: `note` would replace it.
+        """
+        path = self._folder / "gangs.json"
         try:
-            gangs = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[SkyGang])
-        except (OSError, msgspec.DecodeError):
+            gangs = msgspec.json.decode(path.read_bytes(), type=list[SkyGang])
+        except (FileNotFoundError, msgspec.DecodeError):
             return {}
+        except OSError as error:
+            raise TransientError(f"cannot read {path}: {error.strerror}") from error
         return {gang.name: gang for gang in gangs}
 
     def note(self, gangs: Sequence[SkyGang], *, now_s: float) -> None:

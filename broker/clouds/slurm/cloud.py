@@ -37,6 +37,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from broker.sites import find_file
+from broker.sites.backends import find_other_backend
 from broker.sites.facts import find_facts
 from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions
 from broker.types import Node, NodeList, NodeRequest, NodeState
@@ -139,6 +140,8 @@ class SlurmCloud:
 
     def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
         """Return an AuthError for a cluster that `slurm.yaml` does not list."""
+        if node is not None and (other := find_other_backend(node, is_native=True)):
+            return other
         clusters, _ = self._read_files()
         if region in clusters:
             return None

@@ -31,6 +31,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from broker.sites import find_file
+from broker.sites.backends import find_other_backend
 from broker.sites.facts import find_facts
 from broker.sites.pools import Host, name_offer, read_hosts
 from broker.types import Node, NodeList, NodeRequest, NodeState
@@ -128,6 +129,8 @@ class SshCloud:
         hosts = self._read_file()
         if node is None:
             return None if any(host.pool == region for host in hosts) else make_removal(f"pool `{region}`")
+        if other := find_other_backend(node, is_native=True):
+            return other
         pool, name, _ = split_handle(node)
         if any((host.pool, host.name) == (pool, name) for host in hosts):
             return None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from broker.errors import TransientError
 from broker.locks import hold_lock
 from broker.sites.facts import write_json
 from broker.sites.pools import Host
@@ -78,8 +79,10 @@ class HostMemory:
     def _read(self, path: Path) -> Mapping[str, Any]:
         try:
             found = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return {}
+        except OSError as error:  # as without a free descriptor: what is read here is also what is written
+            raise TransientError(f"cannot read {path}: {error.strerror}") from error
         return found if isinstance(found, dict) else {}
 
 

@@ -7,7 +7,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from broker.clouds.gcp.state_file import KEEP_ENDED_S, GcpStateFile
+from broker.errors import TransientError
 from broker.types import Node, NodeState
 
 NODE = Node(id="p/z/b-me-0-0", cloud="gcp", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
@@ -35,6 +38,20 @@ def test_living_nodes_are_kept_however_old(tmp_path: Path) -> None:
     state_file.note([NODE], now_s=0)
     state_file.note([replace(NODE, id="p/z/b-me-1-0")], now_s=10**9)
     assert len(state_file.read()) == 2
+
+
+def test_a_file_that_cannot_be_read_now_is_not_replaced(tmp_path: Path) -> None:
+    """A daemon with many nodes may run out of descriptors for a moment."""
+    state_file = GcpStateFile(tmp_path)
+    state_file.note([NODE], now_s=0)
+    path = tmp_path / "nodes.json"
+    kept = path.rename(tmp_path / "kept")
+    path.symlink_to(path)  # ELOOP
+    with pytest.raises(TransientError):
+        state_file.note([replace(NODE, id="p/z/b-me-1-0")], now_s=0)
+    path.unlink()
+    kept.rename(path)
+    assert state_file.read() == {NODE.id: NODE}
 
 
 def test_an_unreadable_file_counts_as_empty_and_is_rewritten(tmp_path: Path) -> None:

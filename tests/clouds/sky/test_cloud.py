@@ -189,6 +189,25 @@ def test_an_accepted_launch_that_cannot_be_followed_is_no_refusal(bed: Any, monk
     assert len(bed.engine.launched) == 1
 
 
+def test_records_that_cannot_be_read_now_are_not_replaced(bed: Any) -> None:
+    """A daemon with many nodes may run out of descriptors for a moment; an adopted gang has no price."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        path = bed.folder / "sky" / "gangs.json"
+        kept = path.rename(path.with_name("kept"))
+        path.symlink_to(path)  # ELOOP
+        with pytest.raises(TransientError):
+            await bed.cloud.list_nodes(OWNER)
+        path.unlink()
+        kept.rename(path)
+        (node,) = await list_of(bed, request.token)
+        assert node.usd_hour > 0
+
+    asyncio.run(act())
+
+
 def test_a_cancelled_launch_never_comes_up(bed: Any) -> None:
     async def act() -> None:
         request = make_request(bed)
