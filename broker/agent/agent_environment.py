@@ -38,7 +38,7 @@ def make_envs(
 ) -> dict[str, str]:
     """Return the variables that we set, which override those of the node or container. `mark` is a `NAME=value`."""
     ips: list[str] = spec["node_ips"]
-    env: dict[str, str] = {}
+    env: dict[str, str] = {"PYTHONUNBUFFERED": "1"}  # so that the log shows a print at once; SkyPilot sets it as well
     if container:
         env["HOME"] = str(agent_files.HOME)
     if not float(spec["gpus_per_node"]):

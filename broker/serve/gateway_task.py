@@ -81,7 +81,7 @@ def make_gateway_task(service: Service, task: Task, spec: GatewaySpec, number: i
     return Task(
         name=f"{service.name}-gateway-{number}",
         resources=(resources,),
-        file_mounts={PROGRAM_TARGET: str(program)},
+        file_mounts={f"~/{PROGRAM_TARGET}": str(program)},
         envs={SERVICE_VARIABLE: service.name},
         run=RUN,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
     recovery = read_recovery(section.get("resources"))
     if recovery.caches_setup:
         check_cached_setup(reader, section)
+    _note_shell_files(reader, section)
     return Task(
         name=section.get("name"),
         resources=resources,
@@ -221,6 +223,15 @@ def _strip_scope(key: str) -> str:
     """Return the name of `secrets:HF_TOKEN` or `secrets:workspace.HF_TOKEN`."""
     bare = key.removeprefix("secrets:")
     return next((bare.removeprefix(scope) for scope in SECRET_SCOPES if bare.startswith(scope)), bare)
+
+
+def _note_shell_files(reader: Reader, section: Section) -> None:
+    """Note a `setup` that changes files which SkyPilot's shells read before `run`, and broker's do not."""
+    found = re.search(r"\.bashrc|\.bash_profile|\.profile\b|\bconda init\b", section.get("setup") or "")
+    if found and found[0] not in (section.get("run") or ""):
+        message = f"`setup` changes shell settings (`{found[0]}`), but `run` starts without them"
+        hint = "set the variables under `envs`, or write them to a file that `run` reads: `. ~/env.sh`"
+        reader.warn(section.find_key("setup"), "setup", message, hint, blocks_launch=False)
 
 
 def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:

@@ -152,6 +152,8 @@ def test_broken_yaml_is_explained_by_its_cause(text: str, position: tuple[int, i
     ("text", "position", "message", "blocks_launch"),
     [
         ("num_nodes: 010", (2, 1), "`num_nodes: 010` is read as 10; SkyPilot reads it as 8", False),
+        ("setup: echo 'export A=b' >> ~/.bashrc", (2, 1), "but `run` starts without them", False),
+        ("setup: |\n  conda init bash", (2, 1), "`setup` changes shell settings (`conda init`)", False),
         ("envs: {SKYPILOT_NODE_RANK: 3}", (2, 8), "`envs.SKYPILOT_NODE_RANK` has no effect", False),
         ("file_mounts: {$HOME/x: s3://a}", (2, 15), "`file_mounts`: `HOME` is not in `envs`", True),
         ("file_mounts: {/x: 's3://'}", (2, 19), "`file_mounts`: `s3://` names no bucket", True),
@@ -207,6 +209,7 @@ def test_the_variables_that_have_no_effect_are_those_that_the_agent_sets(
     }  # fmt: skip
     made = agent_environment.make_envs(spec, tmp_path, mark="MARK=1", held=None, container=None)
     assert [name for name, value in made.items() if value == "mine"] == ["OWN"]
+    assert made["PYTHONUNBUFFERED"] == "1"
     for name in ("NODE_RANK", "NODE_IPS", "NUM_GPUS_PER_NODE"):  # SkyPilot's names of them in `setup`
         assert made[f"SKYPILOT_SETUP_{name}"] == made[f"SKYPILOT_{name}"]
 
