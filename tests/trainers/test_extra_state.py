@@ -146,7 +146,7 @@ def test_state_kept_in_memory_has_the_extra_state_of_its_step() -> None:
             return torch.load(file, weights_only=True)
 
     heirs = {"model": other, "position": Position("data")}
-    assert transfer_state(ALONE, WHOLE, [Holding(step=1, part=WHOLE)], read, heirs) == 1
+    assert transfer_state(ALONE, WHOLE, [Holding(step=1, part=WHOLE)], read, heirs) == (1, 0)
     assert other.layer.value == {"seen": [1]}
 
 
