@@ -31,7 +31,7 @@ from broker.serve.routes import BackendRoute, RouteTable
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # until the router has taken over a change of its workers
+POLL_S, POLL_S_MAX = 0.05, 1.0  # until the router has taken over a change of its workers; doubled each time
 RETRY_S = 0.5  # after the router did not answer, or ended
 LATE_S = 10.0  # a worker that the router has not taken over by then is added again
 HEALTH = "/health"
@@ -171,6 +171,7 @@ class RouterPath:
             if route.is_gone:
                 del self._endpoints[route]
             await endpoint.tidy(is_gone=route.is_gone)
+        pause_s = POLL_S
         while not self._changed.is_set():
             wanted = {route: await self._find_endpoint(route) for route in self._list_wanted()}
             urls = {endpoint.url for endpoint in wanted.values()}
@@ -185,13 +186,16 @@ class RouterPath:
             if not removed and all(url in present and present[url].is_ready for url in urls):
                 self._close_unwanted(wanted)
                 return
-            await self._clock.sleep(POLL_S)
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S_MAX)
 
     async def _add(self, url: str) -> None:
         """Add a worker, again if the router has not taken it over in time: smg does so in the background."""
         now_s = self._clock.now_s()
         if 0.0 <= now_s - self._asked_s.get(url, -LATE_S) < LATE_S:
             return
+        if url in self._asked_s:
+            log.warning("%s has not taken over a replica for %.0f s", self._routing.balancer, LATE_S)
         self._asked_s[url] = now_s
         await self._process.add_worker(url)
 
