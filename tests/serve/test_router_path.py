@@ -19,6 +19,7 @@ from broker.clock import SystemClock
 from broker.errors import StateError
 from broker.serve.balancer import Balancer
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
+from broker.serve.keys import create_key, read_usage
 from broker.serve.replicas import draw_free_port
 from broker.serve.router_process import (
     PROGRAMS,
@@ -79,9 +80,9 @@ class RouterBed:
             await response.read()
             return response.status
 
-    async def complete(self, prompt: str, tokens: int, has_begun: asyncio.Event | None = None) -> str:
+    async def complete(self, prompt: str, tokens: int, has_begun: asyncio.Event | None = None, **headers: str) -> str:
         fields = {"model": "stand-in", "prompt": prompt, "max_tokens": tokens, "stream": True}
-        async with self.client.post(self.url + COMPLETIONS, json=fields) as response:
+        async with self.client.post(self.url + COMPLETIONS, json=fields, headers=headers) as response:
             assert response.status == 200, await response.text()
             lines = list[bytes]()
             async for line in response.content:
@@ -178,6 +179,21 @@ def test_requests_reach_all_replicas_and_only_paths_of_inference_pass(kind: Bala
     load = play(tmp_path, kind, scene, balancing="round_robin")
     assert load.in_flight == 0 and load.totals.responses["200"] >= 2
     assert set(load.replicas) == {1, 2} and all(each.window.requests for each in load.replicas.values())
+
+
+@with_router
+def test_key_is_required_charged_and_shown_to_neither_router_nor_replica(kind: BalancerType, tmp_path: Path) -> None:
+    folder = ServiceFolder(path=tmp_path)
+    key, text = create_key(folder, "ann", now_s=SystemClock().now_s())
+
+    async def scene(bed: RouterBed) -> None:
+        assert await bed.embed() == 401
+        assert await bed.embed(headers={"authorization": f"Bearer {text}"}) == 200
+        assert await bed.complete("Once", 12, authorization=f"Bearer {text}") == expect_text("Once", 12)
+        assert not any(text in str(headers) for each in bed.engines for headers in each.headers)
+
+    play(tmp_path, kind, scene)
+    assert read_usage(folder).keys[key.id].completion_tokens == 12
 
 
 @with_router
