@@ -11,7 +11,8 @@ The balancer probes replicas, adopts routing files and writes `load.json`; it do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -21,6 +22,9 @@ from broker.serve.files import LoadTotals, LoadWindow, Routing
 from broker.serve.routes import BackendRoute
 from broker.types import ServiceSpec
 
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5  # after a child process did not answer, or ended
 WAITING_MAX = 1_000  # requests or connections that wait for a replica to become ready
 WAIT_S_MAX = 60.0
 
@@ -66,6 +70,46 @@ class DataPath(Protocol):
 
     def find_expiry_s(self) -> float | None:
         """Return when the certificate that clients get expires; None without one."""
+
+
+class ChildChanges:
+    """Changes that a child process has to take over, carried out one after the other."""
+
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._noted = asyncio.Event()
+        self._is_applying = False
+
+    @property
+    def has_next(self) -> bool:
+        """Return whether something changed since the present application began."""
+        return self._noted.is_set()
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether a change is not taken over yet."""
+        return self.has_next or self._is_applying
+
+    def note(self) -> None:
+        """Have the present state applied, in a task of its own."""
+        self._noted.set()
+
+    async def apply_forever(
+        self, apply: Callable[[], Awaitable[None]], *, errors: tuple[type[Exception], ...], child: str
+    ) -> None:
+        """Apply each change; one that fails with one of these errors is applied again."""
+        while True:
+            await self._noted.wait()
+            self._noted.clear()
+            self._is_applying = True
+            try:
+                await apply()
+            except errors as error:
+                log.warning("%s did not apply a change: %s", child, str(error) or "no answer")
+                self._noted.set()
+                await self._clock.sleep(RETRY_S)
+            finally:
+                self._is_applying = False
 
 
 class ReplicaQueue:

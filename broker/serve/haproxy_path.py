@@ -23,7 +23,7 @@ from broker.errors import StateError
 from broker.serve import haproxy_config as config
 from broker.serve.connections import ReplicaConnector
 from broker.serve.credentials import ListenerFiles, make_client_context, read_certificate
-from broker.serve.data_path import Counts, find_exposure
+from broker.serve.data_path import RETRY_S, ChildChanges, Counts, find_exposure
 from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.haproxy_control import CONFIG, HaproxyControl, NoAnswerError
 from broker.serve.probing import probe_connection, probe_request
@@ -31,8 +31,6 @@ from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ServiceProtocol
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 0.5  # after HAProxy did not answer, or ended
 
 
 class HaproxyPath:
@@ -45,8 +43,7 @@ class HaproxyPath:
         self._context = make_client_context(folder)
         self._renewal = None if routing.tls is None else ListenerFiles(routing.tls)
         self._session: aiohttp.ClientSession | None = None
-        self._changed = asyncio.Event()
-        self.is_applying = False  # a change is on its way to HAProxy
+        self._changes = ChildChanges(clock=clock)
         self._served = ""  # the structure that the running worker has
         self._gone: list[str] = []  # servers to which old workers may have connections
         self._ended: dict[int, tuple[int, int]] = {}  # arrivals and broken ones by worker, of all so far
@@ -64,7 +61,8 @@ class HaproxyPath:
             self._write_config()
             await self._control.start()
             self._served = self._describe_structure()
-            tasks = [asyncio.ensure_future(each) for each in (self._apply_forever(), self._restart_forever())]
+            applying = self._changes.apply_forever(self._apply, errors=(NoAnswerError, StateError), child="haproxy")
+            tasks = [asyncio.ensure_future(each) for each in (applying, self._restart_forever())]
             try:
                 yield self._routing.port
             finally:
@@ -76,7 +74,7 @@ class HaproxyPath:
     def adopt(self, routing: Routing) -> None:
         """Reload with the new replicas, in a task of its own."""
         self._routing = routing
-        self._changed.set()
+        self._changes.note()
 
     def cut(self, gone: Sequence[BackendRoute]) -> None:
         """End the connections to them once the new worker has taken over, in a task of its own.
@@ -84,11 +82,11 @@ class HaproxyPath:
         They may be to machines that vanished, which the old worker would keep for an hour.
         """
         self._gone += [config.name_server(each.backend) for each in gone]
-        self._changed.set()
+        self._changes.note()
 
     def wake(self) -> None:
         """Enable the servers of ready replicas, and disable the others, in a task of its own."""
-        self._changed.set()
+        self._changes.note()
 
     async def probe(self, route: BackendRoute) -> str:
         """Probe as the builtin balancer does."""
@@ -126,7 +124,7 @@ class HaproxyPath:
             log.warning("%s", error.message)
             return
         self._served = ""
-        self._changed.set()
+        self._changes.note()
 
     def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
         """Return nothing: HAProxy keeps no times of the last minute."""
@@ -139,21 +137,6 @@ class HaproxyPath:
     def find_expiry_s(self) -> float | None:
         """Return when the certificate that clients get expires; None without one."""
         return None if self._renewal is None else self._renewal.ends_s
-
-    async def _apply_forever(self) -> None:
-        """Carry out each change, one after the other; one that was not answered is carried out again."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self.is_applying = True
-            try:
-                await self._apply()
-            except (NoAnswerError, StateError) as error:
-                log.warning("haproxy did not apply a change: %s", str(error) or "no answer")
-                self._changed.set()
-                await self._clock.sleep(RETRY_S)
-            finally:
-                self.is_applying = False
 
     async def _apply(self) -> None:
         """Bring HAProxy to the present routing and readiness. Raises NoAnswerError, StateError."""
@@ -180,7 +163,7 @@ class HaproxyPath:
             with contextlib.suppress(StateError):
                 await self._control.start()
                 self._served = ""
-                self._changed.set()
+                self._changes.note()
 
     def _list_ready(self) -> frozenset[int]:
         return frozenset(number for number, route in self._table.routes.items() if route.is_ready)

@@ -21,7 +21,7 @@ from broker.clock import Clock
 from broker.errors import StateError
 from broker.serve.admission import Gate
 from broker.serve.answers import refuse
-from broker.serve.data_path import Counts
+from broker.serve.data_path import RETRY_S, ChildChanges, Counts
 from broker.serve.files import Backend, LoadTotals, LoadWindow, Routing, ServiceFolder
 from broker.serve.http_path import HttpPath, listen
 from broker.serve.keys import KeyRing, UsageBook
@@ -32,7 +32,6 @@ from broker.serve.routes import BackendRoute, RouteTable
 log = logging.getLogger(__name__)
 
 POLL_S, POLL_S_MAX = 0.05, 1.0  # until the router has taken over a change of its workers; doubled each time
-RETRY_S = 0.5  # after the router did not answer, or ended
 LATE_S = 10.0  # a worker that the router has not taken over by then is added again
 HEALTH = "/health"
 INFERENCE_PATHS = frozenset(
@@ -55,8 +54,7 @@ class RouterPath:
         self._process = RouterProcess(routing.balancer, routing.balancing, folder.path)
         self._endpoints: dict[BackendRoute, ReplicaEndpoint] = {}
         self._asked_s: dict[str, float] = {}  # when the router was told of a worker, by URL
-        self._changed = asyncio.Event()
-        self.is_applying = False  # a change is on its way to the router
+        self._changes = ChildChanges(clock=clock)
         self._has_workers = False  # the router has a ready one
 
     @contextlib.asynccontextmanager
@@ -68,7 +66,10 @@ class RouterPath:
         try:
             async with self._front.listen() as port:
                 await self._start()
-                tasks = [asyncio.ensure_future(each) for each in (self._apply_forever(), self._restart_forever())]
+                applying = self._changes.apply_forever(
+                    self._apply, errors=(RouterError, OSError), child=self._routing.balancer
+                )
+                tasks = [asyncio.ensure_future(each) for each in (applying, self._restart_forever())]
                 try:
                     yield port
                 finally:
@@ -83,7 +84,7 @@ class RouterPath:
         """Act on another routing file, in a task of its own."""
         self._routing = routing
         self._front.adopt(routing)
-        self._changed.set()
+        self._changes.note()
 
     def cut(self, gone: Sequence[BackendRoute]) -> None:
         """Cut off the connections to them: the router's requests end, and streams continue elsewhere."""
@@ -92,7 +93,7 @@ class RouterPath:
     def wake(self) -> None:
         """Add ready replicas to the router and remove the others, in a task of its own."""
         self._admit()
-        self._changed.set()
+        self._changes.note()
 
     async def probe(self, route: BackendRoute) -> str:
         """Send the readiness request to the replica itself."""
@@ -123,7 +124,7 @@ class RouterPath:
         self._asked_s.clear()
         await self._process.start()
         self._route()
-        self._changed.set()
+        self._changes.note()
 
     def _route(self) -> None:
         """Send requests to the router's present port. What is known about engines holds for one version."""
@@ -149,21 +150,6 @@ class RouterPath:
         ready = [each for each in self._table.routes.values() if each.is_ready and not each.backend.is_draining]
         return [each for each in ready if not each.backend.is_leaving] or ready
 
-    async def _apply_forever(self) -> None:
-        """Carry out each change, one after the other; one that failed is carried out again."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self.is_applying = True
-            try:
-                await self._apply()
-            except (RouterError, OSError) as error:
-                log.warning("%s did not apply a change: %s", self._routing.balancer, str(error) or "no answer")
-                self._changed.set()
-                await self._clock.sleep(RETRY_S)
-            finally:
-                self.is_applying = False
-
     async def _apply(self) -> None:
         """Bring the router's workers to the ready replicas. Raises RouterError, OSError."""
         self._route()
@@ -172,7 +158,7 @@ class RouterPath:
                 del self._endpoints[route]
             await endpoint.tidy(is_gone=route.is_gone)
         pause_s = POLL_S
-        while not self._changed.is_set():
+        while not self._changes.has_next:
             wanted = {route: await self._find_endpoint(route) for route in self._list_wanted()}
             urls = {endpoint.url for endpoint in wanted.values()}
             present = {each.url: each for each in await self._process.list_workers()}
@@ -203,7 +189,7 @@ class RouterPath:
         """Return the address at which the router reaches a replica. Raises OSError."""
         endpoint = self._endpoints.get(route)
         if endpoint is None:
-            proxy = ReplicaProxy(route, self._routing, self._changed, clock=self._clock)
+            proxy = ReplicaProxy(route, self._routing, self._changes, clock=self._clock)
             proxy.session = self._front.session
             endpoint = self._endpoints[route] = ReplicaEndpoint(proxy)
         await endpoint.open()
@@ -225,28 +211,28 @@ class RouterPath:
             await self._clock.sleep(RETRY_S)
             try:
                 await self._start()
-            except StateError as error:
-                log.warning("%s", error.message)
+            except (StateError, OSError) as error:  # the latter: no port is free
+                log.warning("%s", error)
 
 
 class ReplicaTable(RouteTable):
     """One replica. A connection that it refuses takes it out of the router, too."""
 
-    def __init__(self, route: BackendRoute, changed: asyncio.Event, *, clock: Clock) -> None:
+    def __init__(self, route: BackendRoute, changes: ChildChanges, *, clock: Clock) -> None:
         super().__init__(clock=clock)
-        self.routes, self._changed = {route.backend.number: route}, changed
+        self.routes, self._changes = {route.backend.number: route}, changes
 
     def exclude(self, route: BackendRoute, error: str) -> None:
         """Record a refused connection: no request goes there until a probe succeeds."""
         super().exclude(route, error)
-        self._changed.set()
+        self._changes.note()
 
 
 class ReplicaProxy(Proxy):
     """Pass the router's requests on to one replica, and answer its health checks."""
 
-    def __init__(self, route: BackendRoute, routing: Routing, changed: asyncio.Event, *, clock: Clock) -> None:
-        table = ReplicaTable(route, changed, clock=clock)
+    def __init__(self, route: BackendRoute, routing: Routing, changes: ChildChanges, *, clock: Clock) -> None:
+        table = ReplicaTable(route, changes, clock=clock)
         gate = Gate(KeyRing(), UsageBook(), host=LOOPBACK, clock=clock)
         limits = PassLimits(waits=False, continues=False)
         super().__init__(table, routing, gate, clock=clock, draw=random.Random(), limits=limits)

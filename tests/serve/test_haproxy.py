@@ -132,7 +132,7 @@ class HaproxyBed:
         await self.until_applied(path)
 
     async def until_applied(self, path: Any) -> None:
-        while path._changed.is_set() or path.is_applying:
+        while path._changes.is_pending:
             await asyncio.sleep(0.01)
 
     async def ask(self, path: str = "/a") -> int:

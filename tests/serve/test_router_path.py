@@ -17,6 +17,7 @@ from aiohttp import web
 
 from broker.clock import SystemClock
 from broker.errors import StateError
+from broker.serve import router_process
 from broker.serve.balancer import Balancer
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
 from broker.serve.keys import create_key, read_usage
@@ -71,7 +72,7 @@ class RouterBed:
         await self.until_applied()
 
     async def until_applied(self) -> None:
-        while self.path._changed.is_set() or self.path.is_applying:
+        while self.path._changes.is_pending:
             await asyncio.sleep(0.01)
 
     async def embed(self, text: str = "a", **options: Any) -> int:
@@ -263,13 +264,24 @@ def test_requests_wait_while_no_replica_is_ready_and_one_that_returns_serves_aga
 
 
 @with_router
-def test_router_that_dies_is_started_again(kind: BalancerType, tmp_path: Path) -> None:
+def test_router_that_dies_is_started_again_even_if_no_port_is_free_at_first(
+    kind: BalancerType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, refusals = router_process._draw_free_ports, [OSError("no port is free")]
+
+    def refuse_once(count: int) -> list[int]:
+        if refusals:
+            raise refusals.pop()
+        return draw(count)
+
     async def scene(bed: RouterBed) -> None:
         assert await bed.embed() == 200
         port, process = bed.path._process.port, bed.path._process._process
+        monkeypatch.setattr(router_process, "_draw_free_ports", refuse_once)
         os.kill(process.pid, signal.SIGKILL)
-        while bed.path._process.port == port or not bed.path._has_workers:
-            await asyncio.sleep(0.02)
-        assert await bed.embed() == 200
+        async with asyncio.timeout(300):
+            while bed.path._process.port == port or not bed.path._has_workers:
+                await asyncio.sleep(0.02)
+        assert await bed.embed() == 200 and not refusals
 
     play(tmp_path, kind, scene)

@@ -91,7 +91,7 @@ def test_standby_of_a_worker_that_did_not_wait_for_it_begins_nothing(tmp_path: P
 
 
 def test_worker_that_was_killed_starts_again_in_its_standby(tmp_path: Path) -> None:
-    """The launcher hands over for it, and goes on running: the standby waited for its exit, forever."""
+    """The launcher hands over for it and keeps running: the standby waited for the launcher's exit, forever."""
     path = tmp_path / "socket"
     reading, writing = os.pipe()
     pid = os.fork()
