@@ -60,7 +60,7 @@ class UserFile(Generic[Reading]):
         return reading
 
     def _is_recent(self, stamp: Stamp) -> bool:
-        """Return whether the file changed, or disappeared, so recently that it may be in the course of being saved."""
+        """Return whether the file changed, or disappeared, so recently that it may be half-written."""
         now_s = self._clock.now_s()
         if stamp is not None:
             self._missing_since_s = None

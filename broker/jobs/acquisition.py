@@ -159,8 +159,8 @@ class Acquisition:
         return wait_s
 
     def _is_without_offers(self) -> bool:
-        """Return whether planning has found no offer for `NO_OFFER_S`: a file of machines or prices may have been in
-        the course of being saved."""
+        """Return whether planning has found no offer for `NO_OFFER_S`: a file of machines or prices may have been
+        half-written."""
         now_s = self._clock.now_s()
         if self._unplannable_s is None:
             self._unplannable_s = now_s

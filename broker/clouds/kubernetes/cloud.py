@@ -289,7 +289,7 @@ class KubernetesCloud:
     def _read_files(self) -> tuple[Mapping[str, KubernetesContext], Mapping[str, Sequence[Pool]]]:
         try:
             return self._read()
-        except BrokerError as error:  # the file may be in the course of being saved
+        except BrokerError as error:  # the file may be half-written
             raise TransientError(error.message, hints=error.hints) from error
 
 

@@ -266,7 +266,7 @@ class SlurmCloud:
     def _read_files(self) -> tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]:
         try:
             return self._read()
-        except BrokerError as error:  # the file may be in the course of being saved
+        except BrokerError as error:  # the file may be half-written
             raise TransientError(error.message, hints=error.hints) from error
 
 

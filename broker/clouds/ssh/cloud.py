@@ -277,7 +277,7 @@ class SshCloud:
         return [host for host in self._read_file() if not host.is_off]
 
     def _read_file(self) -> Sequence[Host]:
-        """Read the file. Raises TransientError if it is invalid: it may be in the course of being saved."""
+        """Read the file. Raises TransientError if it is invalid: it may be half-written."""
         try:
             return self._read()
         except BrokerError as error:
