@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,6 +20,7 @@ from broker.config import find_login
 P = ParamSpec("P")
 T = TypeVar("T")
 Notes = Callable[[str], None]
+SIGNALS_S = 0.5  # after which a missed signal is noticed at the latest
 
 
 @contextmanager
@@ -143,7 +145,11 @@ def _wait_for(work: Coroutine[Any, Any, T], thread: ThreadPoolExecutor, runner: 
         return await work
 
     try:
-        return thread.submit(runner.run, follow()).result()
+        running = thread.submit(runner.run, follow())
+        # A signal that arrives just before a wait begins does not interrupt it.
+        while not futures.wait([running], timeout=SIGNALS_S).done:
+            pass
+        return running.result()
     except BaseException:
         is_interrupted = True  # before `task` is read: `follow` does so in the other order
         if task is not None:
