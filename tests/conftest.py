@@ -19,6 +19,8 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.register_profile("explore", deadline=None, max_examples=100)
 settings.load_profile("repeatable")
 os.environ["BROKER_OFFLINE"] = "1"  # commands run by tests do not update prices in the background
+# The suite may run on a cloud's machine, which has a login of its own.
+os.environ.update(AWS_EC2_METADATA_DISABLED="true", NO_GCE_CHECK="true")
 # Tests start thousands of Python processes. Without cached bytecode each compiles our modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -39,7 +39,7 @@ class Shell:
         logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
         self.environment = {
             **kept, **dict.fromkeys(logins, nowhere), "BROKER_HOME": str(self.home), "TMPDIR": str(folder),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(ROOT), "AWS_EC2_METADATA_DISABLED": "true",
         }  # fmt: skip
 
     def write(self, name: str, text: str) -> str:

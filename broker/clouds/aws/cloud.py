@@ -36,6 +36,8 @@ START_HINT = "a stopped machine starts only in its own zone: try later, or termi
 # https://docs.aws.amazon.com/IAM/latest/UserGuide/id_credentials_temp_enable-regions.html
 TOKEN_HINTS = ("regions that were enabled by hand accept session tokens of regional STS endpoints only",)
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
+VENDOR = Path("/sys/class/dmi/id/sys_vendor")  # "Amazon EC2" on its machines, "Xen" on those of early generations
+XEN_UUID = Path("/sys/hypervisor/uuid")  # begins with "ec2" there
 
 
 def make_cloud(config: Config, *, clock: Clock) -> AwsCloud | None:
@@ -48,7 +50,23 @@ def make_cloud(config: Config, *, clock: Clock) -> AwsCloud | None:
 def has_login() -> bool:
     """Return whether credentials may exist; only AWS can say whether they are valid."""
     files = (Path(os.getenv(variable) or Path.home() / path) for variable, path in LOGIN_FILES.items())
-    return any(os.getenv(variable) for variable in LOGIN_VARIABLES) or any(file.exists() for file in files)
+    if any(os.getenv(variable) for variable in LOGIN_VARIABLES) or any(file.exists() for file in files):
+        return True
+    return os.getenv("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and _is_on_ec2()
+
+
+def _is_on_ec2() -> bool:
+    """Return whether this machine may have the login of an instance profile; asks no metadata service.
+
+    EC2 User Guide, "Detect whether a host is an EC2 instance".
+    """
+    for path, start in ((VENDOR, "Amazon EC2"), (XEN_UUID, "ec2")):
+        try:
+            if path.read_text().startswith(start):
+                return True
+        except OSError:
+            pass
+    return False
 
 
 class AwsCloud:

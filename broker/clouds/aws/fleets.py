@@ -13,7 +13,7 @@ from broker.clock import Clock
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.errors import ApiError, find_kind, translate
-from broker.clouds.aws.machine import Surroundings, describe_machine
+from broker.clouds.aws.machine import GangResources, describe_machine
 from broker.clouds.aws.network import RegionNetwork
 from broker.clouds.aws.nodes import rank_gang
 from broker.clouds.aws.quotas import Quotas
@@ -37,7 +37,7 @@ class Fleets:
         self._clock = clock
 
     async def create(
-        self, request: NodeRequest, around: Surroundings, data: bytes, site: RegionNetwork
+        self, request: NodeRequest, resources: GangResources, data: bytes, site: RegionNetwork
     ) -> Sequence[Instance]:
         """Create all nodes, or raise CapacityError, QuotaError or InvalidRequestError with none created. Raises
         ApiError too.
@@ -45,7 +45,7 @@ class Fleets:
         A fleet takes its parameters from a launch template only, which is named after the token.
         """
         name = name_template(request)
-        await self._ensure_template(request, around, data, name)
+        await self._ensure_template(request, resources, data, name)
         overrides = await self._list_overrides(request.placement, site)
         try:
             answer = await self._clients.change(
@@ -71,8 +71,8 @@ class Fleets:
         await self._write_ranks(site.region, instances)
         return instances
 
-    async def _ensure_template(self, request: NodeRequest, around: Surroundings, data: bytes, name: str) -> None:
-        machine = describe_machine(request, around, subnet=None)
+    async def _ensure_template(self, request: NodeRequest, resources: GangResources, data: bytes, name: str) -> None:
+        machine = describe_machine(request, resources, subnet=None)
         if data:
             machine["UserData"] = base64.b64encode(data).decode()
         try:

@@ -11,7 +11,7 @@ from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.errors import ApiError, find_kind, translate
 from broker.clouds.aws.fleets import Fleets
 from broker.clouds.aws.images import Images
-from broker.clouds.aws.machine import Surroundings, describe_machine, pack_boot
+from broker.clouds.aws.machine import GangResources, describe_machine, pack_boot
 from broker.clouds.aws.network import Network
 from broker.clouds.aws.quotas import Quotas
 from broker.clouds.aws.scores import Scores
@@ -47,7 +47,7 @@ class NodeLauncher:
             self._quotas.refuse_hopeless(request.placement),
             self._scores.refuse_unlikely(request.placement),
         )
-        around = Surroundings(
+        resources = GangResources(
             image=image,
             group_ids=await self._network.ensure_groups(request, site),
             placement_group=await self._find_placement_group(request),
@@ -57,8 +57,8 @@ class NodeLauncher:
         )
         try:
             if offer.zone and not request.placement.other_zones:
-                return await self._run_instances(request, around, data, subnet=site.subnets[offer.zone])
-            return await self._fleets.create(request, around, data, site)
+                return await self._run_instances(request, resources, data, subnet=site.subnets[offer.zone])
+            return await self._fleets.create(request, resources, data, site)
         except ApiError as refusal:
             if find_kind(refusal.code) == "quota":
                 raise await self._quotas.explain(request.placement, translate(refusal).message) from refusal
@@ -102,10 +102,10 @@ class NodeLauncher:
         return count if self._settings.uses_private_addresses and is_placed else min(1, count)
 
     async def _run_instances(
-        self, request: NodeRequest, around: Surroundings, data: bytes, *, subnet: str
+        self, request: NodeRequest, resources: GangResources, data: bytes, *, subnet: str
     ) -> Sequence[Instance]:
         count = request.placement.node_count
-        parameters = describe_machine(request, around, subnet=subnet)
+        parameters = describe_machine(request, resources, subnet=subnet)
         if data:
             parameters["UserData"] = data  # botocore encodes it as base64 here, but not in launch templates
         if request.placement.is_spot:

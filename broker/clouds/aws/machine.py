@@ -28,7 +28,7 @@ DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 gets 3000 IOPS
 
 
 @frozen
-class Surroundings:
+class GangResources:
     """Resources found or created for a gang before its launch."""
 
     image: Image
@@ -39,42 +39,46 @@ class Surroundings:
     has_public_address: bool = True
 
 
-def describe_machine(request: NodeRequest, around: Surroundings, *, subnet: str | None) -> dict[str, Any]:
+def describe_machine(request: NodeRequest, resources: GangResources, *, subnet: str | None) -> dict[str, Any]:
     """Make the parameters that RunInstances and launch templates share. `subnet` None: a fleet chooses."""
     machine: dict[str, Any] = {
-        "ImageId": around.image.id,
+        "ImageId": resources.image.id,
         "InstanceType": request.placement.offer.instance_type,
-        "NetworkInterfaces": describe_cards(around, subnet=subnet),
-        "BlockDeviceMappings": [{"DeviceName": around.image.root_device, "Ebs": describe_disk(request, around.image)}],
+        "NetworkInterfaces": describe_cards(resources, subnet=subnet),
+        "BlockDeviceMappings": [
+            {"DeviceName": resources.image.root_device, "Ebs": describe_disk(request, resources.image)}
+        ],
         # One more hop would let containers of other users request the machine's identity.
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
         "InstanceInitiatedShutdownBehavior": "terminate",
         "TagSpecifications": tags.specify_tags(tags.make_tags(request), *tags.TAGGED_AT_LAUNCH),
     }
-    if around.placement_group:
-        machine["Placement"] = {"GroupName": around.placement_group}
-    if around.instance_profile:
-        machine["IamInstanceProfile"] = {"Name": around.instance_profile}
+    if resources.placement_group:
+        machine["Placement"] = {"GroupName": resources.placement_group}
+    if resources.instance_profile:
+        machine["IamInstanceProfile"] = {"Name": resources.instance_profile}
     return machine
 
 
-def describe_cards(around: Surroundings, *, subnet: str | None) -> list[dict[str, Any]]:
+def describe_cards(resources: GangResources, *, subnet: str | None) -> list[dict[str, Any]]:
     """Describe the network cards. The first has addresses, the others only carry EFA's own traffic.
 
     EC2 user guide, "Maximize network bandwidth on instances with multiple network cards"; a machine with several cards
     gets no public address.
     """
-    common = {"Groups": list(around.group_ids), "DeleteOnTermination": True} | ({"SubnetId": subnet} if subnet else {})
+    common = {"Groups": list(resources.group_ids), "DeleteOnTermination": True} | (
+        {"SubnetId": subnet} if subnet else {}
+    )
     first: dict[str, Any] = {"DeviceIndex": 0, **common}
-    if around.efa_count > 1:
-        assert not around.has_public_address, "a machine with a public address has only one card"
-        others = range(1, around.efa_count)
+    if resources.efa_count > 1:
+        assert not resources.has_public_address, "a machine with a public address has only one card"
+        others = range(1, resources.efa_count)
         return [
             first | {"NetworkCardIndex": 0, "InterfaceType": "efa"},
             *({"NetworkCardIndex": n, "DeviceIndex": 1, "InterfaceType": "efa-only", **common} for n in others),
         ]
-    first["AssociatePublicIpAddress"] = around.has_public_address
-    return [first | ({"InterfaceType": "efa"} if around.efa_count else {})]
+    first["AssociatePublicIpAddress"] = resources.has_public_address
+    return [first | ({"InterfaceType": "efa"} if resources.efa_count else {})]
 
 
 def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
+from broker.clouds.aws import cloud
 from broker.clouds.aws.cloud import LOGIN_FILES, LOGIN_VARIABLES, AwsCloud, make_cloud
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.config import Config
@@ -70,6 +71,9 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder without any login."""
     for variable in (*LOGIN_VARIABLES, *LOGIN_FILES):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED", raising=False)
+    monkeypatch.setattr(cloud, "VENDOR", tmp_path / "vendor")
+    monkeypatch.setattr(cloud, "XEN_UUID", tmp_path / "uuid")
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
@@ -93,6 +97,27 @@ def test_file_is_enough(bare: Path, path: str) -> None:
     (bare / path).parent.mkdir()
     (bare / path).touch()
     assert isinstance(make(bare), AwsCloud)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_enough"),
+    [
+        ("vendor", "Amazon EC2\n", True),
+        ("uuid", "ec2a7c11-2f4c-11e9-b210-d663bd873d93\n", True),
+        ("vendor", "Google\n", False),
+        ("uuid", "45e12aec-2f4c-11e9-b210-d663bd873d93\n", False),
+    ],
+)
+def test_machine_of_ec2_is_enough(bare: Path, file: str, text: str, *, is_enough: bool) -> None:
+    """Its instance profile, if it has one, is a login without files or variables."""
+    (bare / file).write_text(text)
+    assert (make(bare) is not None) is is_enough
+
+
+def test_metadata_service_may_be_switched_off(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bare / "vendor").write_text("Amazon EC2\n")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert make(bare) is None
 
 
 def test_file_elsewhere_is_enough_where_a_variable_names_it(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,11 @@ def test_a_machine_of_googles_has_a_login_of_its_own(
 ) -> None:
     (tmp_path / "product_name").write_text("Google Compute Engine\n")
     monkeypatch.setattr(login, "PRODUCT_NAME", tmp_path / "product_name")
+    monkeypatch.delenv("NO_GCE_CHECK")
     found = find_login(Settings())
     assert found is not None and found.source == "this machine's service account"
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    assert find_login(Settings()) is None, "google.auth would not ask the machine either"
 
 
 def test_an_endpoint_stands_for_a_login(tmp_path: Path, no_google: Path, monkeypatch: pytest.MonkeyPatch) -> None:
