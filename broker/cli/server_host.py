@@ -15,9 +15,10 @@ from broker.cli.context import make_context
 from broker.cli.launch import confirm_price
 from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
-from broker.config import LOGIN, find_home, find_login
+from broker.config import LOGIN, find_checkpoint_url, find_home, find_login
 from broker.errors import UsageError
 from broker.formatting import format_count, format_duration, to_plain
+from broker.hosting.cloud_login import choose_login
 from broker.hosting.finding import MachineFinder, check_infra
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.record import FOLDER, HostedRecord, HostedServer, HostedStatus
@@ -60,6 +61,18 @@ def up(
         Path | None,
         typer.Option("--ssh-config", metavar="FILE", help="OpenSSH configuration for ssh://HOST (default: yours)."),
     ] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(
+            "--role",
+            metavar="NAME",
+            help="Instance profile or service account of the machine, or `none` (default on aws: broker makes a role).",
+        ),
+    ] = None,
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option("--bucket", metavar="BUCKET", help="S3 bucket that broker's role may use. Repeatable."),
+    ] = None,
     local_cloud: Annotated[
         bool, typer.Option("--local-cloud", help="Let tasks run on that machine, as the server's own user.")
     ] = False,
@@ -74,15 +87,19 @@ def up(
     home = find_home()
     cluster = check_infra(infra)
     backup = backup or restore_from
+    hosting = make_hosting(yes=yes)
+    machine_login = choose_login(
+        infra.partition("/")[0] if cluster else None, role=role, buckets=bucket or (), owner=hosting.owner,
+        urls=(backup, find_checkpoint_url(home)),
+    )  # fmt: skip
     wanted = HostedServer(
-        infra=infra, port=port, status=HostedStatus.STARTING, cluster=cluster, python=python,
+        infra=infra, port=port, status=HostedStatus.STARTING, cluster=cluster, login=machine_login, python=python,
         ssh_config=None if ssh_config is None else str(ssh_config.resolve()),
         folder=folder or (str(home / FOLDER / "server") if infra == "local" else "~/.broker-server"),
         options=("--local-cloud",) if local_cloud else (), restore_from=restore_from,
         config=f"backup = {json.dumps(backup)}\n" if backup else "",
         extras=(*EXTRAS, *((infra.split("/")[0],) if cluster else find_extras())),
     )  # fmt: skip
-    hosting = make_hosting(yes=yes)
     server = hosting.bring_up(wanted)
     record = HostedRecord(home)
     if login:

@@ -147,6 +147,16 @@ class RenewsAccess(Protocol):
 
 
 @runtime_checkable
+class SetsIdentity(Protocol):
+    """A cloud whose machines can have a login of their own: an instance profile, a service account."""
+
+    def set_identity(self, cluster: str, identity: str) -> None:
+        """Give this identity to the machines of `cluster` that this process creates; others keep that of the
+        settings."""
+        ...
+
+
+@runtime_checkable
 class SupportsZoneSearch(Protocol):
     """A cloud where one call searches several zones for capacity and puts the whole gang into one of them or nowhere.
 

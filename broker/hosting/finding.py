@@ -6,13 +6,14 @@ and the collector knows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from broker.app.container import Context
 from broker.app.verbs.clusters import terminate_clusters
 from broker.app.verbs.launching import launch
 from broker.errors import UsageError
 from broker.frozen import frozen
+from broker.hosting.cloud_login import end_login, ensure_login, make_settings, set_identity
 from broker.hosting.machines import HostMachine, NodeMachine, SshMachine, ThisMachine, parse_ssh
 from broker.hosting.record import HostedServer
 from broker.task.loader import load_tasks_text
@@ -42,10 +43,12 @@ class MachineFinder:
     def ensure(self, server: HostedServer) -> HostMachine:
         """Return the machine; create its cluster, or complete one that an earlier call left. Raises BrokerError."""
         if server.cluster is not None and not self._is_up(self._get_cluster(server)):
+            set_identity(self.context, server)
             (task,) = load_tasks_text(make_task(server), CLUSTER)
             launch(
                 self.context, task=task, cluster=server.cluster, autostop=None,
-                hedge=1, retry_until_up=False, is_dryrun=False, show=self.show, confirm=self.confirm,
+                hedge=1, retry_until_up=False, is_dryrun=False, show=self.show,
+                confirm=lambda plans: self._confirm(server, plans),
                 on_stage=lambda text: self.context.note(text),
             )  # fmt: skip
         found = self.find(server)
@@ -72,6 +75,25 @@ class MachineFinder:
         )
         if refused:
             raise refused[0]
+
+    def make_settings(self, server: HostedServer) -> Mapping[str, str]:
+        """Make the settings files of the machine's cloud for the server."""
+        return make_settings(self.context, server)
+
+    def allow(self, server: HostedServer, owner: str) -> None:
+        """Let the role of the machine, if it is broker's own, start and end machines of `owner`."""
+        ensure_login(self.context, server, owner=owner)
+
+    def end_login(self, server: HostedServer) -> None:
+        """Delete the role of the machine, if it is broker's own; already gone is success."""
+        end_login(self.context, server)
+
+    def _confirm(self, server: HostedServer, plans: Sequence[Plan]) -> None:
+        """Confirm the price, then create the role that the machine needs from its start."""
+        self.confirm(plans)
+        if server.login.is_own:
+            self.context.note(f"creating the role `{server.login.name}`")
+            ensure_login(self.context, server, owner=None)
 
     def _get_cluster(self, server: HostedServer) -> Cluster | None:
         return None if server.cluster is None else self.context.store.clusters.get(server.cluster)

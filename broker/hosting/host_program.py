@@ -118,19 +118,25 @@ def install(folder: str, request: dict[str, Any], content: bytes) -> object:
         os.rename(aside, release)
     state = os.path.join(folder, "state")
     os.makedirs(state, mode=0o700, exist_ok=True)
-    for name, text in request.get("files", {}).items():
-        if not os.path.exists(os.path.join(state, name)):
-            write_text(os.path.join(state, name), text)
+    write_missing(state, request.get("files", {}))
     python = find_python(folder, release, request)
     write_text(os.path.join(release, "python.path"), python)
     is_restored = bool(request.get("restore_from")) and not os.path.exists(os.path.join(state, "state.db"))
     if is_restored:  # before the settings: a file that exists is not restored, and the policy and logins are in it
         restore(folder, release, python, request["restore_from"])
+    write_missing(state, request.get("settings", {}))
     add_setting(
         os.path.join(state, "config.toml"), request.get("config") or "", is_replacing=is_restored,
         before=lambda: stop(folder),
     )  # fmt: skip
-    return {"python": python}
+    return {"python": python, "owner": read_text(os.path.join(state, "owner"))}
+
+
+def write_missing(state: str, files: dict[str, str]) -> None:
+    """Write the files that do not exist yet."""
+    for name, text in files.items():
+        if not os.path.exists(os.path.join(state, name)):
+            write_text(os.path.join(state, name), text)
 
 
 def restore(folder: str, release: str, python: str, url: str) -> None:
@@ -245,6 +251,7 @@ def read_status(folder: str) -> dict[str, Any]:
         "is_installed": os.path.islink(os.path.join(folder, "current")),
         "is_running": is_running,
         "state": os.path.join(folder, "state"),
+        "owner": read_text(os.path.join(folder, "state", "owner")),
         "listening": listening,
         "uptime_s": time.time() - listening["started_s"] if is_running else None,
         "backup": read_json(os.path.join(state, "backup.json")),

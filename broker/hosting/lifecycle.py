@@ -40,6 +40,18 @@ class FindsMachine(Protocol):
         """End a machine that `ensure` created; already gone is success."""
         ...
 
+    def make_settings(self, server: HostedServer) -> Mapping[str, str]:
+        """Make the settings files of the machine's cloud for the server. Raises BrokerError."""
+        ...
+
+    def allow(self, server: HostedServer, owner: str) -> None:
+        """Let the machine's own role start and end machines of `owner`, the server's ID. Raises BrokerError."""
+        ...
+
+    def end_login(self, server: HostedServer) -> None:
+        """Delete the machine's own role; already gone is success. Raises BrokerError."""
+        ...
+
 
 @frozen
 class Census:
@@ -66,9 +78,9 @@ class Hosting:
     def __init__(
         self, record: HostedRecord, machines: FindsMachine, *, owner: str, note: Callable[[str], None]
     ) -> None:
+        self.owner = owner
         self._record = record
         self._machines = machines
-        self._owner = owner
         self._note = note
 
     def bring_up(self, wanted: HostedServer) -> HostedServer:
@@ -90,6 +102,9 @@ class Hosting:
                     hints=["change `backup` in `config.toml` in its state folder, and restart it"],
                 )
             known = replace(known, config=wanted.config)
+        if known is not None and known.login != wanted.login and self._machines.find(known) is None:
+            self._machines.end_login(known)  # no machine has it; an earlier call may have been denied a part of it
+            known = replace(known, login=wanted.login)
         begun = known or wanted
         self._record.write(begun)
         machine = self._machines.ensure(begun)
@@ -111,15 +126,20 @@ class Hosting:
     def _install_and_start(self, server: HostedServer, machine: HostMachine) -> HostedServer:
         wheel = pack_wheel()
         needs = list_requirements(server.extras)
-        base = {"folder": server.folder, "owner": self._owner, "digest": wheel.digest}
+        base = {"folder": server.folder, "owner": self.owner, "digest": wheel.digest}
         restoring = {"restore_from": server.restore_from, "files": self._read_key()} if server.restore_from else {}
         install = {
             **base, **restoring, "verb": "install", "python": server.python, "config": server.config,
+            "settings": self._machines.make_settings(server),
             "needs": [[each.name, each.least] for each in needs], "packages": [each.text for each in needs],
         }  # fmt: skip
         arguments = ["--host", machine.listens_on, "--port", str(server.port), *server.options]
-        asyncio.run(call(machine, install, wheel.content))
+        installed = asyncio.run(call(machine, install, wheel.content))
+        if installed["owner"]:  # restored jobs continue at once, and this version may need other permissions
+            self._allow(server, installed["owner"])
         found = asyncio.run(call(machine, {**base, "verb": "start", "arguments": arguments}))
+        if found["owner"] != installed["owner"]:
+            self._allow(server, found["owner"])
         scheme = "http" if found["listening"]["fingerprint"] is None else "https"
         up = replace(
             server, status=HostedStatus.UP, url=f"{scheme}://{machine.address}:{server.port}",
@@ -131,6 +151,14 @@ class Hosting:
         self._record.write(up)
         return up
 
+    def _allow(self, server: HostedServer, owner: str) -> None:
+        try:
+            self._machines.allow(server, owner)
+        except BrokerError as error:
+            if server.status is HostedStatus.STARTING:
+                raise
+            self._note(f"note: the permissions of `{server.login.name}` were not updated: {error.message}")
+
     def _read_key(self) -> Mapping[str, str]:
         path = self._record.key_path
         return {"secret.key": path.read_text()} if path.exists() else {}
@@ -141,7 +169,7 @@ class Hosting:
         machine = self._machines.find(server)
         if machine is None:
             return server, {"is_installed": False}
-        request = {"folder": server.folder, "owner": self._owner, "verb": "status"}
+        request = {"folder": server.folder, "owner": self.owner, "verb": "status"}
         found = asyncio.run(call(machine, request))
         return server, {name: value for name, value in found.items() if name not in ("token", "key")}
 
@@ -194,6 +222,12 @@ class Hosting:
                     raise StateError(error.message, hints=hints) from error
                 self._note(f"note: the server was not removed from its machine: {error.message}")
         self._machines.end(server)
+        try:
+            self._machines.end_login(server)
+        except BrokerError as error:
+            if not is_forced:
+                raise
+            self._note(f"note: the role `{server.login.name}` was not deleted: {error.message}")
         self._record.forget()
 
     def get(self) -> HostedServer:
@@ -214,7 +248,7 @@ class Hosting:
 
     def make_request(self, server: HostedServer) -> dict[str, object]:
         """Return the fields that every request to the host program has."""
-        return {"folder": server.folder, "owner": self._owner}
+        return {"folder": server.folder, "owner": self.owner}
 
     def make_login(self, server: HostedServer) -> ServerLogin:
         """Return the administrator's login."""

@@ -24,6 +24,19 @@ class HostedStatus(StrEnum):
 
 
 @frozen
+class MachineLogin:
+    """The login of a server's machine on its cloud.
+
+    `name`: an instance profile, or the email of a service account; "" for none. `is_own`: broker created it, and
+    deletes it with the server. `buckets` are those that it may use.
+    """
+
+    name: str = ""
+    is_own: bool = False
+    buckets: tuple[str, ...] = ()
+
+
+@frozen
 class HostedServer:
     """A server that `broker server up` set up. `folder` is on its machine; `cluster` is the one it runs on, if any."""
 
@@ -36,11 +49,17 @@ class HostedServer:
     python: str | None = None
     extras: tuple[str, ...] = ()
     cluster: str | None = None
+    login: MachineLogin = MachineLogin()
     ssh_config: str | None = None
     restore_from: str | None = None
     url: str = ""
     fingerprint: str | None = None
     version: str = ""
+
+    @property
+    def cloud(self) -> str:
+        """The first part of `infra`: a cloud, if there is a cluster."""
+        return self.infra.partition("/")[0]
 
 
 class HostedRecord:

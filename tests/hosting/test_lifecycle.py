@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from broker.errors import StateError, TransientError, UsageError
+from broker.errors import BrokerError, DeniedError, StateError, TransientError, UsageError
 from broker.hosting.lifecycle import Hosting
-from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
+from broker.hosting.record import HostedRecord, HostedServer, HostedStatus, MachineLogin
 from broker.sites.openssh import Completed
 
 
@@ -30,15 +31,33 @@ class Machines:
 
     def __init__(self) -> None:
         self.has_ended = False
+        self.is_found = True
+        self.ended_logins = list[str]()
+        self.allowed = list[str]()
+        self.machine = SilentMachine()
+        self.refusal: BrokerError | None = None
 
     def ensure(self, server: HostedServer) -> SilentMachine:
-        return SilentMachine()
+        return self.machine
 
-    def find(self, server: HostedServer) -> SilentMachine:
-        return SilentMachine()
+    def find(self, server: HostedServer) -> SilentMachine | None:
+        return self.machine if self.is_found else None
 
     def end(self, server: HostedServer) -> None:
         self.has_ended = True
+
+    def make_settings(self, server: HostedServer) -> Mapping[str, str]:
+        return {}
+
+    def allow(self, server: HostedServer, owner: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.allowed.append(owner)
+
+    def end_login(self, server: HostedServer) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.ended_logins.append(server.login.name)
 
 
 def make(home: Path, *, cluster: str | None) -> tuple[Hosting, Machines, HostedRecord, list[str]]:
@@ -97,3 +116,77 @@ def test_location_of_backups_is_added_to_a_server_that_has_none(tmp_path: Path) 
         hosting.bring_up(replace(known, config=""))
     left = record.read()
     assert left is not None and left.config == 'backup = "s3://b"\n'
+
+
+def test_role_that_cannot_be_deleted_keeps_the_record_unless_forced(tmp_path: Path) -> None:
+    hosting, machines, record, notes = make(tmp_path, cluster="broker-server")
+    machines.refusal = DeniedError("not allowed: iam:DeleteRole")
+    with pytest.raises(DeniedError):
+        hosting.take_down(is_forced=False)
+    left = record.read()
+    assert machines.has_ended and left is not None and left.status is HostedStatus.ENDING
+    hosting.take_down(is_forced=True)
+    assert record.read() is None and "was not deleted: not allowed" in notes[-1]
+
+
+def test_another_role_may_be_chosen_until_a_machine_exists(tmp_path: Path) -> None:
+    """As after a refusal to create the first one, of which a part may exist."""
+    hosting, machines, record, _ = make(tmp_path, cluster="broker-server")
+    known = record.read()
+    assert known is not None
+    first = MachineLogin(name="broker-server-me", is_own=True)
+    record.write(replace(known, login=first))
+    with pytest.raises(TransientError):
+        hosting.bring_up(known)
+    left = record.read()
+    assert left is not None and left.login == first and not machines.ended_logins, "the machine has it"
+    machines.is_found = False
+    with pytest.raises(TransientError):
+        hosting.bring_up(known)
+    left = record.read()
+    assert left is not None and left.login == MachineLogin() and machines.ended_logins == ["broker-server-me"]
+
+
+@dataclass
+class AnsweringMachine(SilentMachine):
+    """Carries out nothing; its server has an ID from its first start, or from the backup that was restored."""
+
+    owner: str = ""
+    on_start: Callable[[], None] = lambda: None
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+        sizes = [int(word) for word in argv if word.isdigit()]
+        request = json.loads(stdin[sum(sizes) :].partition(b"\n")[0])
+        if request["verb"] == "start":
+            self.on_start()
+            self.owner = self.owner or "server"
+        listening = {"fingerprint": "aa", "version": "1"}
+        answer = {"owner": self.owner, "listening": listening, "token": "t", "key": ""}
+        return Completed(returncode=0, stdout=json.dumps({"answer": answer}).encode(), stderr=b"")
+
+
+@pytest.mark.parametrize("owner", ["", "restored"])
+def test_role_is_limited_to_the_machines_of_the_server(tmp_path: Path, owner: str) -> None:
+    """A restored server has its ID, and jobs to continue, before it starts."""
+    hosting, machines, record, _ = make(tmp_path, cluster="broker-server")
+    machines.machine = machine = AnsweringMachine(owner=owner)
+    machine.on_start = lambda: allowed_before.extend(machines.allowed)
+    allowed_before = list[str]()
+    known = record.read()
+    assert known is not None
+    hosting.bring_up(known)
+    assert machines.allowed == [owner or "server"]
+    assert allowed_before == ([owner] if owner else [])
+
+
+def test_upgrade_continues_if_the_permissions_cannot_be_updated(tmp_path: Path) -> None:
+    hosting, machines, record, notes = make(tmp_path, cluster="broker-server")
+    machines.machine = AnsweringMachine(owner="server")
+    machines.refusal = DeniedError("not allowed: iam:PutRolePolicy")
+    with pytest.raises(DeniedError):
+        hosting.upgrade()
+    known = record.read()
+    assert known is not None
+    record.write(replace(known, status=HostedStatus.UP))
+    hosting.upgrade()
+    assert "were not updated: not allowed: iam:PutRolePolicy" in notes[-1]

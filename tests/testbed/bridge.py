@@ -14,9 +14,17 @@ from typing import Any
 
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Instance
+from tests.testbed.ec2_roles import find_credentials
 from tests.testbed.gce import FakeGce
 from tests.testbed.host import Host
 from tests.testbed.metadata import Guest, MetadataServer
+
+WRITE_CONFIG = """
+until id ubuntu >/dev/null 2>&1; do sleep 0.1; done
+mkdir -p /home/ubuntu/.aws
+cat >/home/ubuntu/.aws/config
+chown -R ubuntu /home/ubuntu/.aws
+"""
 
 
 class Bridge:
@@ -30,6 +38,7 @@ class Bridge:
         self._aws, self._gce = aws, gce
         self.hosts: dict[str, Host] = {}
         self._guests: dict[str, Guest] = {}
+        self.aws_config = ""  # `~/.aws/config` on machines of AWS, which shows their programs the fake
         aws.account.on_started = self._start_aws
         aws.account.on_ended = lambda instance: self._end(instance.id)
         gce.on_instance = self
@@ -82,6 +91,10 @@ class Bridge:
 
         def start() -> None:
             self._start(instance.id, "aws", addresses, instance.user_data.decode(), end_from_inside)
+            profile = instance.parameters.get("IamInstanceProfile", {}).get("Name", "")
+            self._guests[instance.id].credentials = find_credentials(self._aws.account, profile)
+            if self.aws_config:
+                self.hosts[instance.id].execute("sh", "-ec", WRITE_CONFIG, stdin=self.aws_config)
             is_on.set()
 
         threading.Thread(target=start, daemon=True).start()

@@ -12,6 +12,7 @@ from typing import Any
 from tests.testbed.ec2_access import list_targets
 from tests.testbed.ec2_account import Account
 from tests.testbed.ec2_policy import is_allowed
+from tests.testbed.ec2_roles import ROLE_ACTIONS, check_profile, find_key_policy
 from tests.testbed.ec2_server import AwsServer, HangUp
 from tests.testbed.ec2_surroundings import ACTIONS
 from tests.testbed.ec2_wire import ApiError
@@ -22,13 +23,13 @@ DENIED = {"ec2": ("UnauthorizedOperation", 403), "ssm": ("AccessDeniedException"
 class FakeAws:
     """Start, hand `environment` to boto3, arrange things in `account`, close."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, *, address: str = "127.0.0.1") -> None:
         self.account = account
         self.calls_at_once_max = 0
         self._calls_at_once = 0
         self.lock = threading.RLock()  # hold it to change the account from another thread
         self._count_lock = threading.Lock()
-        self._server = AwsServer(self._serve)
+        self._server = AwsServer(self._serve, address=address)
         self.url = self._server.url
 
     @property
@@ -70,18 +71,22 @@ class FakeAws:
             fault = account.take_fault(name, region, is_after=False)
             if fault is not None and fault.error is not None:
                 raise fault.error
-            self._check_access(service, action, region, parameters)
+            account.caller = key
+            self._check_access(key, service, action, region, parameters)
             if parameters.pop("DryRun", False):
                 raise ApiError("DryRunOperation", status=412)
-            if action not in ACTIONS:
+            known = ACTIONS | ROLE_ACTIONS
+            if action not in known:
                 raise ApiError("InvalidAction", f"this fake knows no {action}")
-            answer = ACTIONS[action](account, region, parameters)
+            answer = known[action](account, region, parameters)
             if account.take_fault(name, region, is_after=True):
                 raise HangUp
             return answer
 
-    def _check_access(self, service: str, action: str, region: str, parameters: dict[str, Any]) -> None:
-        policy = self.account.policy
+    def _check_access(self, key: str, service: str, action: str, region: str, parameters: dict[str, Any]) -> None:
+        policy = find_key_policy(self.account, key)
+        if action == "ec2:RunInstances":
+            check_profile(self.account, parameters, policy)
         if policy is None or action == "sts:GetCallerIdentity":  # which needs no permission
             return
         for needed, targets in list_targets(self.account, action, region, parameters):

@@ -85,6 +85,7 @@ class Account:
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
     has_login: bool = True
     number: str = ACCOUNT  # of the account that the login reaches
+    caller: str = ""  # access key of the present call
     expired_keys: set[str] = field(default_factory=set)  # access keys
     disabled_regions: set[str] = field(default_factory=set)
     has_default_vpc: bool = True
@@ -103,6 +104,8 @@ class Account:
     placement_groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # by region and name
     templates: dict[str, dict[str, Any]] = field(default_factory=dict)
     volumes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    roles: dict[str, dict[str, Any]] = field(default_factory=lambda: {"reader": {"path": "/", "policies": {}}})
+    profiles: dict[str, str | None] = field(default_factory=lambda: {"reader": "reader"})  # name -> its role
     launches: dict[tuple[str, str], tuple[str, Any]] = field(default_factory=dict)  # (scope, token) -> what it made
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ class HangUp(Exception):
 class AwsServer:
     """A server whose `serve(key, service, region, action, parameters)` answers or raises ApiError or HangUp."""
 
-    def __init__(self, serve: Serve, *, caller_address: str = "203.0.113.7") -> None:
+    def __init__(self, serve: Serve, *, address: str = "127.0.0.1", caller_address: str = "203.0.113.7") -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             wbufsize = -1  # one packet an answer; without it and the next line each takes 40 ms
@@ -55,7 +55,7 @@ class AwsServer:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((address, 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()

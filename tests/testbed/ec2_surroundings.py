@@ -243,7 +243,10 @@ def list_service_quotas(account: Account, region: str, asked: Parameters) -> Ans
 
 
 def get_caller_identity(account: Account, region: str, asked: Parameters) -> Answer:
-    return {"Account": account.number, "Arn": f"arn:aws:iam::{account.number}:user/ada", "UserId": "AIDAFAKE"}
+    who = f"iam::{account.number}:user/ada"
+    if account.caller.startswith("ASIA"):
+        who = f"sts::{account.number}:assumed-role/{account.caller}/i-1"
+    return {"Account": account.number, "Arn": f"arn:aws:{who}", "UserId": "AIDAFAKE"}
 
 
 def _page(account: Account, asked: Parameters, key: str, found: list[Any]) -> Answer:

@@ -77,6 +77,7 @@ def _read(value: Any, shape: Any) -> Any:
     if kind == "structure":
         return _read_structure(value, shape)
     if kind == "list":
+        value = value.get("member", value)  # IAM's lists have one more level than EC2's
         return [_read(value[index], shape.member) for index in sorted(value, key=int)]
     if kind == "boolean":
         return value == "true"
@@ -103,7 +104,7 @@ def write_answer(service: str, action: str, answer: Mapping[str, Any]) -> tuple[
         return "application/x-amz-json-1.1", json.dumps(answer).encode()
     shape = load_model(service).operation_model(action).output_shape
     inner = "".join(_write_members(answer, shape)) if shape else ""
-    if service == "sts":
+    if service in ("sts", "iam"):
         inner = f"<{action}Result>{inner}</{action}Result>"
     return "text/xml", f'<{action}Response xmlns="{EC2_XML}">{inner}</{action}Response>'.encode()
 
@@ -137,6 +138,6 @@ def write_error(service: str, error: ApiError) -> tuple[str, bytes]:
         body = json.dumps({"__type": error.code, "message": error.message})
         return "application/x-amz-json-1.1", body.encode()
     inner = f"<Code>{escape(error.code)}</Code><Message>{escape(error.message)}</Message>"
-    if service == "sts":
+    if service in ("sts", "iam"):
         return "text/xml", f"<ErrorResponse><Error>{inner}</Error></ErrorResponse>".encode()
     return "text/xml", f"<Response><Errors><Error>{inner}</Error></Errors><RequestID>r</RequestID></Response>".encode()

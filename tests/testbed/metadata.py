@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -12,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from tests.testbed.world import METADATA
 
 AWS_ROOT, GCP_ROOT = "/latest/meta-data/", "/computeMetadata/v1/"
+ROLES = "iam/security-credentials/"
 
 
 @dataclass(kw_only=True)
@@ -22,6 +24,7 @@ class Guest:
     id: str
     notice_s: float | None = None
     rebalance_s: float | None = None
+    credentials: Mapping[str, str] | None = None  # of its instance profile
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def give_notice(self, notice_s: float) -> None:
@@ -90,6 +93,10 @@ class MetadataServer:
 def answer_aws(guest: Guest, name: str) -> tuple[int, str]:
     if name == "instance-id":
         return 200, guest.id
+    if name == ROLES and guest.credentials is not None:
+        return 200, "role"
+    if name == f"{ROLES}role" and guest.credentials is not None:
+        return 200, json.dumps(guest.credentials)
     if name == "spot/instance-action" and guest.notice_s is not None:
         return 200, json.dumps({"action": "terminate", "time": show_time(guest.notice_s)})
     if name == "events/recommendations/rebalance" and guest.rebalance_s is not None:

@@ -84,7 +84,7 @@ class Stage(Shell):
         self.home.mkdir()
         (self.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\n')
         self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
-        self.aws = FakeAws(self.account)
+        self.aws = FakeAws(self.account, address=CONTROL)
         self.gce = WatchedGce()
         self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce, shared=shared, hidden=hidden)
         (folder / "work").mkdir()

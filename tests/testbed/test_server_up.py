@@ -14,6 +14,7 @@ from tests.cli.conftest import Shell
 from tests.testbed.host import Host
 from tests.testbed.metadata import MetadataServer
 from tests.testbed.stage import Stage, open_stage
+from tests.testbed.world import CONTROL
 
 ADDRESS = "10.78.0.1"
 CONFIG = """\
@@ -22,6 +23,11 @@ Host lab
   User ubuntu
   IdentityFile {keys}/login
   UserKnownHostsFile {folder}/known_hosts
+"""
+HELLO_ON_AWS = """\
+name: hello
+resources: {infra: aws/us-east-1/us-east-1b, instance_type: m5.large, use_spot: true}
+run: echo hello from $(hostname)
 """
 HELLO = "name: hello\nresources: {infra: local}\nrun: echo hello from $(hostname)\n"
 
@@ -70,6 +76,25 @@ def test_server_on_a_host_runs_jobs_without_the_laptop(laptop: Laptop) -> None:
     assert "The server has been removed" in laptop.run("server", "down", "--force").stdout
     assert not laptop.host.try_execute("pgrep", "-f", "broker server").stdout
     assert not laptop.host.execute("find", "/home/ubuntu", "-name", ".broker-server")
+
+
+def test_server_on_aws_launches_machines_with_the_role_that_broker_made(stage: Stage) -> None:
+    """Nobody logs in on the server's machine: all it may do is in the role, which `down` deletes."""
+    (stage.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\naddress_url = "{stage.aws.url}"\n')
+    stage.bridge.aws_config = f"[default]\nregion = us-east-1\nendpoint_url = {stage.aws.url}\n"
+    up = stage.run("server", "up", "--infra", "aws/us-east-1", "--python", sys.executable, "--yes", "--login")
+    role = f"broker-server-{stage.owner}"
+    assert f"creating the role `{role}`" in up.stderr
+    (server,) = stage.account.instances.values()
+    assert server.parameters["IamInstanceProfile"] == {"Name": role}
+    done = stage.run("jobs", "launch", stage.write("hello.yaml", HELLO_ON_AWS), "--yes")
+    assert "hello from i-" in done.stdout
+    node = next(each for each in stage.account.instances.values() if each is not server)
+    assert "IamInstanceProfile" not in node.parameters, "nodes do not have the server's role"
+    stage.wait_until(lambda: node.state == "terminated", "the job's machine has ended")
+    stage.run("server", "down")
+    assert stage.list_living() == set()
+    assert set(stage.account.roles) == set(stage.account.profiles) == {"reader"}
 
 
 def test_server_on_a_cloud_is_a_cluster_that_down_terminates(stage: Stage) -> None:

@@ -70,7 +70,7 @@ def _is_on_ec2() -> bool:
 
 
 class AwsCloud:
-    """Cloud, HasAccounts, CanStop, CanSweep, RenewsAccess and CanObserve."""
+    """Cloud, HasAccounts, CanStop, CanSweep, RenewsAccess, SetsIdentity and CanObserve."""
 
     name: ClassVar[str] = "aws"
     programs: ClassVar[tuple[str, ...]] = ("ssh",)
@@ -98,6 +98,10 @@ class AwsCloud:
     def prepare(self) -> None:
         """Start importing the SDK in a thread, and return at once. Idempotent."""
         self._clients.prepare()
+
+    def set_identity(self, cluster: str, identity: str) -> None:
+        """Give the machines of `cluster` an instance profile of their own."""
+        self._launcher.set_identity(cluster, identity)
 
     def observe(self, listener: Listener) -> None:
         """Report every request and response of boto3 to `listener`."""

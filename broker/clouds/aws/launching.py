@@ -33,6 +33,11 @@ class NodeLauncher:
         self._scores = Scores(clients, clock=clock)
         self._fleets = Fleets(clients, quotas, self._scores, clock=clock)
         self._efa_counts: dict[str, int] = {}
+        self._identities: dict[str, str] = {}  # cluster -> instance profile
+
+    def set_identity(self, cluster: str, instance_profile: str) -> None:
+        """Give the machines of `cluster` another instance profile than that of the settings."""
+        self._identities[cluster] = instance_profile
 
     async def launch(self, request: NodeRequest) -> Sequence[Instance]:
         """Return instances as EC2 describes them. Raises CloudError and ApiError; see `Cloud.create_nodes`."""
@@ -52,7 +57,7 @@ class NodeLauncher:
             group_ids=await self._network.ensure_groups(request, site),
             placement_group=await self._find_placement_group(request),
             efa_count=efa_count,
-            instance_profile=self._settings.instance_profile,
+            instance_profile=self._identities.get(request.cluster, self._settings.instance_profile),
             has_public_address=not self._settings.uses_private_addresses,
         )
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 from broker.clouds.aws import tags
 
+LOOK = "Look"  # the statement that changes nothing
 LISTED = (
     *("ec2:DescribeAvailabilityZones", "ec2:DescribeImages", "ec2:DescribeInstanceTypes", "ec2:DescribeInstances"),
     *("ec2:DescribeLaunchTemplates", "ec2:DescribePlacementGroups", "ec2:DescribeRegions", "ec2:DescribeVpcs"),
@@ -31,7 +32,7 @@ def make_policy(owner: str, *, instance_profile_role: str | None = None) -> dict
     is_ours = {"StringEquals": {f"ec2:ResourceTag/{tags.OWNER}": owner}}
     creates = [*MADE, "RunInstances"]
     statements = [
-        _allow("Look", LISTED, ["*"]),
+        _allow(LOOK, LISTED, ["*"]),
         _allow("LaunchTagged", ["ec2:RunInstances"], _arns(*LAUNCHED), is_given),
         _allow("LaunchFrom", ["ec2:RunInstances"], _arns(*FOUND)),
         _allow("LaunchInto", ["ec2:RunInstances"], _arns("placement-group", "launch-template"), is_ours),

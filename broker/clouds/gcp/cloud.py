@@ -41,7 +41,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 
 
 class GcpCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep, RenewsAccess, CanObserve.
+    """Cloud, CanStop, CanPrepare, CanSweep, RenewsAccess, SetsIdentity, CanObserve.
 
     The names of a gang's instances derive from its token, so a repeated request finds the same instances.
     """
@@ -82,6 +82,10 @@ class GcpCloud:
     def prepare(self) -> None:
         """Start importing Google's library, which takes seconds; return at once."""
         self._sdk.prepare()
+
+    def set_identity(self, cluster: str, identity: str) -> None:
+        """Give the machines of `cluster` a service account of their own, with access to all APIs that it may use."""
+        self._launcher.set_identity(cluster, identity)
 
     def observe(self, listener: Listener) -> None:
         """Report every request and response of Google's library to `listener`."""

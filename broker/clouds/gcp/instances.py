@@ -39,18 +39,21 @@ SSH_USER = "ubuntu"
 UNASKED = "stopped"  # reason of a node that stopped for an unknown reason
 
 
-def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> None:
-    """Create the whole gang and wait for the operation's result. Existing instances stay as they are."""
+def insert(clients: Clients, request: NodeRequest, zone: str, image: str, *, identity: str = "") -> None:
+    """Create the whole gang and wait for the operation's result. Existing instances stay as they are.
+
+    `identity`: their service account, instead of that of the settings.
+    """
     login = clients.login
     types, client = clients.types, clients.get("Instances")
     place = {"project": login.project, "zone": zone, "request_id": request_id(request.token, f"insert {zone}")}
     try:
         if request.placement.node_count == 1:
-            body = types.Instance(make_instance(request, zone, image, login.settings))
+            body = types.Instance(make_instance(request, zone, image, login.settings, identity=identity))
             message = types.InsertInstanceRequest(instance_resource=body, **place)
             operation = client.insert_unary(request=message, timeout=TIMEOUT_S)
         else:
-            gang = types.BulkInsertInstanceResource(make_gang(request, image, login.settings))
+            gang = types.BulkInsertInstanceResource(make_gang(request, image, login.settings, identity=identity))
             message = types.BulkInsertInstanceRequest(bulk_insert_instance_resource_resource=gang, **place)
             operation = client.bulk_insert_unary(request=message, timeout=TIMEOUT_S)
         wait_zone(clients, login.project, zone, operation)

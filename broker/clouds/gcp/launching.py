@@ -38,6 +38,11 @@ class NodeLauncher:
         self._clock = clock
         self._find_callers = find_callers
         self._callers: tuple[float, Sequence[str]] = (0.0, ())  # when they were determined
+        self._identities: dict[str, str] = {}  # cluster -> service account
+
+    def set_identity(self, cluster: str, service_account: str) -> None:
+        """Give the machines of `cluster` another service account than that of the settings."""
+        self._identities[cluster] = service_account
 
     async def launch(self, request: NodeRequest) -> list[Node]:
         """Return every node of the gang by rank, created now or by an earlier call. Raises the errors of
@@ -123,8 +128,11 @@ class NodeLauncher:
             check_quotas(needs, found, project=project)
 
     async def _insert_in(self, request: NodeRequest, zone: str, image: str) -> None:
+        identity = self._identities.get(request.cluster, "")
         try:
-            await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)
+            await self._sdk.call(
+                lambda clients: instances.insert(clients, request, zone, image, identity=identity), does_change=True
+            )
         except (UnknownOutcomeError, TransientError):
             raise
         except CloudError as error:

@@ -47,6 +47,7 @@ RDMA_MACHINES = ("a3-ultragpu-", "a4-", "a4x-")
 # https://cloud.google.com/compute/docs/networking/configure-vm-with-high-bandwidth-configuration
 TIER_1_MACHINES, TIER_1_VCPUS_MIN = ("n2-", "n2d-", "c2-", "c2d-", "c3-", "c3d-"), 30
 STARTED = "/var/lib/broker-started"
+ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"  # limited by the account's roles only
 STORAGE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"  # buckets, and nothing else in the account
 
 
@@ -80,9 +81,11 @@ def read_attached(instance_type: str) -> tuple[str, int] | None:
     return (name, int(count)) if count.isdigit() else None
 
 
-def make_instance(request: NodeRequest, zone: str, image: str, settings: Settings) -> dict[str, Any]:
+def make_instance(
+    request: NodeRequest, zone: str, image: str, settings: Settings, *, identity: str = ""
+) -> dict[str, Any]:
     """Make the body of `insert`: a single node. Types are named with their zone."""
-    body = _make_properties(request, image, settings)
+    body = _make_properties(request, image, settings, identity)
     body["name"] = instance_names(request)[0]
     body["machine_type"] = f"zones/{zone}/machineTypes/{body['machine_type']}"
     for accelerator in body.get("guest_accelerators", ()):
@@ -92,14 +95,14 @@ def make_instance(request: NodeRequest, zone: str, image: str, settings: Setting
     return body
 
 
-def make_gang(request: NodeRequest, image: str, settings: Settings) -> dict[str, Any]:
+def make_gang(request: NodeRequest, image: str, settings: Settings, *, identity: str = "") -> dict[str, Any]:
     """Make the body of `bulkInsert`: the whole gang or nothing. Types are named without a zone."""
     count = request.placement.node_count
     return {
         "count": count,
         "min_count": count,
         "per_instance_properties": {name: {} for name in instance_names(request)},
-        "instance_properties": _make_properties(request, image, settings),
+        "instance_properties": _make_properties(request, image, settings, identity),
     }
 
 
@@ -109,7 +112,7 @@ def _list_tags(request: NodeRequest) -> list[str]:
     return [*tags, group_tag(request)] if request.spec.group else tags
 
 
-def _make_properties(request: NodeRequest, image: str, settings: Settings) -> dict[str, Any]:
+def _make_properties(request: NodeRequest, image: str, settings: Settings, identity: str) -> dict[str, Any]:
     offer, spec = request.placement.offer, request.spec
     attached = read_attached(offer.instance_type)
     labels = make_labels(request)
@@ -128,7 +131,9 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
         "scheduling": make_scheduling(request),
         "metadata": {"items": [{"key": key, "value": value} for key, value in _make_metadata(request).items()]},
     }
-    if settings.service_account:
+    if identity:
+        body["service_accounts"] = [{"email": identity, "scopes": [ALL_SCOPES]}]
+    elif settings.service_account:
         body["service_accounts"] = [{"email": settings.service_account, "scopes": [STORAGE_SCOPE]}]
     if attached:
         name, count = attached

@@ -77,6 +77,20 @@ def test_nodes_act_as_the_account_of_the_settings_for_storage_only(request_of: M
         assert account["scopes"] == ["https://www.googleapis.com/auth/devstorage.read_write"]
 
 
+def test_identity_of_one_cluster_reaches_all_apis(request_of: Make) -> None:
+    """A server's machine creates nodes; its roles limit it."""
+    settings = Settings(service_account="mine@p.iam.gserviceaccount.com")
+    for body in (
+        machine.make_instance(request_of(), "z", IMAGE, settings, identity="server@p.iam.gserviceaccount.com"),
+        machine.make_gang(request_of(), IMAGE, settings, identity="server@p.iam.gserviceaccount.com")[
+            "instance_properties"
+        ],
+    ):
+        (account,) = body["service_accounts"]
+        assert account["email"] == "server@p.iam.gserviceaccount.com"
+        assert account["scopes"] == ["https://www.googleapis.com/auth/cloud-platform"]
+
+
 def test_ids_contain_project_zone_name_gang_and_rank() -> None:
     link = "https://www.googleapis.com/compute/v1/projects/google.com:p/zones/us-central1-a/instances/b-me-0a-12"
     where = names.NodeId.from_link(link)
