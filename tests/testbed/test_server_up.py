@@ -109,3 +109,21 @@ def test_server_on_a_cloud_is_a_cluster_that_down_terminates(stage: Stage) -> No
     stage.run("server", "down")
     assert stage.list_living() == set()
     assert stage.read_json("status")["clusters"] == []
+
+
+def test_server_on_google_has_the_service_account_that_was_named(stage: Stage) -> None:
+    account = f"server@{stage.gce.project}.iam.gserviceaccount.com"
+    place = ("--infra", "gcp/us-central1", "--python", sys.executable, "--role", account)
+    assert "Logged in as admin" in stage.run("server", "up", *place, "--yes", "--login").stdout
+    (name,) = stage.gce.list_names()
+    machine = stage.gce.find(name)
+    assert machine["scheduling"]["provisioningModel"] == "STANDARD"
+    assert [each["email"] for each in machine["serviceAccounts"]] == [account]
+    settings = stage.bridge.hosts[name].execute("cat", "/home/ubuntu/.broker-server/state/gcp.toml")
+    assert settings == f'project = "{stage.gce.project}"\n', "its own login has no project"
+    assert stage.read_json("server", "status")["is_running"]
+    assert stage.run("jobs", "queue").stdout.startswith("No managed jobs")
+    stage.run("server", "up", *place, "--yes")
+    assert stage.gce.list_names() == [name], "a repeated `up` starts no second machine"
+    stage.run("server", "down")
+    assert stage.list_living() == set() and stage.gce.list_names() == []
