@@ -38,9 +38,14 @@ def is_here(cluster: Cluster) -> bool:
 
 
 def apply_default_checkpoints(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]:
-    """Return the tasks with an explicit checkpoint location, so that a changed default does not affect live jobs."""
+    """Return the tasks with an explicit checkpoint location, so that a changed default does not affect live jobs.
+
+    A task without a program has nothing to save, so its machines need no access to the location.
+    """
     return tuple(
-        task if task.checkpoint.to or not default else replace(task, checkpoint=replace(task.checkpoint, to=default))
+        replace(task, checkpoint=replace(task.checkpoint, to=default))
+        if default and task.run and not task.checkpoint.to
+        else task
         for task in tasks
     )
 

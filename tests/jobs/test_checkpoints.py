@@ -76,6 +76,12 @@ def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task
     assert kept is settled, "the task takes precedence over the default"
 
 
+def test_machines_without_a_program_need_no_place_for_checkpoints() -> None:
+    """Otherwise a cluster for later, or the machine of a server, starts only if its nodes get access to the bucket."""
+    (bare,) = apply_default_checkpoints([Task(name="dev", setup="pip install torch")], "s3://b")
+    assert bare.checkpoint.to is None
+
+
 def test_task_that_only_has_torch_set_up_may_keep_its_state_elsewhere() -> None:
     task = Task(name="t", setup="python3 -m trainers.setup", run="python x.py")
     (note,) = check_checkpoints([plan(task, "aws")])

@@ -19,13 +19,6 @@ from tests.testbed.gce import FakeGce
 from tests.testbed.host import Host
 from tests.testbed.metadata import Guest, MetadataServer
 
-WRITE_CONFIG = """
-until id ubuntu >/dev/null 2>&1; do sleep 0.1; done
-mkdir -p /home/ubuntu/.aws
-cat >/home/ubuntu/.aws/config
-chown -R ubuntu /home/ubuntu/.aws
-"""
-
 
 class Bridge:
     """Real hosts for machines; `hosts` is keyed by the cloud's own name of the machine."""
@@ -38,7 +31,7 @@ class Bridge:
         self._aws, self._gce = aws, gce
         self.hosts: dict[str, Host] = {}
         self._guests: dict[str, Guest] = {}
-        self.aws_config = ""  # `~/.aws/config` on machines of AWS, which shows their programs the fake
+        self.on_aws_host: Callable[[Host], object] = lambda host: None  # before it counts as running
         aws.account.on_started = self._start_aws
         aws.account.on_ended = lambda instance: self._end(instance.id)
         gce.on_instance = self
@@ -93,8 +86,7 @@ class Bridge:
             self._start(instance.id, "aws", addresses, instance.user_data.decode(), end_from_inside)
             profile = instance.parameters.get("IamInstanceProfile", {}).get("Name", "")
             self._guests[instance.id].credentials = find_credentials(self._aws.account, profile)
-            if self.aws_config:
-                self.hosts[instance.id].execute("sh", "-ec", WRITE_CONFIG, stdin=self.aws_config)
+            self.on_aws_host(self.hosts[instance.id])
             is_on.set()
 
         threading.Thread(target=start, daemon=True).start()

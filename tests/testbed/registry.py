@@ -6,6 +6,7 @@ hosts.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -16,19 +17,21 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+from broker.runtime.package import EXTRAS, list_requirements
 from tests.testbed.world import CONTROL
-from trainers.node_gpus import TORCH
 from trainers.node_uv import UV
 from trainers.setup import BUCKETS, PACKAGES
 
 ROOT = Path(__file__).parents[2]
-WANTED = (f"uv=={UV}", *PACKAGES, BUCKETS)
+SERVER = tuple(each.text for each in list_requirements((*EXTRAS, "aws")))  # of `broker server up --infra aws`
+WANTED = (f"uv=={UV}", *PACKAGES, BUCKETS, *SERVER)
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
 def find_folder() -> Path:
-    """Find the folder: each pinned version and each Python has an index of its own."""
-    return ROOT / "build" / f"index-torch{TORCH}-uv{UV}-py{sys.version_info[0]}{sys.version_info[1]}"
+    """Find the folder: each list of packages and each Python has an index of its own."""
+    digest = hashlib.sha256("\n".join(WANTED).encode()).hexdigest()[:8]
+    return ROOT / "build" / f"index-{digest}-py{sys.version_info[0]}{sys.version_info[1]}"
 
 
 def find_obstacle() -> str:

@@ -63,6 +63,20 @@ def stage(tmp_path: Path, metadata: MetadataServer) -> Iterator[Stage]:
         yield stage
 
 
+def test_server_installs_its_python_on_a_bare_machine(stage: Stage) -> None:
+    """The packages come from the index that the machine's own settings name."""
+    settings = f"[global]\nindex-url = {stage.environment['UV_DEFAULT_INDEX']}\n"
+    stage.bridge.on_aws_host = lambda host: host.execute("sh", "-c", "cat >/etc/pip.conf", stdin=settings)
+    done = stage.run("server", "up", "--infra", "aws/us-east-1", "--yes", "--login")
+    assert "Logged in as admin" in done.stdout
+    (name,) = stage.bridge.hosts
+    expect_bare(stage, name)  # what the server needs is in its own folder
+    assert stage.read_json("server", "status")["is_running"]
+    assert stage.run("jobs", "queue").stdout.startswith("No managed jobs")
+    stage.run("server", "down")
+    assert stage.list_living() == set()
+
+
 def launch(stage: Stage, template: str, model: str, *options: str) -> None:
     place = ("--infra", "aws/us-east-1/us-east-1a", "--instance-type", "m5.large")
     envs = ("--env", "UV_DEFAULT_INDEX", "--env", "AWS_REGION=us-east-1", "--env", f"MODEL={model}")

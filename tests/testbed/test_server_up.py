@@ -24,6 +24,12 @@ Host lab
   IdentityFile {keys}/login
   UserKnownHostsFile {folder}/known_hosts
 """
+WRITE_CONFIG = """
+until id ubuntu >/dev/null 2>&1; do sleep 0.1; done
+mkdir -p /home/ubuntu/.aws
+cat >/home/ubuntu/.aws/config
+chown -R ubuntu /home/ubuntu/.aws
+"""
 HELLO_ON_AWS = """\
 name: hello
 resources: {infra: aws/us-east-1/us-east-1b, instance_type: m5.large, use_spot: true}
@@ -81,7 +87,8 @@ def test_server_on_a_host_runs_jobs_without_the_laptop(laptop: Laptop) -> None:
 def test_server_on_aws_launches_machines_with_the_role_that_broker_made(stage: Stage) -> None:
     """Nobody logs in on the server's machine: all it may do is in the role, which `down` deletes."""
     (stage.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\naddress_url = "{stage.aws.url}"\n')
-    stage.bridge.aws_config = f"[default]\nregion = us-east-1\nendpoint_url = {stage.aws.url}\n"
+    config = f"[default]\nregion = us-east-1\nendpoint_url = {stage.aws.url}\n"
+    stage.bridge.on_aws_host = lambda host: host.execute("sh", "-ec", WRITE_CONFIG, stdin=config)
     up = stage.run("server", "up", "--infra", "aws/us-east-1", "--python", sys.executable, "--yes", "--login")
     role = f"broker-server-{stage.owner}"
     assert f"creating the role `{role}`" in up.stderr
