@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +24,7 @@ from xml.sax.saxutils import escape
 
 ACCOUNT, KEY, SECRET = "123456789012", "AKIAUSER", "secret-of-the-user"
 USER = f"arn:aws:iam::{ACCOUNT}:user/me"
+ANYTHING: Mapping[str, Any] = {"Statement": [{"Effect": "Allow", "Action": ["*"], "Resource": ["*"]}]}
 SCOPE = re.compile(r"Credential=(?P<key>[^/]+)/\d+/(?P<region>[^/]+)/(?P<service>[^/]+)/aws4_request")
 
 
@@ -33,17 +34,23 @@ class Session:
     expires_s: float
     policy: Mapping[str, Any]
     user: str = ""
+    role_policy: Mapping[str, Any] | None = None  # which also has to allow what the session does
 
     def allows(self, action: str, arn: str, prefix: str | None) -> bool:
         if any(is_past(each["Condition"]) for each in self.policy["Statement"] if each["Effect"] == "Deny"):
             return False
-        return any(
-            statement["Effect"] == "Allow"
-            and any(fnmatch.fnmatchcase(action, each) for each in statement["Action"])
-            and any(fnmatch.fnmatchcase(arn, each) for each in statement["Resource"])
-            and holds(statement.get("Condition", {}), prefix)
-            for statement in self.policy["Statement"]
-        )
+        policies = [self.policy, *([self.role_policy] if self.role_policy else [])]
+        return all(allows(each, action, arn, prefix) for each in policies)
+
+
+def allows(policy: Mapping[str, Any], action: str, arn: str, prefix: str | None) -> bool:
+    return any(
+        statement["Effect"] == "Allow"
+        and any(fnmatch.fnmatchcase(action, each) for each in statement["Action"])
+        and any(fnmatch.fnmatchcase(arn, each) for each in statement["Resource"])
+        and holds(statement.get("Condition", {}), prefix)
+        for statement in policy["Statement"]
+    )
 
 
 def is_past(condition: Mapping[str, Any]) -> bool:
@@ -75,6 +82,8 @@ class FakeStore:
     sessions: dict[str, Session] = field(default_factory=dict)
     users: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     used_keys: set[str] = field(default_factory=set)  # with which objects were written
+    # permissions of a role that the caller may assume, by its ARN; None: it may not
+    find_role: Callable[[str], Mapping[str, Any] | None] = lambda arn: ANYTHING
     url: str = ""
     serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -92,9 +101,14 @@ class FakeStore:
             return {"Arn": self.arn, "Account": self.arn.split(":")[4], "UserId": "AIDA"}
         if action == "AssumeRole" and int(asked["DurationSeconds"]) > self.role_s_max:
             raise Denied("ValidationError", 400)
+        role_policy = self.find_role(asked["RoleArn"]) if action == "AssumeRole" else ANYTHING
+        if role_policy is None:
+            raise Denied("AccessDenied")
         serial = next(self.serials)
         expires_s = time.time() + (self.life_s if self.life_s is not None else float(asked["DurationSeconds"]))
-        session = Session(token=f"token-{serial}", expires_s=expires_s, policy=json.loads(asked["Policy"]))
+        session = Session(
+            token=f"token-{serial}", expires_s=expires_s, policy=json.loads(asked["Policy"]), role_policy=role_policy
+        )
         self.sessions[f"ASIA{serial}"] = session
         end = datetime.fromtimestamp(expires_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         login = {"AccessKeyId": f"ASIA{serial}", "SecretAccessKey": f"session-secret-{serial}"}

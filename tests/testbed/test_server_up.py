@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broker.runtime.bootstrap import make_boot
 from broker.runtime.keys import HOST, LOGIN, Keys
 from tests.cli.conftest import Shell
+from tests.testbed.ec2_account import ACCOUNT, Account
+from tests.testbed.ec2_roles import find_credentials
 from tests.testbed.host import Host
 from tests.testbed.metadata import MetadataServer
 from tests.testbed.stage import Stage, open_stage
+from tests.testbed.sts import FakeStore, Session, allows, serve_store
 from tests.testbed.world import CONTROL
 
 ADDRESS = "10.78.0.1"
@@ -28,11 +32,13 @@ WRITE_CONFIG = """
 until id ubuntu >/dev/null 2>&1; do sleep 0.1; done
 mkdir -p /home/ubuntu/.aws
 cat >/home/ubuntu/.aws/config
+echo "export AWS_ENDPOINT_URL_S3=$1 AWS_ENDPOINT_URL_STS=$1" >/home/ubuntu/.bashrc  # Debian's bash reads it for sshd
 chown -R ubuntu /home/ubuntu/.aws
 """
 HELLO_ON_AWS = """\
 name: hello
 resources: {infra: aws/us-east-1/us-east-1b, instance_type: m5.large, use_spot: true}
+checkpoint: {to: s3://testbed/runs}
 run: echo hello from $(hostname)
 """
 HELLO = "name: hello\nresources: {infra: local}\nrun: echo hello from $(hostname)\n"
@@ -85,12 +91,23 @@ def test_server_on_a_host_runs_jobs_without_the_laptop(laptop: Laptop) -> None:
 
 
 def test_server_on_aws_launches_machines_with_the_role_that_broker_made(stage: Stage) -> None:
-    """Nobody logs in on the server's machine: all it may do is in the role, which `down` deletes."""
+    """Nobody logs in on the server's machine: all it may do is in the role, which `down` deletes.
+
+    Nodes get sessions of this role that are limited to the job's folder in the bucket.
+    """
+    with serve_store(CONTROL) as store:
+        run_with_role(stage, store)
+
+
+def run_with_role(stage: Stage, store: FakeStore) -> None:
     (stage.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\naddress_url = "{stage.aws.url}"\n')
     config = f"[default]\nregion = us-east-1\nendpoint_url = {stage.aws.url}\n"
-    stage.bridge.on_aws_host = lambda host: host.execute("sh", "-ec", WRITE_CONFIG, stdin=config)
-    up = stage.run("server", "up", "--infra", "aws/us-east-1", "--python", sys.executable, "--yes", "--login")
+    words = ("sh", "-ec", WRITE_CONFIG, "write", store.url)
+    stage.bridge.on_aws_host = lambda host: host.execute(*words, stdin=config)
+    place = ("--infra", "aws/us-east-1", "--python", sys.executable, "--bucket", "testbed")
+    up = stage.run("server", "up", *place, "--yes", "--login")
     role = f"broker-server-{stage.owner}"
+    play_role(stage.account, store, role)
     assert f"creating the role `{role}`" in up.stderr
     (server,) = stage.account.instances.values()
     assert server.parameters["IamInstanceProfile"] == {"Name": role}
@@ -98,10 +115,33 @@ def test_server_on_aws_launches_machines_with_the_role_that_broker_made(stage: S
     assert "hello from i-" in done.stdout
     node = next(each for each in stage.account.instances.values() if each is not server)
     assert "IamInstanceProfile" not in node.parameters, "nodes do not have the server's role"
+    assert any(key.endswith("/logs/1.log") for key in store.objects)
+    assert any(action == "AssumeRole" for action, _ in store.calls)
+    assert all(key.removeprefix("ASIA").isdigit() for key in store.used_keys), "nodes wrote with sessions"
     stage.wait_until(lambda: node.state == "terminated", "the job's machine has ended")
     stage.run("server", "down")
     assert stage.list_living() == set()
     assert set(stage.account.roles) == set(stage.account.profiles) == {"reader"}
+
+
+def play_role(account: Account, store: FakeStore, name: str) -> None:
+    """Let the role use the store as its permissions allow, and assume itself if its trust policy does."""
+    key = find_credentials(account, name)
+    assert key is not None
+    arn = f"arn:aws:iam::{ACCOUNT}:role/broker/{name}"
+    store.arn = f"arn:aws:sts::{ACCOUNT}:assumed-role/{name}/i-1"
+
+    def find_policy() -> Mapping[str, Any]:
+        found: Mapping[str, Mapping[str, Any]] = account.roles[name]["policies"]
+        return next(iter(found.values()))
+
+    def find_role(wanted: str) -> Mapping[str, Any] | None:
+        _, trusted = account.roles[name]["trust"]["Statement"]
+        is_trusted = trusted["Condition"] == {"ArnEquals": {"aws:PrincipalArn": arn}} and wanted == arn
+        return find_policy() if is_trusted and allows(find_policy(), "sts:AssumeRole", wanted, None) else None
+
+    store.find_role = find_role
+    store.sessions[key["AccessKeyId"]] = Session(token=key["Token"], expires_s=float("inf"), policy=find_policy())
 
 
 def test_server_on_a_cloud_is_a_cluster_that_down_terminates(stage: Stage) -> None:
