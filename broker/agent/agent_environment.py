@@ -41,9 +41,9 @@ def make_envs(
     env: dict[str, str] = {"PYTHONUNBUFFERED": "1"}  # so that the log shows a print at once; SkyPilot sets it as well
     if container:
         env["HOME"] = str(agent_files.HOME)
-    if not float(spec["gpus_per_node"]):
-        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    if all(ip.startswith("127.") for ip in ips):
+    if all(ip.startswith("127.") for ip in ips):  # nodes that are processes on one machine
+        if not float(spec["gpus_per_node"]):
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # they share its cores
         env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     env.update(agent_access.read_envs(int(spec["run_id"])))  # the task's own variables win
     env.update(agent_turn.name_cards(held, spec, {} if container else os.environ))
