@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from broker.jobs.checkpoints import BUCKET_SCHEMES
 from broker.provision.trial import MARK, PROGRAM, Step, StepOutcome, Trial, choose_places
 from broker.types import Plan
 
-PLACES = 3  # the cheapest ones: spot may be unavailable in one zone
+PLACES = 3  # of each region: spot may be unavailable in one zone
 HOURS = 0.25  # upper estimate of a trial's duration, for the price shown
 OWNER = "0123456789ab"  # replaces the installation's ID in recordings
 
@@ -45,7 +46,7 @@ def check_live(
         raise UsageError(
             f"`{name}` is not set up to launch nodes", hints=[f"see what is missing: `broker check {name}`"]
         )
-    plan = _plan(context, name, gpus=gpus, is_spot=not on_demand)
+    plan = _plan(context, name, gpus=gpus, is_spot=not on_demand, spend_usd_max=spend_usd_max)
     check_programs(context, [plan])
     plan = _set_bucket(context, plan, bucket)
     _agree(plan, spend_usd_max, yes=yes)
@@ -86,33 +87,41 @@ def _set_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
     return plan
 
 
-def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> Plan:
-    """Plan the cheapest locations for one node; without GPUs, 2 vCPUs, which every account may launch."""
+def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool, spend_usd_max: float) -> Plan:
+    """Plan the cheapest locations for one node; without GPUs, 2 vCPUs, which every account may launch.
+
+    Raises UsageError if 15 minutes exceed the limit everywhere.
+    """
     overrides = options.Overrides(
         name=MARK, infra=infra, gpus=gpus, cpus=None if gpus else "2+", num_nodes=1, use_spot=is_spot
     )
     task = context.resolve(options.read_task([PROGRAM], overrides))
     try:
-        return choose_places(context.plan(task, usable_clouds=frozenset(context.clouds)), PLACES)
+        plan = context.plan(task, usable_clouds=frozenset(context.clouds))
     except NoOfferError as error:
         hints = ["try an on-demand instance: `--on-demand`", *error.hints] if is_spot else error.hints
         raise NoOfferError(error.message, hints=hints) from None
+    places = choose_places(plan, per_region=PLACES, usd_hour_max=spend_usd_max / HOURS)
+    if places.estimates:
+        return places
+    likely_usd = min(each.placement.usd_hour for each in plan.estimates) * HOURS
+    raise UsageError(
+        f"15 minutes of {plan.choice.placement.offer.instance_type} cost {format_usd(likely_usd)} USD, "
+        f"more than the limit of {format_usd(spend_usd_max)}",
+        hints=[f"raise the limit: `--spend {math.ceil(100 * likely_usd) / 100:.2f}`"],
+    )
 
 
 def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
-    """Ask before launching. Raises UsageError if 15 minutes in the most expensive location exceed the limit."""
+    """Ask before launching."""
     usd_hour = max(estimate.placement.usd_hour for estimate in plan.estimates)
     offer, is_spot = plan.choice.placement.offer, plan.choice.placement.is_spot
-    likely_usd = usd_hour * HOURS
-    if likely_usd > spend_usd_max:
-        raise UsageError(
-            f"15 minutes of {offer.instance_type} cost {format_usd(likely_usd)} USD, "
-            f"more than the limit of {format_usd(spend_usd_max)}",
-            hints=[f"raise the limit: `--spend {likely_usd:.2f}`"],
-        )
+    regions = len({estimate.placement.offer.region for estimate in plan.estimates})
+    where = f" in the first of {regions} regions that provides one" if regions > 1 else ""
     print_note(
-        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {format_usd(usd_hour)} USD/h for a\n"
-        f"few minutes, terminated at {format_usd(spend_usd_max)} USD; clouds bill at least a minute, plus disks"
+        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type}{where},\n"
+        f"at up to {format_usd(usd_hour)} USD/h for a few minutes, terminated at {format_usd(spend_usd_max)} USD;\n"
+        "clouds bill at least a minute, plus disks"
     )
     if offer.cloud != "local" and not yes:
         typer.confirm("Start?", abort=True, err=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -25,7 +26,7 @@ from broker.provision.lifecycle import Provisioner
 from broker.runtime.gang import Gang
 from broker.state.store import Store
 from broker.storage import open_bucket
-from broker.types import Autostop, Cluster, NodeState, Plan, RunStatus
+from broker.types import Autostop, Cluster, Estimate, NodeState, Plan, RunStatus
 
 MARK = "broker-check"
 PROGRAM = f"echo {MARK}; uname -srm; python3 --version; nvidia-smi -L 2>/dev/null || true"
@@ -304,6 +305,17 @@ class Trial:
         return self._cluster
 
 
-def choose_places(plan: Plan, count: int) -> Plan:
-    """Return the plan reduced to its `count` cheapest placements."""
-    return replace(plan, estimates=plan.estimates[:count])
+def choose_places(plan: Plan, *, per_region: int, usd_hour_max: float) -> Plan:
+    """Return the plan with the `per_region` cheapest placements of each region, one of each region before a second.
+
+    An account cannot use every region: AWS enables some only on request, and they are among the cheapest. Placements
+    above `usd_hour_max` are left out; there may be none left.
+    """
+    rounds: list[list[Estimate]] = [[] for _ in range(per_region)]
+    counts: Counter[str] = Counter()
+    for estimate in plan.estimates:
+        region = estimate.placement.offer.region
+        if counts[region] < per_region and estimate.placement.usd_hour <= usd_hour_max:
+            rounds[counts[region]].append(estimate)
+            counts[region] += 1
+    return replace(plan, estimates=tuple(estimate for each in rounds for estimate in each))

@@ -193,6 +193,14 @@ def test_nodes_of_an_earlier_trial_are_terminated_first_and_stop_is_skipped_if_n
     assert found["stop"] == ("skipped", "simulated cannot stop nodes") and left.id not in found["create"][1]
 
 
-def test_a_plan_is_reduced_to_its_cheapest_placements() -> None:
+def test_each_region_comes_once_before_one_comes_again() -> None:
+    """Some of the cheapest regions are disabled in most accounts."""
     plan = make_plan(Task(), "east1a", "east1b", "west1a")
-    assert choose_places(plan, 2) == replace(plan, estimates=plan.estimates[:2])
+    first, second, other = plan.estimates
+    found = choose_places(plan, per_region=2, usd_hour_max=100.0)
+    assert found == replace(plan, estimates=(first, other, second))
+    assert choose_places(plan, per_region=1, usd_hour_max=100.0).estimates == (first, other)
+    dearest_usd = max(each.placement.usd_hour for each in plan.estimates)
+    kept = choose_places(plan, per_region=2, usd_hour_max=dearest_usd * 0.999).estimates
+    assert all(each.placement.usd_hour < dearest_usd for each in kept)
+    assert choose_places(plan, per_region=2, usd_hour_max=0.0).estimates == ()

@@ -17,6 +17,7 @@ ZONES = {
 }
 TYPES: dict[str, dict[str, Any]] = {  # vCPUs, and how many Elastic Fabric Adapters it takes
     "m5.large": {"vcpus": 2, "efa": 0},
+    "t3.nano": {"vcpus": 2, "efa": 0},
     "c6g.xlarge": {"vcpus": 4, "efa": 0},
     "g5.xlarge": {"vcpus": 4, "efa": 0},
     "p4d.24xlarge": {"vcpus": 96, "efa": 4},

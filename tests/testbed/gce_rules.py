@@ -36,6 +36,7 @@ class Machine:
 
 
 MACHINES = {
+    "e2-micro": Machine(vcpus=2),
     "e2-standard-4": Machine(vcpus=4),
     "n2-standard-32": Machine(vcpus=32, cpu_metric="N2_CPUS"),
     "c4-standard-4": Machine(vcpus=4),
