@@ -14,7 +14,9 @@ from broker.cli import options
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.cli.terminal import Bar, show_progress
+from broker.errors import RunFailedError
 from broker.formatting import format_count, format_usd
+from broker.types import JobStatus
 
 if TYPE_CHECKING:
     from broker.app.session import Session
@@ -96,6 +98,7 @@ def sweep(
         print_note(f"wrote {plot}")
     if detach and not state.is_over:
         _note_left(state)
+    _check_runs(state)
 
 
 def _run(
@@ -167,6 +170,15 @@ def _note_left(state: SweepState) -> None:
         f"the same command without `-d` starts the remaining {left} and stops poor runs early"
     )
     print_note(f"cancel the started runs with `broker jobs cancel {state.name}`")
+
+
+def _check_runs(state: SweepState) -> None:
+    """Raise RunFailedError if every run has failed, so that a script does not continue."""
+    if state.is_over and not any(each.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLED) for each in state.runs):
+        raise RunFailedError(
+            f"no run of {state.name} has succeeded", returncode=1,
+            hints=[f"see the output of one with `broker jobs logs {state.runs[0].job_id}`"],
+        )  # fmt: skip
 
 
 def describe(state: SweepState) -> dict[str, Any]:

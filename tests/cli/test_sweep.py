@@ -39,6 +39,15 @@ def test_a_sweep_runs_each_value_once_and_shows_the_best(shell: Shell) -> None:
 
 
 @pytest.mark.long
+def test_a_sweep_of_failed_runs_fails(shell: Shell) -> None:
+    task = shell.write("fit.yaml", "resources: {infra: local}\nenvs: {width: 1}\nrun: echo no; exit 3\n")
+    done = shell.run("sweep", task, "--param", "width=1,2", "--yes", code=100)
+    assert "FAILED" in done.stdout and "no run of sweep-" in done.stderr and "`broker jobs logs " in done.stderr
+    again = shell.run("sweep", task, "--param", "width=1,2", "--yes", code=100)
+    assert done.stdout.endswith(again.stdout) and again.stdout.startswith("RUN"), "it starts nothing, and fails again"
+
+
+@pytest.mark.long
 def test_a_dry_run_lists_the_configurations_and_a_bad_plot_is_refused_first(shell: Shell) -> None:
     task = shell.write("fit.yaml", TASK)
     shown = shell.run("sweep", task, "--param", "lr=1e-4..1e-2:log", "--runs", "3", "--dryrun").stdout
