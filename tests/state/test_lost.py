@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_the_error_names_the_newest_copy_and_its_date(path: Path) -> None:
     import time
 
     assert time.strftime("%Y-%m-%d", time.localtime(copy.time_s)) in caught.value.hints[0]
+
+
+def test_commits_in_the_log_of_a_copy_are_restored(path: Path, tmp_path: Path) -> None:
+    """Someone copied the folder with `cp` while a daemon had the file open: the newest commits are only in the log."""
+    aside = tmp_path / "own"
+    aside.mkdir()
+    with closing(open_store(path)) as store:
+        store.jobs.add("newest", Task())
+        # In another process: reading the file here would end the locks of the open store.
+        subprocess.run(["cp", str(path), f"{path}-wal", str(aside)], check=True)
+    assert (aside / "state.db-wal").stat().st_size
+    restore(path, aside / "state.db", clock=CLOCK, owner=OWNER)
+    with closing(open_store(path)) as store:
+        assert [line.name for line in store.jobs.list_lines()] == ["newest", "train"]
 
 
 def test_a_damaged_copy_is_refused_with_the_reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
