@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
 import os
 import shutil
 import sqlite3
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from broker.errors import FencedError, StateError, TransientError, UsageError
 from broker.serve.credentials import ensure_credentials
 from broker.serve.keys import create_key, read_keys
 from broker.serve.replicas import find_folder
-from broker.server.backup import _step
+from broker.server.backup import _step, keep_backup
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
 from broker.types import JobStatus, Resources, Secret, Task
@@ -317,6 +319,36 @@ def test_backup_without_room_on_the_disk_is_reported_and_the_server_continues(
     _step(backups, home, is_due=True)
     assert json.loads((home / "server/backup.json").read_text())["error"] is None
     assert not list((home / "server").glob(".*")), "failures leave no files"
+
+
+def test_last_backup_of_a_server_that_stops_waits_for_the_one_under_way(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older copy would replace the last one if its upload ended later."""
+    (tmp_path / "config.toml").write_text(f'backup = "{place.as_uri()}"\n')
+    has_begun, may_end = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def write(backups: Backups, home: Path, *, is_due: bool) -> None:
+        number = sum(each.startswith("begin") for each in seen)
+        seen.append(f"begin {number}")
+        has_begun.set()
+        if number == 0:
+            may_end.wait()
+        seen.append(f"end {number}")
+
+    async def stop() -> None:
+        keeping = asyncio.create_task(keep_backup(tmp_path))
+        await asyncio.to_thread(has_begun.wait)
+        keeping.cancel()
+        await asyncio.wait([keeping], timeout=0.1)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+
+    monkeypatch.setattr("broker.server.backup._step", write)
+    asyncio.run(stop())
+    assert seen == ["begin 0", "end 0", "begin 1", "end 1"]
 
 
 def test_place_of_another_server_is_refused(
