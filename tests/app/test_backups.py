@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.app.backup_files import BLOCK_BYTES, HEADER, KEPT_S, NONCE_BYTES
-from broker.app.backups import CONFIRM_S, LEASE_S, Backups
+from broker.app.backup_files import ASIDE_S, BLOCK_BYTES, HEADER, KEPT_S, NONCE_BYTES, forget_asides
+from broker.app.backups import CONFIRM_S, LEASE_S, Backups, pack_state
 from broker.app.container import Context
 from broker.errors import FencedError, StateError, TransientError, UsageError
 from broker.serve.credentials import ensure_credentials
@@ -349,6 +349,24 @@ def test_last_backup_of_a_server_that_stops_waits_for_the_one_under_way(
     monkeypatch.setattr("broker.server.backup._step", write)
     asyncio.run(stop())
     assert seen == ["begin 0", "end 0", "begin 1", "end 1"]
+
+
+def test_copies_that_a_killed_backup_left_behind_are_deleted(
+    tmp_path: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    """A server that is killed in the middle again and again must not fill its disk."""
+    home = tmp_path / "old"
+
+    def die(connection: sqlite3.Connection) -> None:
+        (aside,) = (path for path in home.iterdir() if (path / "state.db").exists())
+        shutil.copytree(aside, aside.with_name(f"{aside.name}-killed"))
+
+    pack_state(home, edit=die)
+    (left,) = home.glob("*-killed")
+    for age_s, is_kept in ((ASIDE_S - 60.0, True), (ASIDE_S + 60.0, False)):
+        os.utime(left, (clock.value_s - age_s, clock.value_s - age_s))
+        forget_asides(home, now_s=clock.value_s)
+        assert left.exists() is is_kept
 
 
 def test_place_of_another_server_is_refused(
