@@ -83,6 +83,7 @@ class PostgresDatabase:
         self.epoch: int | None = None  # jobs are claimed individually, and no process leads
         self._owner = owner
         self._depth = 0
+        self._after: list[Callable[[], None]] = []  # called after the commit
         self._connection: psycopg.Connection[PostgresRow] | None = None
         self._migrate()
         self._identify()
@@ -129,9 +130,20 @@ class PostgresDatabase:
             self._commit()
         except BaseException:
             self._roll_back()
+            self._after.clear()
             raise
         finally:
             self._depth -= 1
+        after, self._after = self._after, []
+        for act in after:
+            act()
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Call `act` after the commit of the outermost transaction; at once without one."""
+        if self._depth:
+            self._after.append(act)
+        else:
+            act()
 
     def _commit(self) -> None:
         """Commit. If the connection is lost, the transaction may or may not be committed.
