@@ -7,7 +7,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,10 @@ class SqliteDatabase:
         after, self._after = self._after, []
         for act in after:
             act()
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Run a block that only reads. No other process writes meanwhile, because secrets are in files."""
+        return self.transaction(is_durable=False)
 
     def after_commit(self, act: Callable[[], None]) -> None:
         """Call `act` after the commit of the outermost transaction; at once without one."""

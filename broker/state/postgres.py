@@ -37,6 +37,11 @@ SESSION = (
     "SET standard_conforming_strings = on; SET client_encoding = 'UTF8'"
 )
 BEGIN = f"BEGIN {ISOLATION}"  # again here: a pooler may have given this session's server connection to others
+# A dump of a large store takes minutes, also between its statements.
+SNAPSHOT = (
+    "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
+    "SET LOCAL idle_in_transaction_session_timeout = 0; SET LOCAL statement_timeout = 0"
+)
 # The lock of all writing transactions, one for each schema of the server's database.
 LOCK = "SELECT pg_advisory_xact_lock(1651666795, hashtext(current_schema()))"
 _PARAMETER = re.compile(r"\?(\d*)|%")
@@ -137,6 +142,12 @@ class PostgresDatabase:
         after, self._after = self._after, []
         for act in after:
             act()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Run a block that only reads; other processes write meanwhile."""
+        with self._begin(SNAPSHOT):
+            yield
 
     def after_commit(self, act: Callable[[], None]) -> None:
         """Call `act` after the commit of the outermost transaction; at once without one."""
