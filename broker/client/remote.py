@@ -196,9 +196,13 @@ class RemoteSession:
             raise self._explain_lost(error) from None
 
     def post(self, path: str, body: bytes, connection: HTTPConnection | None) -> tuple[HTTPConnection, Any]:
-        """POST over a connection, or a new one, which stays open for the next request. Raises BrokerError."""
+        """POST over a connection, or a new one if it is closed, which stays open for the next request.
+
+        Raises BrokerError.
+        """
         try:
-            connection = connection or self._connect()
+            if connection is None or connection.sock is None:
+                connection = self._connect()
             answer = self._send(connection, "POST", path, body, accept="application/json")
             return connection, json.loads(answer.read())
         except (OSError, HTTPException, ValueError) as error:

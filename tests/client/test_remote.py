@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import NotConnected
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,10 +18,11 @@ import broker
 from broker.app.clusters import LogChunk
 from broker.app.verbs.jobs import cancel_jobs, follow_log, wait_for_job
 from broker.app.verbs.launching import launch_jobs
-from broker.client.login import read_login, save_login
+from broker.client.login import connect, read_login, save_login
 from broker.client.remote import RETRIES_MAX, RemoteSession
 from broker.config import LOGIN
 from broker.errors import DeniedError, StateError, TransientError, UsageError
+from broker.server.serving import ensure_certificate
 from broker.types import Job, JobStatus, Plan, Resources, Task
 from tests.server.conftest import Hosted, hosted
 
@@ -172,3 +174,25 @@ def test_login_is_private_and_a_damaged_one_is_explained(hosted: Hosted, tmp_pat
     path.write_text("{")
     with pytest.raises(StateError, match="cannot read the login"):
         read_login(path)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_closed_connection_is_not_reopened_without_checking_its_certificate(
+    hosted: Hosted, tmp_path: Path, is_encrypted: bool
+) -> None:
+    """By itself, `http.client` connects again, and would send the token to whoever answers there now."""
+    server = Hosted(tmp_path, ensure_certificate(tmp_path)) if is_encrypted else hosted
+    try:
+        connection = connect(server.login("user"))
+        connection.close()
+        with pytest.raises(NotConnected):
+            connection.request("GET", "/v1/handshake")
+        path, session = f"/v1/cancel/{'0' * 32}", server.open("user")
+        connection, answer = session.post(path, b"{}", None)
+        connection.close()  # as after a response with `Connection: close`
+        other, answer = session.post(path, b"{}", connection)
+        assert answer == {"is_running": False} and other is not connection
+        other.close()
+    finally:
+        if is_encrypted:
+            server.stop()
