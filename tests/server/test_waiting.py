@@ -138,7 +138,7 @@ def test_client_that_follows_without_a_stream_and_leaves_keeps_no_thread(
             headers = f"Host: x\r\nAuthorization: Bearer {hosted.tokens['viewer']}\r\nContent-Length: 13\r\n"
             client.sendall(f'POST /v1/watch_jobs HTTP/1.1\r\n{headers}\r\n{{"job": null}}'.encode())
             assert begun.wait(60)
-        has_ended = ended.wait(20)
+        has_ended = ended.wait(60)
     finally:
         hosted.context.store.jobs.set_status(job.id, JobStatus.CANCELLED)
         hosted.stop()
