@@ -6,6 +6,7 @@ meantime.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -103,8 +104,11 @@ def check_integrity(database: Path) -> Sequence[str]:
     return [] if found == ["ok"] else found
 
 
-def find_copy(database: Path, name: str | None) -> Path:
-    """Find a copy by its name in `backups/` or by its path; None means the newest. Raises StateError, UsageError."""
+def find_copy(database: Path, name: str | None, *, now_s: float = math.inf) -> Path:
+    """Find a copy by its name in `backups/` or by its path; None means the newest. Raises StateError, UsageError.
+
+    A copy that is dated after `now_s`, while the clock was wrong, is older than it says: others come first.
+    """
     try:
         copies = list_copies(database)
     except OSError as error:
@@ -118,7 +122,7 @@ def find_copy(database: Path, name: str | None) -> Path:
                     "`broker state reset` starts with an empty one",
                 ),
             )
-        return copies[0].path
+        return min(copies, key=lambda copy: copy.time_s > now_s).path
     for path in (get_folder(database) / name, Path(name).expanduser()):
         if path.is_file():
             return path
