@@ -30,6 +30,10 @@ class SecretStore(Protocol):
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
         """Return the secrets by name, with empty values after the job has ended. Raises DamagedRowError."""
 
+    def has(self, job_id: int, uid: str) -> bool:
+        """Return whether secrets of this job are stored."""
+        ...
+
 
 class SecretFiles:
     """Secrets of live jobs in files of mode 0600, one for each job.
@@ -90,3 +94,7 @@ class SecretFiles:
         except ValueError as error:
             raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are not JSON") from error
         return {name: values.get(name, "") for name in names}
+
+    def has(self, job_id: int, uid: str) -> bool:
+        """Return whether the file exists."""
+        return self._find_path(job_id, uid).exists()
