@@ -115,8 +115,9 @@ async def wait(
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"`timeout_s` must be positive, not {timeout_s:g}")
     if is_remote(home):
+        known = (await call_server(home, None, verbs.show_job, job=str(job))).job.id  # a name may get a newer job
         view = await call_server(
-            home, None, verbs.wait_for_job, job=str(job), status=status, timeout_s=timeout_s or 0.0
+            home, None, verbs.wait_for_job, job=str(known), status=status, timeout_s=timeout_s or 0.0
         )
         if view.job.status is not status:
             raise jobs.explain_ended(view.job)

@@ -8,6 +8,7 @@ another one. Files are written before the first state that names them, and delet
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -27,6 +28,8 @@ from broker.storage.base import Bucket
 
 UPLOADS = "uploads"  # folder of the state folder; `server/files.py` fills it
 PREFIX = "files"
+ASIDE = ".backup-"  # prefix of temporary folders in the state folder, which a killed server leaves behind
+ASIDE_S = 86400.0
 MARK = "broker-upload:"
 DIGEST = "[0-9a-f]{64}"
 BLOCK_BYTES = 8 * 2**20
@@ -47,6 +50,14 @@ def attach_uploads(connection: sqlite3.Connection, home: Path) -> frozenset[str]
     """Replace `MARK` by this machine's folder of uploads; return the digests that the tasks of live work name."""
     folder = json.dumps(str(home / UPLOADS), ensure_ascii=False)[1:-1]
     return _replace(connection, re.compile(f'"{MARK}({DIGEST})/'), f'"{folder}/')
+
+
+def forget_asides(home: Path, *, now_s: float) -> None:
+    """Delete the temporary folders of backups that were killed: each holds a copy of the state or of an upload."""
+    for path in home.glob(f"{ASIDE}*"):
+        with contextlib.suppress(OSError):
+            if now_s - path.stat().st_mtime >= ASIDE_S:
+                shutil.rmtree(path)
 
 
 def _replace(connection: sqlite3.Connection, pattern: re.Pattern[str], start: str) -> frozenset[str]:
@@ -79,7 +90,7 @@ class BackupFiles:
             folder = self._home / UPLOADS / digest
             if not folder.is_dir():
                 continue
-            with tempfile.TemporaryDirectory(dir=self._home) as aside:
+            with tempfile.TemporaryDirectory(dir=self._home, prefix=ASIDE) as aside:
                 sealed = Path(aside) / digest
                 seal_folder(folder, sealed, digest=digest, key=self._load_key())
                 self._bucket.upload(sealed, f"{PREFIX}/{digest}")
@@ -103,7 +114,7 @@ class BackupFiles:
             target = self._home / UPLOADS / digest
             if target.is_dir():
                 continue
-            with tempfile.TemporaryDirectory(dir=self._home) as aside:
+            with tempfile.TemporaryDirectory(dir=self._home, prefix=ASIDE) as aside:
                 sealed, folder = Path(aside) / "sealed", Path(aside) / "folder"
                 if not self._bucket.download(f"{PREFIX}/{digest}", sealed):
                     missing.append(digest)

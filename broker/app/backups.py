@@ -26,7 +26,7 @@ from contextlib import closing
 from pathlib import Path
 
 from broker import sites
-from broker.app.backup_files import BackupFiles, attach_uploads, detach_uploads
+from broker.app.backup_files import ASIDE, BackupFiles, attach_uploads, detach_uploads
 from broker.clock import Clock
 from broker.config import find_backup_url
 from broker.errors import BrokerError, CloudError, FencedError, StateError, UsageError
@@ -188,7 +188,7 @@ class Backups:
         self._write_epoch(own)
         self.refresh()
         archive = self._read_newest(below=own.number)
-        with tempfile.TemporaryDirectory(dir=self._home) as folder:
+        with tempfile.TemporaryDirectory(dir=self._home, prefix=ASIDE) as folder:
             unpack(archive, Path(folder))
             with closing(sqlite3.connect(Path(folder) / DATABASE, isolation_level=None)) as connection:
                 uploads = attach_uploads(connection, self._home)
@@ -258,7 +258,7 @@ def pack_state(
 ) -> bytes:
     """Pack the database, changed by `edit`, and the files next to it; equal states give equal bytes."""
     out = io.BytesIO()
-    with tempfile.TemporaryDirectory(dir=home) as folder, tarfile.open(fileobj=out, mode="w") as archive:
+    with tempfile.TemporaryDirectory(dir=home, prefix=ASIDE) as folder, tarfile.open(fileobj=out, mode="w") as archive:
         copy = Path(folder) / DATABASE
         with closing(sqlite3.connect(home / DATABASE, isolation_level=None)) as connection:
             connection.execute("VACUUM INTO ?", (str(copy),))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from broker.app.backup_place import check_backups
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
 from broker.app.limits import LaunchSize
@@ -113,6 +114,7 @@ def prepare(
     note_state_folder(context, tasks)
     context.check_notify(tasks)
     tasks = target.apply_defaults(tasks)
+    check_backups(context, tasks)
     plans = target.place([plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks])
     check_plans(plans, home=context.market.home, is_launch=not is_dryrun, note=context.note)
     callbacks.show(plans)

@@ -41,6 +41,7 @@ class RunLauncher:
     def plan(self, schedule: JobSchedule, task: Task) -> Plan:
         """Plan the task and check what a launch checks without the network. Raises BrokerError to refuse the run."""
         self._context.check_notify([task])
+        self._context.market.renew()  # the daemon may have read the prices when the schedule was last due
         forecasts.score_own_forecasts(self._context)
         payee = Payee(user=schedule.user, project=schedule.project)
         task = govern(self._context.config.home, task, payee, note=log.info)  # the policy may have changed since

@@ -87,7 +87,7 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
         print_line(f"restored the ID {found.owner} in {found.path}")
         return
     database = _find_database()
-    chosen = find_copy(database, copy)
+    chosen = find_copy(database, copy, now_s=SystemClock().now_s())
     options.confirm(f"Replace {database} with {chosen.name}?", yes=yes)
     with hold_daemon(database):
         aside = put_back(database, chosen, clock=SystemClock(), owner=find_owner(database))

@@ -81,7 +81,7 @@ def read_login(path: Path) -> ServerLogin:
 
 
 def connect(login: ServerLogin) -> HTTPConnection:
-    """Open a connection whose certificate is checked before anything is sent.
+    """Open a connection whose certificate is checked before anything is sent. It does not reopen itself.
 
     Raises AuthError for a certificate other than the pinned one, and OSError if the server does not respond.
     """
@@ -90,12 +90,14 @@ def connect(login: ServerLogin) -> HTTPConnection:
     if parts.scheme == "http":
         plain = HTTPConnection(host, parts.port or 80, timeout=TIMEOUT_S)
         plain.connect()
+        plain.auto_open = 0
         return plain
     checking = ssl.create_default_context()
     if login.fingerprint is not None:  # stronger than names and authorities
         checking.check_hostname = False
         checking.verify_mode = ssl.CERT_NONE
     connection = HTTPSConnection(host, parts.port or 443, timeout=TIMEOUT_S, context=checking)
+    connection.auto_open = 0  # after the server has closed it, the token would be sent without comparing fingerprints
     try:
         connection.connect()
     except ssl.SSLCertVerificationError as error:

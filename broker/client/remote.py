@@ -1,7 +1,7 @@
 """The session of a logged-in user: each verb is a request to the server, and its callbacks run here.
 
-A connection that breaks while output is followed is reopened, and continues at the last offset. Other verbs are not
-repeated, because the server may have done their work.
+A connection that breaks while output is followed is reopened, and continues at the last offset. One that only waits,
+without a time limit, is reopened, too. Other verbs are not repeated, because the server may have done their work.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from broker.types import Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
-RETRIES_MAX = 5  # consecutive, of a connection that follows output
+RETRIES_MAX = 5  # consecutive, after an error of the verb that follows output
 RETRY_S = 1.0
+LOST_S_MAX = 120.0  # for a server to come back: an upgrade stops it, perhaps migrates its state, and starts it
+WAITING = ("wait_for_job", "wait_for_service")  # verbs that only wait, perhaps for days
 UNPACK_S_MAX = 1800.0  # for the server to unpack files, during which it sends nothing
 
 
@@ -54,6 +56,7 @@ class RemoteSession:
     def __init__(self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._login = login
         self._note = on_note
+        self._is_lost = False  # the newest verb lost its connection, or never had one
         self.request_id = ""  # of the newest verb on the server; empty until it has begun
         self.clock = SystemClock()
 
@@ -70,7 +73,7 @@ class RemoteSession:
         values = {name: value for name, value in named.items() if name in signature.arguments}
         body = {name: encode(self._upload(value), is_argument=True) for name, value in values.items()}
         name = find_verb(verb).name
-        if "on_chunk" in callbacks:
+        if "on_chunk" in callbacks or (name in WAITING and not body.get("timeout_s")):
             return cast("T", self._follow(name, body, signature, callbacks))
         return cast("T", self._run(name, body, signature, callbacks))
 
@@ -93,8 +96,9 @@ class RemoteSession:
     def _follow(
         self, name: str, body: dict[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
     ) -> object:
-        """Follow output over any number of connections, continuing from the offset of the last received lines."""
-        failures = 0
+        """Follow output, or wait, over any number of connections; continue at the offset of the last received lines."""
+        failures, has_begun = 0, False
+        lost_s = self.clock.now_s()  # since when the server has been away
 
         def pass_on(chunk: LogChunk) -> None:
             nonlocal failures
@@ -102,12 +106,18 @@ class RemoteSession:
             body["offset"] = chunk.offset
             callbacks["on_chunk"](chunk)
 
+        own = {**callbacks, "on_chunk": pass_on} if "on_chunk" in callbacks else callbacks
         while True:
             try:
-                return self._run(name, body, signature, {**callbacks, "on_chunk": pass_on})
+                return self._run(name, body, signature, own)
             except (UnknownOutcomeError, TransientError):
+                if not self._is_lost and name in WAITING:
+                    raise
                 failures += 1
-                if failures > RETRIES_MAX:
+                if self.request_id:
+                    has_begun, lost_s = True, self.clock.now_s()
+                is_coming_back = has_begun and self._is_lost and 0.0 <= self.clock.now_s() - lost_s < LOST_S_MAX
+                if failures > RETRIES_MAX and not is_coming_back:
                     raise
                 self._wait()
 
@@ -120,7 +130,7 @@ class RemoteSession:
         self, name: str, body: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
     ) -> object:
         text = json.dumps(body).encode()
-        self.request_id = ""
+        self.request_id, self._is_lost = "", False
         try:
             connection = self._connect()
             try:
@@ -186,9 +196,13 @@ class RemoteSession:
             raise self._explain_lost(error) from None
 
     def post(self, path: str, body: bytes, connection: HTTPConnection | None) -> tuple[HTTPConnection, Any]:
-        """POST over a connection, or a new one, which stays open for the next request. Raises BrokerError."""
+        """POST over a connection, or a new one if it is closed, which stays open for the next request.
+
+        Raises BrokerError.
+        """
         try:
-            connection = connection or self._connect()
+            if connection is None or connection.sock is None:
+                connection = self._connect()
             answer = self._send(connection, "POST", path, body, accept="application/json")
             return connection, json.loads(answer.read())
         except (OSError, HTTPException, ValueError) as error:
@@ -198,6 +212,7 @@ class RemoteSession:
         try:
             return connect(self._login)
         except OSError as error:
+            self._is_lost = True
             raise TransientError(
                 f"the server at {self._login.url} does not respond: {error.strerror or error}",
                 hints=["check that it is running and reachable", "work without it: `broker logout`"],
@@ -229,6 +244,7 @@ class RemoteSession:
             return BrokerError(message, hints=["check that the URL belongs to a broker server"])
 
     def _explain_lost(self, error: Exception) -> BrokerError:
+        self._is_lost = True
         return UnknownOutcomeError(
             f"the connection to {self._login.url} was lost: {error}",
             hints=("everything started on the server continues: see `broker status` and `broker jobs queue`",),

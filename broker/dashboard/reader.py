@@ -28,6 +28,7 @@ class PageReader:
     def _run(self, work: Callable[[Context], T]) -> tuple[T, list[str]]:
         if self._context is None:
             self._context = self._make_context()
+        self._context.market.renew()  # pages are read for weeks
         notes: list[str] = []
         self._context.note = notes.append
         return work(self._context), list(dict.fromkeys(notes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any
@@ -101,10 +101,8 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
     moved = read_moved(home)
     if moved is None or not moved.url:
         check_movable(context, hosting, server, list_work(context))
-        tasks = _send_files(context, hosting, server, machine)
         moved = MovedTo(url=server.url, word=secrets.token_hex(16))
-        _write_tasks(context, tasks)
-        write_moved(home, moved)
+        _send_and_fence(context, moved, lambda tasks: _send_files(context, hosting, server, machine, tasks))
     elif moved.is_complete:
         raise UsageError(f"everything has already been moved to {moved.url}")
     with _stop_daemon(context):
@@ -132,11 +130,36 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
     return up
 
 
-def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine) -> Mapping[str, Task]:
-    """Upload the local files of live jobs and of schedules; return the tasks with the server's paths.
+def _send_and_fence(context: Context, moved: MovedTo, send: Callable[[Mapping[str, Task]], Mapping[str, Task]]) -> None:
+    """Send the files of all tasks, and end writing here. Sending may take long: schedules and commands may submit jobs
+    meanwhile, whose files follow."""
+    sent: dict[str, Task] = {}
+    while True:
+        found = send({key: task for key, task in _list_tasks(context).items() if key not in sent})
+        _write_tasks(context, found)
+        sent.update(found)
+        write_moved(context.config.home, moved)
+        if _list_tasks(context).keys() <= sent.keys():
+            return
+        forget_moved(context.config.home)
 
-    Keys are job IDs, or `schedule/` with the name of the schedule.
-    """
+
+def _list_tasks(context: Context) -> Mapping[str, Task]:
+    """List the tasks of live jobs by ID, and of schedules by `schedule/` with the name."""
+    tasks = {
+        f"{SCHEDULE}{each.name}": context.store.schedules.get_task(each) for each in context.store.schedules.list()
+    }
+    for job_id in context.store.jobs.list_live_ids():
+        job = context.store.jobs.get(job_id)
+        if job is not None and not job.status.is_terminal:
+            tasks[str(job_id)] = job.task
+    return tasks
+
+
+def _send_files(
+    context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine, tasks: Mapping[str, Task]
+) -> Mapping[str, Task]:
+    """Upload the local files of tasks; return the tasks with the server's paths."""
     session = hosting.open(server)
     state = asyncio.run(call(machine, {**hosting.make_request(server), "verb": "status"}))["state"]
 
@@ -146,13 +169,6 @@ def _send_files(context: Context, hosting: Hosting, server: HostedServer, machin
     def place(path: str) -> str:
         return path.replace("upload:", f"{state}/uploads/", 1) if path.startswith("upload:") else path
 
-    tasks = {
-        f"{SCHEDULE}{each.name}": context.store.schedules.get_task(each) for each in context.store.schedules.list()
-    }
-    for job_id in context.store.jobs.list_live_ids():
-        job = context.store.jobs.get(job_id)
-        if job is not None and not job.status.is_terminal:
-            tasks[str(job_id)] = job.task
     found = {}
     for key, task in tasks.items():
         sent = upload_files(task, send, note=context.note)

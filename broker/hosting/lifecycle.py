@@ -9,7 +9,7 @@ A command that was killed leaves the record, so the next `up` continues, and the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from broker.client.login import ServerLogin
 from broker.client.remote import RemoteSession, check_handshake
 from broker.dashboard.verbs import show_overview
 from broker.errors import BrokerError, StateError, UsageError
+from broker.formatting import format_usd
 from broker.frozen import frozen
 from broker.hosting.machines import HostMachine, call
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
@@ -55,21 +56,26 @@ class FindsMachine(Protocol):
 
 @frozen
 class Census:
-    """The number of live jobs, clusters and services of a server."""
+    """The number of live jobs, clusters, services and schedules of a server, and the price of all its machines."""
 
     jobs: int
     clusters: int
     services: int
+    schedules: int
+    usd_hour: float
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything runs."""
-        return bool(self.jobs or self.clusters or self.services)
+        """Whether anything runs, is due later, or costs money, such as the machines of a job that has just ended."""
+        return bool(self.jobs or self.clusters or self.services or self.schedules or self.usd_hour)
 
     def describe(self) -> str:
-        """Return the counts above 0, such as `2 jobs, 1 cluster`."""
-        counts = (("job", self.jobs), ("cluster", self.clusters), ("service", self.services))
-        return ", ".join(f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts if count)
+        """Return the counts above 0, such as `2 jobs, 1 cluster`, or else the price of the machines."""
+        counts = (
+            ("job", self.jobs), ("cluster", self.clusters), ("service", self.services), ("schedule", self.schedules)
+        )  # fmt: skip
+        told = [f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts if count]
+        return ", ".join(told or [f"machines for {format_usd(self.usd_hour)} USD/h that are not confirmed as gone"])
 
 
 class Hosting:
@@ -185,7 +191,8 @@ class Hosting:
             if census is not None and census.is_busy and not is_forced:
                 raise UsageError(
                     f"the server runs {census.describe()}",
-                    hints=["end them first: `broker jobs cancel --all`, `broker serve down --all`, `broker down --all`",
+                    hints=["end them first: `broker jobs cancel --all`, `broker serve down --all`, "
+                           "`broker jobs schedules remove NAME`, `broker down --all`",
                            "`broker server down --force` removes the server and leaves them running"],
                 )  # fmt: skip
         self._end(replace(server, status=HostedStatus.ENDING), is_forced=is_forced)
@@ -194,8 +201,11 @@ class Hosting:
     def _count(self, server: HostedServer, *, is_forced: bool) -> Census | None:
         try:
             overview = self.open(server).call(show_overview)
-            services = len(self._count_services(server))
-            return Census(jobs=overview.live_count, clusters=len(overview.clusters), services=services)
+            services, schedules = (len(each) for each in self._list_lasting(server))
+            return Census(
+                jobs=overview.live_count, clusters=len(overview.clusters), services=services, schedules=schedules,
+                usd_hour=overview.usd_hour,
+            )  # fmt: skip
         except BrokerError as error:
             if is_forced or server.status is HostedStatus.STARTING:
                 return None
@@ -204,10 +214,13 @@ class Hosting:
                 hints=("repair it with `broker server up`", "remove it regardless: `broker server down --force`"),
             ) from None
 
-    def _count_services(self, server: HostedServer) -> tuple[object, ...]:
+    def _list_lasting(self, server: HostedServer) -> tuple[Sequence[object], Sequence[object]]:
+        """List the services and the schedules of the server."""
+        from broker.app.verbs.schedules import list_schedules
         from broker.app.verbs.services import list_services
 
-        return tuple(self.open(server).call(list_services, names=()))
+        session = self.open(server)
+        return session.call(list_services, names=()), session.call(list_schedules)
 
     def _end(self, server: HostedServer, *, is_forced: bool) -> None:
         """Remove the server, then its machine; a cluster is terminated even if its node does not answer."""

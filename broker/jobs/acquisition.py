@@ -33,6 +33,10 @@ from broker.types import (
 )
 from broker.wording import make_place
 
+WITHOUT_SECRETS = (
+    "its secrets are missing: this state was restored from a copy, after which the job ended and they were erased; "
+    "pass them again with `broker jobs retry`"
+)
 NO_OFFER_S = 5.0  # longer than `broker.user_files.SETTLE_S`
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 
@@ -73,6 +77,8 @@ class Acquisition:
         number = job.next_attempt
         if breach := self._limits.find_breach(job):
             return self._recorder.finish_job(job, JobStatus.FAILED, breach.kind, breach.failure)
+        if not self._store.jobs.has_secrets(job):
+            return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, WITHOUT_SECRETS)
         if self._queue is not None and (wait_s := self._queue.admit(job)):
             return wait_s
         if job.status is JobStatus.PENDING:

@@ -51,16 +51,20 @@ class SinkKind(StrEnum):
 
 @frozen
 class Sink:
-    """A destination. `target`, which may contain a secret, is a URL, an address or a command as the user wrote it."""
+    """A destination. `target`, which may contain a secret, is a URL, an address or a command as the user wrote it.
+
+    `is_limited`: a user of a shared server wrote the URL, which therefore may not lead into the server's machine.
+    """
 
     kind: SinkKind
     target: str
     job_id: int | None = None  # of a command: those of different jobs do not wait for each other
+    is_limited: bool = False
 
     @property
     def key(self) -> str:
         """Return a name of the sink that does not reveal its target."""
-        text = f"{self.kind.value} {self.job_id} {self.target}"
+        text = f"{self.kind.value} {self.job_id} {self.target}" + (" limited" if self.is_limited else "")
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
     def __repr__(self) -> str:
@@ -115,8 +119,13 @@ def _read_status(value: object) -> JobStatus | None:
         return None  # a damaged row
 
 
-def choose_sinks(notification: Notification, job: Job, default: NotifySpec) -> Sequence[Sink]:
-    """Return the sinks of a notification: those of the task, or of `default` for settings that the task omits."""
+def choose_sinks(
+    notification: Notification, job: Job, default: NotifySpec, *, is_shared: bool = False
+) -> Sequence[Sink]:
+    """Return the sinks of a notification: those of the task, or of `default` for settings that the task omits.
+
+    `is_shared`: this is a server, whose operator wrote `default`, and its users the tasks.
+    """
     own = job.task.notify or NotifySpec()
     wanted = own.on if own.on is not None else default.on if default.on is not None else DEFAULT_KINDS
     kind = notification.kind
@@ -124,9 +133,10 @@ def choose_sinks(notification: Notification, job: Job, default: NotifySpec) -> S
     sinks: list[Sink] = []
     if kind is not None and is_wanted:
         if webhook := own.webhook or default.webhook:
-            sinks.append(Sink(kind=SinkKind.WEBHOOK, target=webhook))
+            is_limited = is_shared and bool(own.webhook)
+            sinks.append(Sink(kind=SinkKind.WEBHOOK, target=webhook, is_limited=is_limited))
         if slack := own.slack or default.slack:
-            sinks.append(Sink(kind=SinkKind.SLACK, target=slack))
+            sinks.append(Sink(kind=SinkKind.SLACK, target=slack, is_limited=is_shared and bool(own.slack)))
         sinks += [Sink(kind=SinkKind.MAIL, target=each) for each in dict.fromkeys(own.mail or default.mail)]
     if job.task.event_callback and notification.status is not None:
         sinks.append(Sink(kind=SinkKind.COMMAND, target=job.task.event_callback, job_id=job.id))

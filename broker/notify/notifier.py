@@ -92,14 +92,17 @@ class Notifier:
         """
         self._read_events()
         now_s = self._clock.now_s()
-        sending = sum(1 for queue in self._queues.values() if queue.task is not None)
-        for sink, queue in self._queues.items():
+        for queue in self._queues.values():
             if queue.task is not None and queue.task.done():
                 queue.task = None
-                sending -= 1
-            if queue.task is None and queue.waiting and now_s >= queue.delivery.due_s and sending < SENDING_MAX:
-                queue.task = asyncio.ensure_future(self._deliver(sink, queue))
-                sending += 1
+        sending = sum(1 for queue in self._queues.values() if queue.task is not None)
+        due = [
+            (sink, queue) for sink, queue in self._queues.items()
+            if queue.task is None and queue.waiting and now_s >= queue.delivery.due_s
+        ]  # fmt: skip
+        due.sort(key=lambda each: each[1].delivery.failures)  # sinks that time out must not keep others waiting
+        for sink, queue in due[: max(0, SENDING_MAX - sending)]:
+            queue.task = asyncio.ensure_future(self._deliver(sink, queue))
         self._advance()
         return POLL_S
 
@@ -120,12 +123,14 @@ class Notifier:
             return
         while rows := self._store.events.list_notable(NOTABLE, after=self._head, limit=PAGE):
             default, replicas = self._read_settings().spec, frozenset[int]()
+            is_shared = self._store.meta.is_of_server
             if (
                 default != NotifySpec()
             ):  # a service starts and ends its replicas by itself: only their own settings count
                 replicas = frozenset(self._store.jobs.list_request_ids(REPLICA_REQUEST))
             for row in rows:
-                self._enqueue(row, NotifySpec(on=()) if row.job_id in replicas else default)
+                spec = NotifySpec(on=()) if row.job_id in replicas else default
+                self._enqueue(row, spec, is_shared=is_shared)
                 self._head, self._has_news = row.id, True
             if len(rows) < PAGE:
                 break
@@ -139,7 +144,7 @@ class Notifier:
         self._store.meta.put(POSITION, str(newest))
         return newest
 
-    def _enqueue(self, row: EventRow, default: NotifySpec) -> None:
+    def _enqueue(self, row: EventRow, default: NotifySpec, *, is_shared: bool) -> None:
         try:
             job = None if row.job_id is None else self._store.jobs.get(row.job_id)
         except DamagedRowError as error:  # the sinks of its task are unknown; later events must not wait for a repair
@@ -148,7 +153,7 @@ class Notifier:
         if job is None or self._is_too_old(row.time_s):
             return
         notification = make_notification(row, job, lineage=self._store.meta.lineage)
-        for sink in choose_sinks(notification, job, default):
+        for sink in choose_sinks(notification, job, default, is_shared=is_shared):
             queue = self._queues.get(sink)
             if queue is None:
                 queue = self._queues[sink] = _SinkQueue(_decode(self._store.meta.get(f"{SINK}{sink.key}")))
@@ -203,19 +208,26 @@ class Notifier:
         queue.delivery = delivery
 
     def _advance(self) -> None:
-        """Move the position to the last event before the oldest one that waits; without any, forget the sinks."""
+        """Move the position to the last event before the oldest one that waits; forget the sinks that it covers."""
         assert self._head is not None
         oldest = min((queue.waiting[0].event_id for queue in self._queues.values() if queue.waiting), default=None)
         position = self._head if oldest is None else oldest - 1
         if position == self._position or not (self._has_news or self._queues):
             return  # other events are read again after a restart, which is harmless
-        if oldest is not None or not self._queues:
+        # Events up to the position are never read again, so the records of sinks that got no later one are not needed.
+        # One dead sink must not keep those of the commands of all later jobs.
+        idle = [
+            sink for sink, queue in self._queues.items()
+            if not queue.waiting and (oldest is None or queue.delivery.done <= position)
+        ]  # fmt: skip
+        with self._store.transaction():
             self._store.meta.put(POSITION, str(position))
-        else:
-            with self._store.transaction():
-                self._store.meta.put(POSITION, str(position))
+            for each in idle if oldest is not None else ():
+                self._store.meta.forget(f"{SINK}{each.key}")
+            if oldest is None and self._queues:
                 self._store.meta.forget(SINK)
-            self._queues = {}
+        for each in idle:
+            del self._queues[each]
         self._position, self._has_news = position, oldest is not None
 
 

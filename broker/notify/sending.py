@@ -7,15 +7,11 @@ nor its exit.
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import os
 import signal
 import smtplib
 import ssl
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -29,10 +25,18 @@ from broker.config import Config
 from broker.environment import make_callback_environment
 from broker.errors import CloudError, TransientError, UsageError
 from broker.notify.notification import Notification, Sink, SinkKind
+from broker.notify.posting import (
+    POST_S_MAX,
+    TIMEOUT_S,
+    Posting,
+    check_address,
+    check_host,
+    is_proxied,
+    name_reason,
+    post,
+)
 from broker.notify.settings import NotifySettings, SmtpServer, resolve
-from broker.redirects import NoRedirect
 
-TIMEOUT_S = 10.0  # of each network operation
 COMMAND_S_MAX = 60.0
 SUBJECT_CHARS_MAX = 150
 OUTPUT_BYTES_MAX = 1 << 20  # of a job's callbacks; above this size, the file is truncated
@@ -51,7 +55,7 @@ async def send(config: Config, settings: NotifySettings, sink: Sink, notificatio
         await _run_in_thread(partial(_mail, settings.smtp, sink.target, notification))
     else:
         body = write_slack(notification) if sink.kind is SinkKind.SLACK else write_webhook(notification)
-        await _run_in_thread(partial(_post, resolve(sink.target), body, notification.id))
+        await _post(settings, sink, body, notification.id)
 
 
 def write_webhook(notification: Notification) -> Mapping[str, object]:
@@ -90,19 +94,19 @@ def write_mail(sender: str, recipient: str, notification: Notification) -> Email
     return message
 
 
-def _post(url: str, body: Mapping[str, object], id: str) -> None:
-    if not url.startswith(("https://", "http://")):
-        raise UsageError("the target is not a URL that begins with `https://`")
-    headers = {"Content-Type": "application/json", "User-Agent": "intercloud-broker", "Broker-Event-Id": id}
+async def _post(settings: NotifySettings, sink: Sink, body: Mapping[str, object], id: str) -> None:
+    url = resolve(sink.target)
+    check = None
+    if sink.is_limited and url == sink.target:  # the variables are the operator's
+        check = partial(check_address, allowed=settings.allowed_networks)
+        check_host(url, allowed=settings.allowed_networks)
+    posting = Posting(None if check is None or is_proxied(url) else check)
     try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
-        with urllib.request.build_opener(NoRedirect).open(request, timeout=TIMEOUT_S):
-            return
-    except urllib.error.HTTPError as error:
-        with error:
-            raise TransientError(f"the server answered with status {error.code}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise TransientError(f"no connection: {_name_reason(error)}") from None
+        await within(_run_in_thread(partial(post, posting, url, body, id)), POST_S_MAX)
+    except TimeoutError:
+        raise TransientError(f"no answer within {POST_S_MAX:.0f} seconds") from None
+    finally:
+        posting.end()  # so that its thread ends, too
 
 
 def _mail(server: SmtpServer, recipient: str, notification: Notification) -> None:
@@ -124,15 +128,7 @@ def _mail(server: SmtpServer, recipient: str, notification: Notification) -> Non
     except smtplib.SMTPException as error:
         raise TransientError(f"the mail server refused the message: {type(error).__name__}") from None
     except (OSError, ValueError) as error:
-        raise TransientError(f"no connection to the mail server: {_name_reason(error)}") from None
-
-
-def _name_reason(error: BaseException) -> str:
-    """Return the reason of an error without the address, which some messages contain."""
-    inner = getattr(error, "reason", error)
-    if isinstance(inner, ssl.SSLCertVerificationError):
-        return f"invalid certificate ({inner.verify_message})"
-    return (inner.strerror if isinstance(inner, OSError) else None) or type(inner).__name__
+        raise TransientError(f"no connection to the mail server: {name_reason(error)}") from None
 
 
 async def _run_in_thread(work: Callable[[], None]) -> None:

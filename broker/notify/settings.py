@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Literal
 
@@ -31,10 +32,14 @@ class SmtpServer:
 
 @frozen
 class NotifySettings:
-    """The settings of one installation: `spec` applies to every job, except for fields that its task sets."""
+    """The settings of one installation: `spec` applies to every job, except for fields that its task sets.
+
+    `allowed_networks`: networks of the server's own machine that the webhooks of its users may reach (`posting.py`).
+    """
 
     spec: NotifySpec = NotifySpec()
     smtp: SmtpServer | None = None
+    allowed_networks: tuple[str, ...] = ()
 
 
 class _Smtp(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,6 +56,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     webhook: str | None = None
     slack: str | None = None
     mail: str | list[str] = []
+    allowed_networks: list[str] = []
     smtp: _Smtp | None = None
 
 
@@ -70,6 +76,11 @@ def read_settings(config: Config) -> NotifySettings:
             raise UsageError(f"{path}: `{name}` must be a URL, or `env:BROKER_NOTIFY_...` for a variable of the daemon")
     if not all(re.fullmatch(ADDRESS, each) for each in mail):
         raise UsageError(f"{path}: `mail` must be an address like `ada@example.org`, or a list of them")
+    for network in table.allowed_networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise UsageError(f"{path}: `allowed_networks`: {error}") from None
     smtp = table.smtp
     if smtp is not None and smtp.password and smtp.security == "none":
         hint = 'write `security = "starttls"` or `"tls"`'
@@ -82,7 +93,7 @@ def read_settings(config: Config) -> NotifySettings:
         password=Secret(value=smtp.password),
     )  # fmt: skip
     check_mail(spec, NotifySettings(smtp=server))
-    return NotifySettings(spec=spec, smtp=server)
+    return NotifySettings(spec=spec, smtp=server, allowed_networks=tuple(table.allowed_networks))
 
 
 def check_mail(spec: NotifySpec, settings: NotifySettings) -> None:

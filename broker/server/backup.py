@@ -30,11 +30,14 @@ async def keep_backup(home: Path) -> None:
     try:
         while True:
             is_due = clock.now_s() >= due_s
-            await asyncio.to_thread(_step, backups, home, is_due=is_due)
+            step = asyncio.ensure_future(asyncio.to_thread(_step, backups, home, is_due=is_due))
+            await asyncio.shield(step)
             due_s = clock.now_s() + BACKUP_S if is_due else due_s
             await clock.sleep(CONFIRM_S)
     except asyncio.CancelledError:
-        _step(backups, home, is_due=True)
+        # A cancellation does not end the thread: its older copy would replace the final one if it arrived later.
+        await asyncio.wait([step])
+        await asyncio.to_thread(_step, backups, home, is_due=True)
         raise
 
 

@@ -149,6 +149,20 @@ class ServerContext(Context):
                 hints=["use `notify: {webhook: https://...}`, or remove `event_callback`"],
             )
         super().check_notify(tasks)
+        self._check_webhooks(tasks)
+
+    def _check_webhooks(self, tasks: Sequence[Task]) -> None:
+        """Refuse at once what the daemon would refuse when it sends a notification (decision 0437)."""
+        urls = [
+            url for each in tasks if each.notify is not None for url in (each.notify.webhook, each.notify.slack) if url
+        ]  # fmt: skip
+        if urls:
+            from broker.notify.posting import check_host
+            from broker.notify.settings import read_settings
+
+            allowed = read_settings(self.config).allowed_networks
+            for url in urls:
+                check_host(url, allowed=allowed)
 
     def check_owner(self, kind: Owned, name: str) -> None:
         """Raise DeniedError if this belongs to another user; administrators may change everything."""

@@ -31,21 +31,10 @@ from broker.client.wire import (
     decode,
     decode_error,
     encode,
-    encode_error,
     read_signature,
 )
-from broker.errors import (
-    AuthError,
-    BrokerError,
-    DeniedError,
-    InvalidRequestError,
-    LimitError,
-    NoOfferError,
-    PolicyError,
-    StateError,
-    UsageError,
-)
-from broker.errors import TaskError as InvalidTaskError
+from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, UsageError
+from broker.server.answers import collect, make_refusal
 from broker.server.authorisation import check_role, has_role
 from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
@@ -53,7 +42,7 @@ from broker.server.login import BrowserLogins
 from broker.server.openapi import describe_api
 from broker.server.pages import LOGIN as PAGE_LOGIN
 from broker.server.pages import ServerPages
-from broker.server.running import Frame, Running, VerbRequest
+from broker.server.running import Running, VerbRequest
 from broker.server.tokens import find_token
 from broker.state.people import Role, Token
 from broker.types import Task
@@ -66,16 +55,6 @@ STAYING = (
     "follow_run", "follow_log", "follow_service_log", "wait_for_job", "wait_for_service", "watch_jobs", "run_map",
     "run_sweep", "run_on_node", "open_shell",
 )  # fmt: skip
-STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
-    (DeniedError, 403),
-    (LimitError, 403),
-    (PolicyError, 403),
-    (InvalidRequestError, 400),
-    (InvalidTaskError, 422),
-    (UsageError, 422),
-    (NoOfferError, 409),
-    (StateError, 503),
-)
 UNKNOWN_TOKEN = AuthError(
     "the token is unknown, expired or revoked",
     hints=("ask an administrator of the server for a new one, then `broker login URL --token-file FILE`",),
@@ -147,19 +126,19 @@ class Server:
             elif request.path not in OPEN:
                 token = self._authenticate(request)
                 if token is None:
-                    return _refuse(UNKNOWN_TOKEN, 401)
+                    return make_refusal(UNKNOWN_TOKEN, 401)
                 request[TOKEN] = token
                 _check_protocol(request)
             answer: web.StreamResponse = await handler(request)
         except BrokerError as error:
-            answer = _refuse(error)
+            answer = make_refusal(error)
         except web.HTTPException as error:
-            answer = _refuse(UsageError(f"{request.method} {request.path}: {error.reason.lower()}"), error.status)
+            answer = make_refusal(UsageError(f"{request.method} {request.path}: {error.reason.lower()}"), error.status)
         except (ConnectionResetError, asyncio.CancelledError):
             raise
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            answer = _refuse(BrokerError("bug in the server", hints=["see the server's log"]), 500)
+            answer = make_refusal(BrokerError("bug in the server", hints=["see the server's log"]), 500)
         if not answer.prepared:
             answer.headers["X-Content-Type-Options"] = "nosniff"
             answer.headers["Cache-Control"] = "no-store"
@@ -198,7 +177,7 @@ class Server:
         try:
             identity, value = await self._login.finish(await _read_object(request))
         except AuthError as error:
-            return _refuse(error, 401)
+            return make_refusal(error, 401)
         return web.json_response({"user": identity.user, "role": identity.role.value, "token": value})
 
     async def _find_files(self, request: web.Request) -> web.Response:
@@ -251,7 +230,7 @@ class Server:
         async with self._start(wanted, is_agreeing=request.query.get("yes") == "true") as running:
             if LINES in request.headers.get("Accept", ""):
                 return await self._stream(request, running)
-            return await _collect(running)
+            return await collect(request, running, beat_s=BEAT_S)
 
     @asynccontextmanager
     async def _start(self, wanted: VerbRequest, *, is_agreeing: bool) -> AsyncIterator[Running]:
@@ -324,38 +303,6 @@ def read_required(verb: Verb) -> set[str]:
     parameters = inspect.signature(verb.function).parameters.values()
     required = {each.name for each in parameters if each.default is inspect.Parameter.empty}
     return required & set(read_signature(verb.function).arguments)
-
-
-async def _collect(running: Running) -> web.Response:
-    """Respond with one object: the result or the error, and the notes. Questions are refused without `?yes=true`."""
-    notes: list[str] = []
-    calls: dict[str, list[Any]] = {}
-    while True:
-        frame: Frame | None = await running.next_frame(BEAT_S)
-        if frame is None:
-            continue
-        if "note" in frame:
-            notes.append(frame["note"])
-        elif "call" in frame:
-            calls.setdefault(frame["call"], []).append(frame["value"])
-        elif "ask" in frame:
-            running.answer(is_accepted=False)
-        elif "error" in frame:
-            return web.json_response({**frame, "notes": notes}, status=find_status(str(frame["error"]["kind"])))
-        elif "result" in frame:
-            return web.json_response({**frame, "calls": calls, "notes": notes})
-
-
-def find_status(kind: str) -> int:
-    """Return the HTTP status of an error, by the name of its class."""
-    from broker import errors
-
-    found = getattr(errors, kind, BrokerError)
-    return next((status for parent, status in STATUSES if issubclass(found, parent)), 502)
-
-
-def _refuse(error: BrokerError, status: int | None = None) -> web.Response:
-    return web.json_response({"error": encode_error(error)}, status=status or find_status(type(error).__name__))
 
 
 def _check_open_body(request: web.Request) -> None:

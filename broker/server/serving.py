@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from broker.app.backup_files import forget_asides
 from broker.app.freshness import keep_prices_fresh
 from broker.client.login import is_loopback
 from broker.clock import SystemClock
@@ -172,7 +173,8 @@ async def repeat(home: Path, policy: Policy, act: Callable[[ServerContext], None
 
 
 def _forget_files(context: ServerContext) -> None:
-    """Delete uploaded files that are no longer needed."""
+    """Delete uploaded files that are no longer needed, and what killed backups have left behind."""
+    forget_asides(context.config.home, now_s=context.clock.now_s())
     uploads = FileStore(context.config.home / "uploads")
     if count := uploads.forget_unused(context.store.retention.is_named, now_s=context.clock.now_s()):
         log.info("deleted %s uploads that no task names", count)

@@ -74,6 +74,15 @@ class Database(Protocol):
         FencedError for a replaced leader, and under a claim (`FENCE`) that another controller has taken over.
         """
 
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Run a block that only reads, on the state of one moment, however long it takes."""
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Call `act` once the current transaction, with all outer ones, is committed; at once if there is none.
+
+        For what a rollback cannot undo, such as the deletion of a file.
+        """
+
     def claiming(self, *, is_durable: bool) -> AbstractContextManager[None]:
         """Run the block as a transaction that only touches `controllers` and `claims`, and ignores `FENCE`.
 

@@ -67,15 +67,15 @@ def write_copy(database: Path, *, now_s: float) -> Path:
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
-    for old in list_copies(database)[COPIES_MAX:]:
+    # Those in the future, from before the wall clock was set back, go first: they must not displace the new one.
+    for old in sorted(list_copies(database), key=lambda copy: copy.time_s > now_s)[COPIES_MAX:]:
         old.path.unlink(missing_ok=True)
     return target
 
 
 def is_copy_due(database: Path, *, now_s: float) -> bool:
-    """Return whether the newest copy is a day old, or in the future because the wall clock was set back."""
-    copies = list_copies(database)
-    return not copies or not 0.0 <= now_s - copies[0].time_s < COPY_EVERY_S
+    """Return whether no copy was made in the last day; one in the future is from before the wall clock was set back."""
+    return not any(0.0 <= now_s - copy.time_s < COPY_EVERY_S for copy in list_copies(database))
 
 
 def show_date(time_s: float) -> str:

@@ -7,7 +7,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class SqliteDatabase:
         self.is_read_only = False
         self._owner = owner
         self._depth = 0
+        self._after: list[Callable[[], None]] = []  # called after the commit
         self._is_durable = True
         self.confirm: Callable[[], None] | None = None  # called before each write; raises if this folder may not write
         self.epoch: int | None = None  # set while this store leads: writes are checked against the file's epoch
@@ -83,9 +84,24 @@ class SqliteDatabase:
             self._commit()
         except BaseException:
             self._roll_back()
+            self._after.clear()
             raise
         finally:
             self._depth -= 1
+        after, self._after = self._after, []
+        for act in after:
+            act()
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Run a block that only reads. No other process writes meanwhile, because secrets are in files."""
+        return self.transaction(is_durable=False)
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Call `act` after the commit of the outermost transaction; at once without one."""
+        if self._depth:
+            self._after.append(act)
+        else:
+            act()
 
     @contextmanager
     def claiming(self, *, is_durable: bool) -> Iterator[None]:

@@ -107,6 +107,10 @@ class JobRows:
         """Write the secrets of an imported job."""
         self._secrets.write(job_id, uid, values)
 
+    def has_secrets(self, job: Job) -> bool:
+        """Return whether the values of a job's secrets are known. A restored copy may be older than its end."""
+        return not job.task.secrets or self._secrets.has(job.id, job.uid)
+
     def list_request_ids(self, prefix: str) -> Sequence[int]:
         """Return the IDs of the jobs whose request ID begins with `prefix`."""
         rows = self._database.rows("SELECT id FROM jobs WHERE substr(request_id, 1, ?) = ?", (len(prefix), prefix))

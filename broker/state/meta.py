@@ -41,6 +41,12 @@ class MetaRows:
         except ValueError:
             return self._database.clock.now_s()  # damaged: comparing with the clouds once more is cheap
 
+    @property
+    def is_of_server(self) -> bool:
+        """Whether a server has used this store, for any number of users: it has tokens or, without them, an audit."""
+        found = self._database.row("SELECT 1 FROM tokens UNION ALL SELECT 1 FROM audit LIMIT 1")
+        return found is not None
+
     def get(self, key: str) -> str | None:
         """Return a value; None if it was never set."""
         row = self._database.row("SELECT value FROM meta WHERE key = ?", (key,))

@@ -37,6 +37,11 @@ SESSION = (
     "SET standard_conforming_strings = on; SET client_encoding = 'UTF8'"
 )
 BEGIN = f"BEGIN {ISOLATION}"  # again here: a pooler may have given this session's server connection to others
+# A dump of a large store takes minutes, also between its statements.
+SNAPSHOT = (
+    "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
+    "SET LOCAL idle_in_transaction_session_timeout = 0; SET LOCAL statement_timeout = 0"
+)
 # The lock of all writing transactions, one for each schema of the server's database.
 LOCK = "SELECT pg_advisory_xact_lock(1651666795, hashtext(current_schema()))"
 _PARAMETER = re.compile(r"\?(\d*)|%")
@@ -83,6 +88,7 @@ class PostgresDatabase:
         self.epoch: int | None = None  # jobs are claimed individually, and no process leads
         self._owner = owner
         self._depth = 0
+        self._after: list[Callable[[], None]] = []  # called after the commit
         self._connection: psycopg.Connection[PostgresRow] | None = None
         self._migrate()
         self._identify()
@@ -129,9 +135,26 @@ class PostgresDatabase:
             self._commit()
         except BaseException:
             self._roll_back()
+            self._after.clear()
             raise
         finally:
             self._depth -= 1
+        after, self._after = self._after, []
+        for act in after:
+            act()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Run a block that only reads; other processes write meanwhile."""
+        with self._begin(SNAPSHOT):
+            yield
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Call `act` after the commit of the outermost transaction; at once without one."""
+        if self._depth:
+            self._after.append(act)
+        else:
+            act()
 
     def _commit(self) -> None:
         """Commit. If the connection is lost, the transaction may or may not be committed.

@@ -6,6 +6,7 @@ meantime.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -98,13 +99,16 @@ def check_integrity(database: Path) -> Sequence[str]:
 
     Raises sqlite3.Error for a file that is not a database.
     """
-    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(_open_to_read(database)) as connection:
         found = [str(row[0]) for row in connection.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})")]
     return [] if found == ["ok"] else found
 
 
-def find_copy(database: Path, name: str | None) -> Path:
-    """Find a copy by its name in `backups/` or by its path; None means the newest. Raises StateError, UsageError."""
+def find_copy(database: Path, name: str | None, *, now_s: float = math.inf) -> Path:
+    """Find a copy by its name in `backups/` or by its path; None means the newest. Raises StateError, UsageError.
+
+    A copy that is dated after `now_s`, while the clock was wrong, is older than it says: others come first.
+    """
     try:
         copies = list_copies(database)
     except OSError as error:
@@ -118,7 +122,7 @@ def find_copy(database: Path, name: str | None) -> Path:
                     "`broker state reset` starts with an empty one",
                 ),
             )
-        return copies[0].path
+        return min(copies, key=lambda copy: copy.time_s > now_s).path
     for path in (get_folder(database) / name, Path(name).expanduser()):
         if path.is_file():
             return path
@@ -206,8 +210,9 @@ def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, re
     Unfinished starts are deleted: their machines, complete or not, are found by their tags.
     """
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    with copy.open("rb") as source, target.open("r+b") as out:
-        shutil.copyfileobj(source, out)
+    # By SQLite: the newest commits of a copy that was made with `cp` may only be in the WAL file next to it.
+    with closing(_open_to_read(copy)) as source, closing(sqlite3.connect(target)) as out:
+        source.backup(out)
     store = Store(target, clock=clock, owner=owner)
     with store.transaction():
         store.meta.forget_adoptions(prefixes=(ADOPTED, SEEN))
@@ -256,8 +261,12 @@ def _find_free(path: Path, now_s: float) -> Path:
     return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
+def _open_to_read(database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
+
+
 def _read_identity(database: Path) -> tuple[int, Mapping[str, str]]:
-    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(_open_to_read(database)) as connection:
         schema = int(connection.execute("PRAGMA user_version").fetchone()[0])
         has_meta = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone()
         rows = connection.execute("SELECT key, value FROM meta").fetchall() if has_meta else []

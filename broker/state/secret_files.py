@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from broker.errors import DamagedRowError
+from broker.state.base import Database
 from broker.state.copies import sync_file
 from broker.state.faults import explain_os_error
 from broker.types.jobs import name_job
@@ -29,12 +30,20 @@ class SecretStore(Protocol):
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
         """Return the secrets by name, with empty values after the job has ended. Raises DamagedRowError."""
 
+    def has(self, job_id: int, uid: str) -> bool:
+        """Return whether secrets of this job are stored."""
+        ...
+
 
 class SecretFiles:
-    """Secrets of live jobs in files of mode 0600, one for each job."""
+    """Secrets of live jobs in files of mode 0600, one for each job.
 
-    def __init__(self, folder: Path) -> None:
+    A file is deleted after the commit of `database`: after a rollback, the job is live and needs its secrets.
+    """
+
+    def __init__(self, folder: Path, database: Database) -> None:
         self._folder = folder
+        self._database = database
 
     def _find_path(self, job_id: int, uid: str) -> Path:
         # A damaged uid may contain any character: the path must stay in the folder, and must not contain NUL.
@@ -43,10 +52,14 @@ class SecretFiles:
     def forget(self, job_id: int, uid: str) -> None:
         """Delete the secrets of a job; no effect if already deleted. Raises StateError."""
         path = self._find_path(job_id, uid)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise explain_os_error(error, default=path) from error
+
+        def delete() -> None:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise explain_os_error(error, default=path) from error
+
+        self._database.after_commit(delete)
 
     def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
         """Create the file, with mode 0600 from the beginning. Raises StateError."""
@@ -81,3 +94,7 @@ class SecretFiles:
         except ValueError as error:
             raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are not JSON") from error
         return {name: values.get(name, "") for name in names}
+
+    def has(self, job_id: int, uid: str) -> bool:
+        """Return whether the file exists."""
+        return self._find_path(job_id, uid).exists()

@@ -149,6 +149,10 @@ class SecretRows:
             raise DamagedRowError("jobs", str(job_id), f"its secrets: {error}") from error
         return {name: values.get(name, "") for name in names}
 
+    def has(self, job_id: int, uid: str) -> bool:
+        """Return whether there is a row."""
+        return self._database.row("SELECT 1 FROM secrets WHERE job_id = ?", (job_id,)) is not None
+
     def _load_box(self) -> SecretBox:
         if self._box is None:
             self._box = SecretBox(load_key(self._database.path.parent))

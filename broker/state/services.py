@@ -35,7 +35,7 @@ class ServiceRows:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._secrets = SecretFiles(database.path.parent / "service-secrets")
+        self._secrets = SecretFiles(database.path.parent / "service-secrets", database)
 
     def add(self, name: str, task: Task, *, host: str, port: int, wanted: int) -> Service:
         """Add a service with its first version. Raises UsageError if a service with this name exists."""

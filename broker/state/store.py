@@ -86,4 +86,4 @@ class Store(SqliteDatabase):
         """Open the secrets of live jobs: files next to the state file."""
         from broker.state.secret_files import SecretFiles
 
-        return SecretFiles(self.path.parent / "secrets")
+        return SecretFiles(self.path.parent / "secrets", self)

@@ -84,7 +84,7 @@ def export_store(store: Store, target: Path) -> Moved:
     try:
         try:
             with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                with store.transaction(is_durable=False):  # no other process writes in the meantime
+                with store.snapshot():
                     for line in _list_lines(store):
                         counts[line["table"]] = counts.get(line["table"], 0) + 1
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
 import os
 import shutil
 import sqlite3
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.app.backup_files import BLOCK_BYTES, HEADER, KEPT_S, NONCE_BYTES
-from broker.app.backups import CONFIRM_S, LEASE_S, Backups
+from broker.app.backup_files import ASIDE_S, BLOCK_BYTES, HEADER, KEPT_S, NONCE_BYTES, forget_asides
+from broker.app.backups import CONFIRM_S, LEASE_S, Backups, pack_state
 from broker.app.container import Context
 from broker.errors import FencedError, StateError, TransientError, UsageError
 from broker.serve.credentials import ensure_credentials
 from broker.serve.keys import create_key, read_keys
 from broker.serve.replicas import find_folder
-from broker.server.backup import _step
+from broker.server.backup import _step, keep_backup
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
 from broker.types import JobStatus, Resources, Secret, Task
@@ -317,6 +319,54 @@ def test_backup_without_room_on_the_disk_is_reported_and_the_server_continues(
     _step(backups, home, is_due=True)
     assert json.loads((home / "server/backup.json").read_text())["error"] is None
     assert not list((home / "server").glob(".*")), "failures leave no files"
+
+
+def test_last_backup_of_a_server_that_stops_waits_for_the_one_under_way(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older copy would replace the last one if its upload ended later."""
+    (tmp_path / "config.toml").write_text(f'backup = "{place.as_uri()}"\n')
+    has_begun, may_end = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def write(backups: Backups, home: Path, *, is_due: bool) -> None:
+        number = sum(each.startswith("begin") for each in seen)
+        seen.append(f"begin {number}")
+        has_begun.set()
+        if number == 0:
+            may_end.wait()
+        seen.append(f"end {number}")
+
+    async def stop() -> None:
+        keeping = asyncio.create_task(keep_backup(tmp_path))
+        await asyncio.to_thread(has_begun.wait)
+        keeping.cancel()
+        await asyncio.wait([keeping], timeout=0.1)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+
+    monkeypatch.setattr("broker.server.backup._step", write)
+    asyncio.run(stop())
+    assert seen == ["begin 0", "end 0", "begin 1", "end 1"]
+
+
+def test_copies_that_a_killed_backup_left_behind_are_deleted(
+    tmp_path: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    """A server that is killed in the middle again and again must not fill its disk."""
+    home = tmp_path / "old"
+
+    def die(connection: sqlite3.Connection) -> None:
+        (aside,) = (path for path in home.iterdir() if (path / "state.db").exists())
+        shutil.copytree(aside, aside.with_name(f"{aside.name}-killed"))
+
+    pack_state(home, edit=die)
+    (left,) = home.glob("*-killed")
+    for age_s, is_kept in ((ASIDE_S - 60.0, True), (ASIDE_S + 60.0, False)):
+        os.utime(left, (clock.value_s - age_s, clock.value_s - age_s))
+        forget_asides(home, now_s=clock.value_s)
+        assert left.exists() is is_kept
 
 
 def test_place_of_another_server_is_refused(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import NotConnected
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,12 +16,13 @@ import pytest
 
 import broker
 from broker.app.clusters import LogChunk
-from broker.app.verbs.jobs import cancel_jobs, follow_log
+from broker.app.verbs.jobs import cancel_jobs, follow_log, wait_for_job
 from broker.app.verbs.launching import launch_jobs
-from broker.client.login import read_login, save_login
-from broker.client.remote import RemoteSession
+from broker.client.login import connect, read_login, save_login
+from broker.client.remote import RETRIES_MAX, RemoteSession
 from broker.config import LOGIN
-from broker.errors import DeniedError, StateError, UsageError
+from broker.errors import DeniedError, StateError, TransientError, UsageError
+from broker.server.serving import ensure_certificate
 from broker.types import Job, JobStatus, Plan, Resources, Task
 from tests.server.conftest import Hosted, hosted
 
@@ -91,6 +93,34 @@ def test_output_continues_at_its_offset_after_a_lost_connection(hosted: Hosted) 
     assert len(requests) == 2 and b'"offset": 13' in requests[1]
 
 
+def test_wait_goes_on_when_the_server_comes_back(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade of the server takes longer than a few tries; a job is waited for over days."""
+    job = hosted.context.store.jobs.add("long", Task(run="true"))
+    pauses = []
+
+    def pause(session: RemoteSession) -> None:
+        pauses.append(1)
+        if len(pauses) == 2 * RETRIES_MAX:
+            hosted.context.store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+
+    monkeypatch.setattr(RemoteSession, "_wait", pause)
+    with cut_connections(hosted.listening.url, after=b'"id"', times=2 * RETRIES_MAX) as (url, _):
+        session = RemoteSession(replace(hosted.login("viewer"), url=url))
+        view = session.call(wait_for_job, job=str(job.id), status=JobStatus.SUCCEEDED)
+    assert view.job.status is JobStatus.SUCCEEDED and len(pauses) == 2 * RETRIES_MAX
+
+
+def test_server_that_never_answered_is_given_up_soon(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = []
+    monkeypatch.setattr(RemoteSession, "_wait", lambda session: pauses.append(1))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    session = RemoteSession(replace(hosted.login("viewer"), url=url))
+    with pytest.raises(TransientError, match="does not respond"):
+        session.call(wait_for_job, job="1", status=JobStatus.SUCCEEDED)
+    assert len(pauses) == RETRIES_MAX
+
+
 def test_refused_price_starts_nothing(hosted: Hosted) -> None:
     def refuse(plans: object) -> None:
         raise UsageError("too dear")
@@ -144,3 +174,25 @@ def test_login_is_private_and_a_damaged_one_is_explained(hosted: Hosted, tmp_pat
     path.write_text("{")
     with pytest.raises(StateError, match="cannot read the login"):
         read_login(path)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_closed_connection_is_not_reopened_without_checking_its_certificate(
+    hosted: Hosted, tmp_path: Path, is_encrypted: bool
+) -> None:
+    """By itself, `http.client` connects again, and would send the token to whoever answers there now."""
+    server = Hosted(tmp_path, ensure_certificate(tmp_path)) if is_encrypted else hosted
+    try:
+        connection = connect(server.login("user"))
+        connection.close()
+        with pytest.raises(NotConnected):
+            connection.request("GET", "/v1/handshake")
+        path, session = f"/v1/cancel/{'0' * 32}", server.open("user")
+        connection, answer = session.post(path, b"{}", None)
+        connection.close()  # as after a response with `Connection: close`
+        other, answer = session.post(path, b"{}", connection)
+        assert answer == {"is_running": False} and other is not connection
+        other.close()
+    finally:
+        if is_encrypted:
+            server.stop()

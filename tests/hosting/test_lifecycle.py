@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from broker.app.container import Context
 from broker.errors import BrokerError, DeniedError, StateError, TransientError, UsageError
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus, MachineLogin
 from broker.sites.openssh import Completed
+from broker.types import Node, NodeState, Payee, ScheduleSpec, Task
 
 
 @dataclass
@@ -190,3 +192,44 @@ def test_upgrade_continues_if_the_permissions_cannot_be_updated(tmp_path: Path) 
     record.write(replace(known, status=HostedStatus.UP))
     hosting.upgrade()
     assert "were not updated: not allowed: iam:PutRolePolicy" in notes[-1]
+
+
+class OwnSession:
+    """Runs the verbs of a server on a state folder of this machine."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def call(self, verb: Callable[..., object], **named: object) -> object:
+        return verb(self._context, **named)
+
+
+@pytest.mark.parametrize("what", ["schedule", "machines"])
+def test_server_with_a_schedule_or_with_paid_machines_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Neither is a live job or a cluster: the job runs tonight, and the machines of an ended job are still ending."""
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: None)
+    hosting, machines, record, _ = make(tmp_path / "laptop", cluster="broker-server")
+    server = record.read()
+    assert server is not None
+    record.write(replace(server, status=HostedStatus.UP))
+    context = Context(tmp_path / "server")
+    monkeypatch.setattr(hosting, "open", lambda server: OwnSession(context))
+    if what == "schedule":
+        context.store.schedules.add(
+            "nightly", Task(run="true"), ScheduleSpec(cron="0 2 * * *"), next_s=2e9, request_id=None, hedge=1,
+            payee=Payee(),
+        )  # fmt: skip
+    else:
+        node = Node(
+            id="i-1", cloud="aws", owner="me", cluster="job-1", attempt=1, rank=0, state=NodeState.RUNNING,
+            usd_hour=2.5, created_s=1.0,
+        )  # fmt: skip
+        context.store.bills.record(node)
+    with pytest.raises(UsageError, match="1 schedule" if what == "schedule" else r"machines for 2\.50 USD/h"):
+        hosting.take_down(is_forced=False)
+    assert not machines.has_ended and record.read() is not None
+    hosting.take_down(is_forced=True)
+    assert machines.has_ended
+    context.close()

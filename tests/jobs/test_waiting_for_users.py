@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import AuthError, DeniedError, NoOfferError
-from broker.types import EventKind, Goal, JobStatus, Node, NodeRequest, Plan, Task
+from broker.types import EventKind, Goal, JobStatus, Node, NodeRequest, Plan, Secret, Task
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import World, make_plan
 
@@ -85,3 +85,23 @@ def test_offers_that_vanish_for_a_moment_during_a_recovery_do_not_end_the_job(tm
 
     run_to_end(world, "preemption", plan)
     assert lost == 1 and world.get_job().status is JobStatus.SUCCEEDED
+
+
+def test_job_whose_secrets_are_missing_ends_before_anything_is_paid(tmp_path: Path) -> None:
+    """As after a restore of a copy in which the job had not ended: it would run with empty secrets."""
+    world = World(tmp_path)
+    task = replace(world.task, secrets={"TOKEN": Secret(value="t")})
+    world.job_id = world.store.jobs.add("secret", task).id
+    (file,) = tmp_path.rglob("secrets/*.json")
+    file.unlink()
+    run_to_end(world, "plain")
+    job = world.get_job()
+    assert job.status is JobStatus.FAILED_PRECHECKS and "its secrets are missing" in job.failure
+    assert not job.attempts and not world.store.bills.list()
+
+
+def test_job_with_its_secrets_runs(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.job_id = world.store.jobs.add("secret", replace(world.task, secrets={"TOKEN": Secret(value="t")})).id
+    run_to_end(world, "plain")
+    assert world.get_job().status is JobStatus.SUCCEEDED

@@ -19,6 +19,7 @@ from broker.notify.notification import Notification, Sink
 from broker.notify.notifier import BACKOFF_S_MAX, GIVE_UP_S, LINGER_S, POLL_S, POSITION, SINK, Notifier
 from broker.notify.settings import NotifySettings
 from broker.state.claims import hold_claim
+from broker.state.people import Role
 from broker.state.store import Store
 from broker.types import EventKind, NotificationKind, NotifySpec, Task, make_event
 from tests.state.conftest import OpenStore, clock, open_postgres, open_sqlite, open_store, postgres, store
@@ -239,6 +240,48 @@ def test_queue_of_a_dead_sink_is_bounded(stage: Stage, monkeypatch: pytest.Monke
     stage.receiver.fails = lambda target: None
     stage.run(3, pause_s=BACKOFF_S_MAX)
     assert len(stage.receiver.taken) == 5
+
+
+def test_dead_sink_does_not_keep_the_records_of_all_later_sinks(stage: Stage) -> None:
+    """Each job with `event_callback` has a sink of its own: over months, their records would fill the store."""
+    stage.receiver.fails = lambda target: TransientError("down") if target == HOOK else None
+    for _ in range(8):
+        stage.end_job(Task(event_callback="true"))
+        stage.run(3, pause_s=GIVE_UP_S / 6)
+    assert stage.receiver.tried["true"] == 8
+    rows = stage.store.rows(f"SELECT key FROM meta WHERE substr(key, 1, {len(SINK)}) = ?", (SINK,))
+    assert len(rows) <= 4, "the dead sink, and the commands of jobs that ended in the last three days"
+    stage.run(3, notifier=stage.make())
+    assert stage.receiver.tried["true"] == 8, "nothing is repeated after a restart"
+
+
+def test_sinks_that_fail_do_not_take_the_turns_of_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SENDING_MAX", 1)
+    stage.receiver.fails = lambda target: TransientError("down") if target == HOOK else None
+    stage.end_job()
+    stage.run(2)
+    stage.receiver.hold = asyncio.Event()  # from now on, the dead sink does not even answer
+    stage.end_job(Task(notify=NotifySpec(webhook=OTHER)))
+    stage.clock.time_s += BACKOFF_S_MAX  # both are due
+    stage.run()
+    assert len(stage.receiver.list_texts(OTHER)) == 1
+
+
+@pytest.mark.parametrize("is_server", [False, True])
+def test_webhooks_of_a_servers_users_are_limited_and_the_operators_are_not(stage: Stage, is_server: bool) -> None:
+    if is_server:
+        stage.store.tokens.add(digest="x", user="ada", role=Role.ADMIN, expires_s=None)
+    sent: dict[str, bool] = {}
+
+    async def send(settings: NotifySettings, sink: Sink, notification: Notification) -> None:
+        sent[sink.target] = sink.is_limited
+
+    stage.receiver.send = send  # type: ignore[method-assign]
+    notifier = stage.make()
+    stage.end_job(Task(notify=NotifySpec(webhook=OTHER)))
+    stage.end_job()
+    stage.run(2, notifier=notifier)
+    assert sent == {OTHER: is_server, HOOK: False}
 
 
 def test_daemon_stays_for_recent_notifications_only(stage: Stage) -> None:

@@ -16,7 +16,7 @@ from broker.app.reporting import read_month
 from broker.app.verbs.launching import launch_jobs
 from broker.clock import SystemClock
 from broker.errors import LimitError
-from broker.server.http import find_status
+from broker.server.answers import find_status
 from broker.state.clusters import Bill
 from broker.state.database import SqliteDatabase
 from broker.state.limits import EVERYONE, Limit, LimitScope

@@ -6,15 +6,18 @@ import asyncio
 import hashlib
 import io
 import os
+import socket
 import tarfile
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from broker.app.verbs.watching import watch_jobs
 from broker.server.files import SYNCED_MAX, FileStore
+from broker.server.running import Running
 from broker.types import JobStatus, Task
 from tests.server.conftest import Hosted
 
@@ -112,3 +115,42 @@ def test_clients_that_follow_something_keep_no_other_from_acting(
         hosted.context.store.jobs.set_status(job.id, JobStatus.CANCELLED)
         following.join()
         hosted.stop()
+
+
+def test_client_that_follows_without_a_stream_and_leaves_keeps_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sent to it before the end, so no write fails: the job would be followed to its end, for nobody."""
+    monkeypatch.setattr("broker.server.http.BEAT_S", 0.05)
+    begun, ended = threading.Event(), threading.Event()
+    run = Running.run
+
+    def run_watched(self: Running) -> None:
+        begun.set()
+        run(self)
+        ended.set()
+
+    monkeypatch.setattr(Running, "run", run_watched)
+    hosted = Hosted(tmp_path)
+    job = hosted.context.store.jobs.add("train", Task(run="true"))
+    try:
+        with socket.create_connection(("127.0.0.1", urlsplit(hosted.listening.url).port or 0)) as client:
+            headers = f"Host: x\r\nAuthorization: Bearer {hosted.tokens['viewer']}\r\nContent-Length: 13\r\n"
+            client.sendall(f'POST /v1/watch_jobs HTTP/1.1\r\n{headers}\r\n{{"job": null}}'.encode())
+            assert begun.wait(60)
+        has_ended = ended.wait(60)
+    finally:
+        hosted.context.store.jobs.set_status(job.id, JobStatus.CANCELLED)
+        hosted.stop()
+    assert has_ended
+
+
+def test_answer_in_one_object_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.server.answers.MESSAGE_MAX", 20)
+    hosted = Hosted(tmp_path)
+    hosted.context.store.jobs.add("train", Task(run="true"))
+    try:
+        status, answer = hosted.ask("/v1/watch_jobs", {"job": None}, token=hosted.tokens["viewer"])
+    finally:
+        hosted.stop()
+    assert status == 400 and "application/x-ndjson" in answer["error"]["hints"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from broker.clock import SystemClock
 from broker.config import load_config
 from broker.errors import StateError
 from broker.state import restoring
-from broker.state.copies import COPIES_MAX, list_copies
+from broker.state.copies import COPIES_MAX, is_copy_due, list_copies, write_copy
 from broker.state.restoring import find_copy, reset, restore
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
@@ -67,6 +68,35 @@ def test_the_error_names_the_newest_copy_and_its_date(path: Path) -> None:
     import time
 
     assert time.strftime("%Y-%m-%d", time.localtime(copy.time_s)) in caught.value.hints[0]
+
+
+def test_commits_in_the_log_of_a_copy_are_restored(path: Path, tmp_path: Path) -> None:
+    """Someone copied the folder with `cp` while a daemon had the file open: the newest commits are only in the log."""
+    aside = tmp_path / "own"
+    aside.mkdir()
+    with closing(open_store(path)) as store:
+        store.jobs.add("newest", Task())
+        # In another process: reading the file here would end the locks of the open store.
+        subprocess.run(["cp", str(path), f"{path}-wal", str(aside)], check=True)
+    assert (aside / "state.db-wal").stat().st_size
+    restore(path, aside / "state.db", clock=CLOCK, owner=OWNER)
+    with closing(open_store(path)) as store:
+        assert [line.name for line in store.jobs.list_lines()] == ["newest", "train"]
+
+
+def test_copy_of_a_clock_that_was_ahead_is_neither_taken_for_the_newest_nor_a_reason_for_more(path: Path) -> None:
+    now_s = 1_800_000_000.0
+    ahead, old, newest = (write_copy(path, now_s=now_s + days * 86400) for days in (5000, -3, -0.5))
+    assert find_copy(path, None, now_s=now_s) == newest != ahead
+    assert not is_copy_due(path, now_s=now_s), "one copy a day, not one at each look"
+    newest.unlink()
+    assert is_copy_due(path, now_s=now_s)
+    old.unlink()
+    assert find_copy(path, None, now_s=now_s) == ahead, "better than none"
+    for days in range(COPIES_MAX):
+        write_copy(path, now_s=now_s + (6000 + days) * 86400)
+    write_copy(path, now_s=now_s)
+    assert not is_copy_due(path, now_s=now_s), "the new one is kept"
 
 
 def test_a_damaged_copy_is_refused_with_the_reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

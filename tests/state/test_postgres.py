@@ -17,6 +17,7 @@ import pytest
 from broker.config import Config, find_state_url
 from broker.errors import StateError, UsageError
 from broker.state import postgres as module
+from broker.state import transfer
 from broker.state.base import draw_uid
 from broker.state.claims import hold_claim
 from broker.state.opening import open_store
@@ -26,7 +27,7 @@ from broker.state.postgres_schema import translate_types
 from broker.state.postgres_store import PostgresStore
 from broker.state.schema import MIGRATIONS, SQLITE_ONLY
 from broker.state.store import Store
-from broker.types import EventKind, Secret, Task, make_event
+from broker.types import EventKind, JobStatus, Secret, Task, make_event
 from tests.state.conftest import OpenStore
 from tests.state.postgres_server import Server
 from tests.state.samples import Hands
@@ -52,6 +53,32 @@ def test_a_restart_of_the_server_costs_the_open_transaction_and_nothing_else(
         store.jobs.count()
     postgres.start()
     assert store.jobs.count() == 1 and store.jobs.is_cancel_requested(job.id)
+
+
+def test_an_export_neither_holds_up_controllers_nor_is_ended_by_the_server(
+    open_postgres: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one takes minutes, with seconds between two statements, in which its rows are written to the file."""
+    store, controller = open_postgres(), open_postgres()
+    job = store.jobs.add("a", Task(secrets={"TOKEN": Secret(value="t")}))
+    limits: list[str] = []
+    convert = transfer._to_json
+
+    def convert_slowly(value: object) -> object:
+        if not limits:
+            limits.append(str(store.rows("SHOW idle_in_transaction_session_timeout")[0][0]))
+            controller.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+        return convert(value)
+
+    monkeypatch.setattr(module, "SESSION", module.SESSION.replace("'60s'", "'2s'"))  # the lock of writers
+    controller.close()
+    controller = open_postgres()
+    monkeypatch.setattr(transfer, "_to_json", convert_slowly)
+    transfer.export_store(store, tmp_path / "file")
+    assert limits == ["0"]
+    assert controller.jobs.has_live() is False
+    text = (tmp_path / "file").read_text()
+    assert '"status": "PENDING"' in text and '{"table": "secrets"' in text, "as of one moment"
 
 
 def test_a_server_that_has_vanished_is_noticed_within_half_a_minute(open_postgres: OpenStore) -> None:

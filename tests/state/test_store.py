@@ -30,6 +30,13 @@ from broker.types import (
 from tests.state.samples import PLACEMENT
 
 
+def test_secrets_of_a_job_are_known_until_it_ends(store: Store) -> None:
+    job = store.jobs.add("train", Task(secrets={"TOKEN": Secret(value="t")}))
+    assert store.jobs.has_secrets(job) and store.jobs.has_secrets(store.jobs.add("plain", Task()))
+    store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+    assert not store.jobs.has_secrets(job)
+
+
 def test_a_terminal_job_never_changes(store: Store) -> None:
     job = store.jobs.add("train", Task())
     assert store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
