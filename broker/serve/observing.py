@@ -47,10 +47,16 @@ class ObservedReplica:
         """Return whether the replica's job runs, ready or not."""
         return self.job is not None and self.job.status is JobStatus.RUNNING
 
+    @property
+    def was_ready(self) -> bool:
+        """Return whether its present program has been ready: after a preemption, another one loads the model anew."""
+        ready_s, started_s = self.replica.ready_s, _find_program_start(self.job)
+        return ready_s is not None and (started_s is None or ready_s >= started_s)
+
     def describe(self, now_s: float) -> ReplicaView:
         """Return the input of the decisions."""
         replica = self.replica
-        started_s = self.job.attempts[-1].running_s if self.job and self.job.attempts else None
+        started_s = _find_program_start(self.job)
         return ReplicaView(
             number=replica.number,
             version=replica.version,
@@ -60,8 +66,14 @@ class ObservedReplica:
             is_lost=self.is_leaving(now_s) or (self.job is not None and self.job.status is JobStatus.RECOVERING),
             is_draining=replica.drained_s is not None or self.is_over or self.job is None,
             in_flight=self.in_flight or 0,
-            start_s=None if replica.ready_s is None else replica.ready_s - replica.created_s,
+            start_s=self._measure_start_s(),
         )
+
+    def _measure_start_s(self) -> float | None:
+        """Return the seconds from the request for its machines to readiness there; None if it was never ready."""
+        replica, attempts = self.replica, self.job.attempts if self.job else ()
+        begin_s = attempts[-1].started_s if len(attempts) > 1 else replica.created_s
+        return replica.ready_s - begin_s if replica.ready_s is not None and replica.ready_s >= begin_s else None
 
     def _find_slot(self) -> Slot:
         """Return the slot that the replica fills. One with a place may run elsewhere, where its job found capacity."""
@@ -93,8 +105,7 @@ def observe(store: Store, replica: Replica, load: Load | None, unfinished: froze
     is_over = job is None or (job.status.is_terminal and job.id not in unfinished)
     backend = _find_backend(store, replica, job)
     seen = load.replicas.get(replica.number) if load else None
-    started_s = job.attempts[-1].running_s if job and job.attempts else None
-    since_s = started_s
+    since_s = started_s = _find_program_start(job)
     if seen is not None and not seen.is_ready:
         since_s = seen.since_s if started_s is None else max(seen.since_s, started_s)
     return ObservedReplica(
@@ -108,6 +119,10 @@ def observe(store: Store, replica: Replica, load: Load | None, unfinished: froze
         error=seen.error if seen else "",
         noticed_s=find_notice(store, job),
     )
+
+
+def _find_program_start(job: Job | None) -> float | None:
+    return job.attempts[-1].running_s if job and job.attempts else None
 
 
 def find_notice(store: Store, job: Job | None) -> float | None:
