@@ -266,7 +266,7 @@ class LoadMeter:
     def describe(self) -> tuple[LoadWindow, dict[int, LoadWindow]]:
         """Return the figures of all replicas together, and of each."""
         now_s = self._clock.now_s()
-        while self._samples and self._samples[0].end_s < now_s - WINDOW_S:
+        while self._samples and not now_s - WINDOW_S <= self._samples[0].end_s <= now_s:  # later: a clock was set back
             self._remove_oldest()
         is_full = len(self._samples) == SAMPLES_MAX
         span_s = now_s - (self._samples[0].end_s if is_full else max(self._start_s, now_s - WINDOW_S))

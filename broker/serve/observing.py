@@ -194,7 +194,8 @@ class DemandMeter:
         if load.pid != self._pid:
             self._points, self._pid = [], load.pid
         self._points.append((load.time_s, load.arrivals))
-        self._points = [point for point in self._points if point[0] > load.time_s - WINDOW_S]
+        # Those of a clock that was set back since then are not of this minute either.
+        self._points = [point for point in self._points if load.time_s - WINDOW_S < point[0] <= load.time_s]
         (first_s, first), (last_s, last) = self._points[0], self._points[-1]
         qps = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
         ready = [each for each in load.replicas.values() if each.is_ready]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,16 @@ def test_full_meter_forgets_its_oldest_response() -> None:
         )  # fmt: skip
     whole, by_replica = meter.describe()
     assert whole.requests == metering.SAMPLES_MAX and min(by_replica) == 10
+
+
+def test_response_from_before_the_clock_was_set_back_is_not_of_this_minute() -> None:
+    clock = HeldClock()
+    clock.time_s = 9_000.0
+    meter = LoadMeter(clock=clock)
+    for end_s in (9_000.0, 1_000.0):
+        clock.time_s = end_s
+        meter.add(replace(make_sample(ttft_s=1.0), end_s=end_s))
+    assert meter.describe()[0].requests == 1
 
 
 def make_sample(status: int = 200, **fields: float) -> ResponseSample:
