@@ -22,6 +22,7 @@ HOP_HEADERS = (
     *("proxy-connection", "upgrade", "http2-settings"),
 )
 FORWARDED = "x-forwarded-for"
+SCHEME = "x-forwarded-proto"  # without it, programs behind TLS would redirect to `http://`
 
 
 def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
@@ -40,6 +41,7 @@ def make_request_headers(request: web.BaseRequest, *, has_keys: bool) -> CIMulti
     addresses = [*headers.popall(FORWARDED, ()), *([request.remote] if request.remote else [])]
     if addresses:
         headers[FORWARDED] = ", ".join(addresses)
+    headers.setdefault(SCHEME, request.scheme)  # that of a proxy before this one is the client's
     return headers
 
 
@@ -56,7 +58,12 @@ def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 def is_forwardable(request: web.BaseRequest) -> bool:
     """Return whether the request's target is a path. Any other could change the address that is built from it."""
-    return request.method != "CONNECT" and request.path_qs.startswith("/")
+    return request.method != "CONNECT" and find_target(request).startswith("/")
+
+
+def find_target(request: web.BaseRequest) -> str:
+    """Return path and query as the client wrote them: once parsed, `//a` reads `////a`. Of an address, those in it."""
+    return request.raw_path if request.raw_path.startswith("/") else request.path_qs
 
 
 def refuse_key(refusal: KeyRefusal) -> web.Response:

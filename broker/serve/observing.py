@@ -11,6 +11,7 @@ from broker.runtime.transports.ssh_options import parse_handle
 from broker.serve.credentials import KEY_SECRET
 from broker.serve.files import Backend, Load, ServiceFolder, read_file
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
+from broker.serve.replicas import digest_program
 from broker.serve.scaling import Demand, find_target_qps
 from broker.state.store import Store
 from broker.types import EventKind, Job, JobStatus, Node, Offer, Replica, ServiceSpec
@@ -149,7 +150,7 @@ def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | 
     return Backend(
         number=replica.number, version=replica.version, host=host, port=replica.port,
         is_draining=replica.drained_s is not None, is_encrypted=KEY_SECRET in job.task.secrets,
-        region=name_region(job.attempts[-1].placement.offer),
+        region=name_region(job.attempts[-1].placement.offer), program=digest_program(job.task),
     )  # fmt: skip
 
 

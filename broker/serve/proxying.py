@@ -19,6 +19,7 @@ from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.answers import (
     EVENT_STREAM,
     METER,
+    find_target,
     is_forwardable,
     make_headers,
     make_request_headers,
@@ -28,7 +29,7 @@ from broker.serve.answers import (
 from broker.serve.bodies import BodyReader, PassedBody
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue
 from broker.serve.engines import EngineFacts
-from broker.serve.files import Routing
+from broker.serve.files import Backend, Routing
 from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, is_aborted, read_prompt
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
@@ -198,7 +199,7 @@ class Proxy:
             tries.tried.add(route.backend.number)
             try:
                 with route.use():
-                    response = await self.send(route, request, request.path_qs, body)
+                    response = await self.send(route, request, find_target(request), body)
                     async with response:
                         if not self._is_refused(request, body, response.status) or not self._has_other(tries.tried):
                             return await self.copy(request, route, response)
@@ -361,15 +362,15 @@ class Proxy:
         prompt: bytes = b"",
         *,
         waits: bool = True,
-        version: int | None = None,
+        like: Backend | None = None,
         deadline_s: float | None = None,
     ) -> BackendRoute | None:
         """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
         deadline_s = self._clock.now_s() + WAIT_S_MAX if deadline_s is None else deadline_s
         while True:
-            route = self.table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, version=version)
+            route = self.table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, like=like)
             if route is None and tried:
-                route = self.table.choose(balancing=self.routing.balancing, prefix=prompt) if waits else None
+                route = self.table.choose(balancing=self.routing.balancing, prefix=prompt, like=like) if waits else None
             if route is not None or not waits or not await self._queue.wait(deadline_s):
                 return route
 

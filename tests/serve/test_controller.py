@@ -457,6 +457,26 @@ def test_times_of_a_probe_are_those_of_its_version(tmp_path: Path) -> None:
     assert canary in [each.number for each in world.store.services.list_replicas("web") if each.drained_s is None]
 
 
+def test_replicas_of_a_version_with_another_number_of_them_have_the_same_program(tmp_path: Path) -> None:
+    """Only then may the streams of one version continue on the other."""
+
+    def list_programs(world: World) -> list[str]:
+        routing = read_file(world.folder.routing, Routing)
+        assert routing is not None
+        return [each.program for each in routing.backends if not each.is_draining]
+
+    world = World(tmp_path)
+    world.settle()
+    before = list_programs(world)
+    assert len(before) == 2 and len(set(before)) == 1 and before[0]
+    world.store.services.add_version("web", make_task(count=3))
+    world.settle(60)
+    assert list_programs(world) == [before[0]] * 3
+    world.store.services.add_version("web", make_task(count=3, version="b"))
+    world.settle(60)
+    assert before[0] not in list_programs(world)
+
+
 def test_secret_of_a_probe_is_in_the_routing_file_and_not_in_the_state_file(tmp_path: Path) -> None:
     task = change_probe(make_task(), path="/", headers={"authorization": "Bearer $LOGIN"})
     world = World(tmp_path, replace(task, secrets={"LOGIN": Secret(value="open-sesame")}))
