@@ -167,7 +167,7 @@ class ServiceController:
                 else:
                     store.add_event(self._name, ServiceEventKind.REPLICA_DRAINED, replica=replica.number)
             return None
-        if seen.is_ready and not seen.was_ready:
+        if seen.is_ready and not seen.was_ready and replica.drained_s is None:
             replica = replace(replica, ready_s=self._clock.now_s())
             with self._store.transaction():
                 store.put_replica(replica)

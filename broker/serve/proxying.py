@@ -19,6 +19,7 @@ from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.answers import (
     EVENT_STREAM,
     METER,
+    begin_stream,
     find_target,
     is_forwardable,
     make_headers,
@@ -325,13 +326,7 @@ class Proxy:
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         """Copy a response as it arrives; if the replica breaks off, the client's connection is closed as well."""
-        answer = web.StreamResponse(
-            status=response.status, reason=response.reason, headers=make_headers(route, response)
-        )
-        try:
-            await answer.prepare(request)
-        except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError from error
+        answer = await begin_stream(request, response, make_headers(route, response))
         meter = request[METER]
         meter.begin(route.backend.number, response.content_type)
         content = response.content.iter_any()

@@ -9,7 +9,7 @@ from typing import Protocol
 import aiohttp
 from aiohttp import web
 
-from broker.serve.answers import EVENT_STREAM, METER, find_target, make_headers, refuse
+from broker.serve.answers import EVENT_STREAM, METER, begin_stream, find_target, make_headers, refuse
 from broker.serve.data_path import Counts
 from broker.serve.engines import REFUSALS, EngineFacts
 from broker.serve.files import Backend
@@ -162,12 +162,7 @@ class TokenStream:
     async def _prepare(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         headers = make_headers(route, response)
         headers.popall("content-length", None)
-        answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
-        try:
-            await answer.prepare(self._request)
-        except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError from error
-        self._answer = answer
+        self._answer = await begin_stream(self._request, response, headers)
 
     async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         parser = EventParser()

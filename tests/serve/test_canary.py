@@ -117,6 +117,21 @@ def test_promoted_canary_replaces_the_others(tmp_path: Path, is_killed: bool) ->
     assert list_versions(world) == [2, 2]
 
 
+def test_canary_that_becomes_ready_while_it_drains_is_no_version_to_return_to(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.settle(20)
+    world.is_refusing = True
+    add_canary(world)
+    world.settle(3)
+    remove_canary(world.folder)
+    world.settle(1)
+    (canary,) = (each for each in world.store.services.list_replicas("web") if each.version == 2)
+    assert canary.drained_s is not None and canary.ready_s is None
+    world.is_refusing = False
+    world.settle(10)
+    assert list_versions(world) == [1, 1] and world.store.services.find_ready_version("web") == 1
+
+
 @pytest.mark.long
 def test_canary_that_fails_three_times_is_rolled_back(tmp_path: Path) -> None:
     world = World(tmp_path)

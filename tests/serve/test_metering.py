@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +41,15 @@ def test_body_that_is_nested_without_an_end_has_no_usage() -> None:
     meter.begin(1, "application/json")
     meter.feed(b"[" * 50_000)
     assert meter.end(prompt_bytes=400).prompt_tokens == 0
+
+
+def test_usage_of_a_long_response_is_found_without_its_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building the numbers of embeddings held up all requests."""
+    body = json.dumps({"data": [{"embedding": [0.25] * 1024}] * 20, "usage": {"prompt_tokens": 7}}).encode()
+    with_nan = body.replace(b"0.25", b"NaN")
+    assert metering.find_usage(with_nan) == {"prompt_tokens": 7}
+    monkeypatch.setattr(metering, "json", None)
+    assert metering.find_usage(body) == {"prompt_tokens": 7}
 
 
 def test_absurd_number_of_tokens_is_not_counted() -> None:

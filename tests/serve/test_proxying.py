@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -550,6 +551,20 @@ def test_replica_learns_that_its_client_uses_tls(tmp_path: Path) -> None:
         assert [each["x-forwarded-proto"] for each in seen] == ["https", "wss"]
 
     play(tmp_path, scene, count=1, tls=tls)
+
+
+def test_client_without_chunks_learns_where_a_stream_ends(tmp_path: Path) -> None:
+    """One of HTTP/1.0 that keeps its connection, such as ab, waited for the end until the connection was idle."""
+    body = json.dumps({"prompt": "hi", "max_tokens": 3, "stream": True})
+    head = f"POST /v1/completions HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+
+    async def scene(bed: Bed) -> None:
+        reader, writer = await send_raw(bed, head.encode())
+        async with asyncio.timeout(60):  # a connection is idle after 75 s
+            assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+    play(tmp_path, scene, count=1)
 
 
 def test_request_that_cannot_be_read_leaves_no_traceback_in_the_log(
