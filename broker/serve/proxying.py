@@ -313,6 +313,7 @@ class Proxy:
             self.table.record_break(route, "a response broke off", error)
             is_alive = isinstance(error, aiohttp.ServerTimeoutError)
             raise ReplicaLostError("the replica broke its response off", is_alive=is_alive) from None
+        self.table.record_whole(route)
         if response.status == 200 and request.path.endswith((COMPLETIONS, CHAT)) and is_aborted(body):
             raise ReplicaLostError("the engine ended the request")
         meter = request[METER]
@@ -338,6 +339,7 @@ class Proxy:
                 return answer
             try:
                 if data is None:
+                    self.table.record_whole(route)
                     await answer.write_eof()
                     return answer
                 meter.feed(data)

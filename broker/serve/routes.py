@@ -178,6 +178,10 @@ class RouteTable:
         if route.breaks >= BREAKS_MAX:
             self.exclude(route, what if error is None else f"{what}: {str(error) or type(error).__name__}")
 
+    def record_whole(self, route: BackendRoute) -> None:
+        """Record a response that was not interrupted. Now and then, a program breaks one off, and serves all others."""
+        route.breaks = 0
+
     def describe(self, windows: Mapping[int, LoadWindow] = MappingProxyType({})) -> dict[int, ReplicaLoad]:
         """Return the state of each replica for the controller, with its responses of the last minute."""
         return {

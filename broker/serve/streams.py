@@ -181,6 +181,7 @@ class TokenStream:
             await self._write(self._take(events))
             if self._fault is not None:
                 raise ReplicaLostError("the engine ended the stream")
+        self._replicas.table.record_whole(route)
         await self._must_have().write_eof()
 
     def _take(self, events: list[str]) -> list[str]:

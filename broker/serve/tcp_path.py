@@ -188,6 +188,8 @@ class TcpPath:
             else:
                 _cut(writer.transport)
                 _cut(client.transport)
+        if is_whole:
+            self._table.record_whole(route)
         if down.is_cut:
             self.counts.broken += 1
             self._table.record_break(route, "a connection broke off")
