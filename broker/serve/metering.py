@@ -134,7 +134,10 @@ class ResponseMeter:
         usage = find_usage(text)
         if not isinstance(usage, dict):
             return
-        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+        # The Responses and Messages APIs have names of their own; later events of the latter may omit the prompt.
+        known = self.prompt_tokens if self._has_usage else None
+        prompt = usage.get("prompt_tokens", usage.get("input_tokens", known))
+        completion = usage.get("completion_tokens", usage.get("output_tokens")) or 0
         if (
             isinstance(prompt, int)
             and isinstance(completion, int)
@@ -145,9 +148,11 @@ class ResponseMeter:
 
 
 class UsageField(msgspec.Struct):
-    """The field of a response that is read."""
+    """The fields of a response that are read. Events of the Responses and Messages APIs have their usage in another."""
 
     usage: Any = None
+    response: Any = None
+    message: Any = None
 
 
 def find_usage(text: str | bytes) -> object:
@@ -156,14 +161,16 @@ def find_usage(text: str | bytes) -> object:
     Other fields are passed over: building the numbers of a few hundred embeddings would hold up all requests for 30 ms.
     """
     try:
-        return msgspec.json.decode(text, type=UsageField).usage
+        found = msgspec.json.decode(text, type=UsageField)
+        places: Sequence[object] = found.usage, found.response, found.message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass
-    try:
-        fields = json.loads(text)  # also takes NaN and infinity, which Python's servers write
-    except (ValueError, RecursionError):
-        return None
-    return fields.get("usage") if isinstance(fields, dict) else None
+        try:
+            fields = json.loads(text)  # also takes NaN and infinity, which Python's servers write
+        except (ValueError, RecursionError):
+            return None
+        places = [fields.get(name) for name in ("usage", "response", "message")] if isinstance(fields, dict) else [None]
+    usage, *others = places
+    return usage or next((each["usage"] for each in others if isinstance(each, dict) and each.get("usage")), None)
 
 
 class WindowSums:

@@ -52,6 +52,31 @@ def test_usage_of_a_long_response_is_found_without_its_other_fields(monkeypatch:
     assert metering.find_usage(body) == {"prompt_tokens": 7}
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        ['{"usage": {"input_tokens": 7, "output_tokens": 3}}'],
+        ['{"response": {"usage": null}}', '{"response": {"usage": {"input_tokens": 7, "output_tokens": 3}}}'],
+        [
+            '{"message": {"usage": {"input_tokens": 7, "output_tokens": 1}}}',
+            '{"delta": {}}',
+            '{"usage": {"output_tokens": 3}}',
+        ],
+    ],
+    ids=["whole", "Responses API", "Messages API"],
+)
+@pytest.mark.parametrize("more", ["", ', "logprob": -Infinity'], ids=["", "infinite"])
+def test_tokens_count_by_whatever_name_the_api_gives_them(events: list[str], more: str) -> None:
+    """Otherwise, a key without tokens left could go on with another API of the same engine."""
+    meter = ResponseMeter(clock=HeldClock())
+    meter.begin(1, "text/event-stream" if len(events) > 1 else "application/json")
+    for event in events:
+        text = event[:-1] + more + "}"
+        meter.feed(f"data: {text}\n\n".encode() if len(events) > 1 else text.encode())
+    sample = meter.end(status=200, prompt_bytes=4000)
+    assert (sample.prompt_tokens, sample.completion_tokens) == (7, 3)
+
+
 def test_absurd_number_of_tokens_is_not_counted() -> None:
     """It would stay in the totals for good, and be too large for the numbers of `/metrics`."""
     meter = ResponseMeter(clock=HeldClock())
