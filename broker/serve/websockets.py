@@ -9,6 +9,7 @@ from aiohttp import WSMsgType, web
 from yarl import URL
 
 from broker.serve.answers import METER, find_target, make_request_headers
+from broker.serve.connections import watch_client
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.routes import BackendRoute, RouteTable
 
@@ -64,6 +65,8 @@ async def join_websockets(request: web.BaseRequest, replica: aiohttp.ClientWebSo
             await client.prepare(request)
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError from error
+        if request.transport is not None:
+            watch_client(request.transport)  # the program's own pings end here, so it would not notice
         request[METER].is_switched = True
         copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((client, replica), (replica, client))]
         try:
