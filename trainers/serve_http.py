@@ -11,6 +11,7 @@ from typing import Any
 BODY_BYTES_MAX = 8 << 20
 HEAD_BYTES_MAX = 64 << 10
 HEAD_S_MAX = 75.0  # also the limit for idle connections
+LEFT_EVERY_S = 0.2  # between two looks at the connection of a client that waits for its answer
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large"}
 REASONS |= {429: "Too Many Requests", 500: "Internal Server Error", 503: "Service Unavailable"}
 
@@ -79,7 +80,7 @@ async def _serve_one(handler: Handler, reader: asyncio.StreamReader, writer: asy
     """Answer one request; return whether the connection remains open for another."""
     try:
         request, is_kept = await _read(reader)
-        response = await handler(request)
+        response = await _answer(handler, request, reader)
     except RequestError as error:
         response, is_kept = make_error(error.status, str(error)), False
     except (OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError):
@@ -104,6 +105,21 @@ async def _serve_one(handler: Handler, reader: asyncio.StreamReader, writer: asy
     writer.write(b"0\r\n\r\n")
     await writer.drain()
     return is_kept
+
+
+async def _answer(handler: Handler, request: Request, reader: asyncio.StreamReader) -> Response:
+    """Return the response. A client that closes its connection before has left, which ends its generation.
+
+    Raises ConnectionResetError then, and whatever the handler raises.
+    """
+    answering = asyncio.ensure_future(handler(request))
+    try:
+        while not (await asyncio.wait((answering,), timeout=LEFT_EVERY_S))[0]:
+            if reader.at_eof():
+                raise ConnectionResetError("the client has left")
+    finally:
+        answering.cancel()
+    return answering.result()
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[Request, bool]:

@@ -94,13 +94,19 @@ def list_ports(context: Context) -> Sequence[int]:
 
 def is_free(host: str, port: int) -> bool:
     """Return whether a process could listen on a port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except (OSError, OverflowError):
-            return False
+    except (OSError, OverflowError):
+        return False
     return True
+
+
+def show_endpoint(host: str, port: int) -> str:
+    """Return HOST:PORT as URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_gateways_stay(context: Context, service: Service, task: Task) -> None:
@@ -158,7 +164,7 @@ def describe_gateways(context: Context, service: Service) -> tuple[GatewayLine, 
                 number=each.number,
                 job_id=each.job.id if each.job is not None else None,
                 status=SHUTTING_DOWN if is_leaving else _name_gateway_status(each, is_heard=each.number in loads),
-                endpoint=f"{host}:{port}" if host else "",
+                endpoint=show_endpoint(host, port) if host else "",
                 place=show_place(placement) if placement else "-",
                 usd_hour=placement.usd_hour if placement else 0.0,
                 load=loads.get(each.number),

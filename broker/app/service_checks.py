@@ -58,12 +58,25 @@ def check_same_path(before: ServiceSpec | None, spec: ServiceSpec) -> None:
                 f"the {name} of a service cannot change from {old} to {new}",
                 hints=["start another service, or terminate this one first"],
             )
+    if before is not None and _describe_tls(before) != _describe_tls(spec):
+        raise UsageError(
+            "the `tls` of a service cannot change: its balancer keeps the one that it started with",
+            hints=[
+                "a renewed certificate is used within a second if it replaces the named files",
+                "otherwise start another service, or terminate this one first",
+            ],
+        )
     if before is not None and spec.balancer.is_router and before.balancing != spec.balancing:
         raise UsageError(
             f"the load_balancing_policy of a service with `balancer: {{type: {spec.balancer}}}` cannot change: it is "
             "given to the router when it starts",
             hints=["start another service, or terminate this one first"],
         )
+
+
+def _describe_tls(spec: ServiceSpec) -> object:
+    """Return what a running balancer cannot change. Gateways get the contents of the files, whatever their names."""
+    return spec.is_tls_passed, spec.tls is not None if spec.gateway is not None else spec.tls
 
 
 def check_keys_available(context: Context, service: Service) -> None:

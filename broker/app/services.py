@@ -9,7 +9,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
-from broker.app.gateways import FAILED, READY, SHUTTING_DOWN, STARTING, GatewayLine, describe_gateways, show_place
+from broker.app.gateways import (
+    FAILED,
+    READY,
+    SHUTTING_DOWN,
+    STARTING,
+    GatewayLine,
+    describe_gateways,
+    show_endpoint,
+    show_place,
+)
 from broker.app.jobs import JobTarget
 from broker.app.service_checks import check_service
 from broker.errors import NoOfferError, StateError, UsageError
@@ -96,7 +105,7 @@ class ServiceLine:
     def endpoint(self) -> str:
         """Address of the balancer, HOST:PORT; of the first serving gateway, else of the first; `-` without one."""
         if not self.gateways:
-            return f"{self.service.host}:{self.service.port}"
+            return show_endpoint(self.service.host, self.service.port)
         known = [each for each in self.gateways if each.endpoint]
         return next((each.endpoint for each in known if each.status == READY), known[0].endpoint if known else "-")
 

@@ -11,7 +11,7 @@ import typer
 
 from broker.app import canaries
 from broker.app.clusters import LogChunk
-from broker.app.gateways import READY
+from broker.app.gateways import READY, show_endpoint
 from broker.app.launching import Callbacks
 from broker.app.service_checks import check_service
 from broker.app.services import ServiceLine, count_replicas, find_service
@@ -341,6 +341,6 @@ def down(
 
 def _show_endpoint(host: str, port: int, task: Task) -> str:
     if task.service and task.service.protocol is not ServiceProtocol.HTTP:
-        return f"{host}:{port}"
+        return show_endpoint(host, port)
     scheme = "https" if task.service and task.service.tls else "http"
-    return f"{scheme}://{host}:{port}"
+    return f"{scheme}://{show_endpoint(host, port)}"

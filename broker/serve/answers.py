@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from broker.serve.admission import KeyRefusal
+from broker.serve.losses import ClientGoneError
 from broker.serve.metering import ResponseMeter
 from broker.serve.routes import BackendRoute
 
@@ -22,6 +23,7 @@ HOP_HEADERS = (
     *("proxy-connection", "upgrade", "http2-settings"),
 )
 FORWARDED = "x-forwarded-for"
+SCHEME = "x-forwarded-proto"  # without it, programs behind TLS would redirect to `http://`
 
 
 def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
@@ -40,6 +42,7 @@ def make_request_headers(request: web.BaseRequest, *, has_keys: bool) -> CIMulti
     addresses = [*headers.popall(FORWARDED, ()), *([request.remote] if request.remote else [])]
     if addresses:
         headers[FORWARDED] = ", ".join(addresses)
+    headers.setdefault(SCHEME, request.scheme)  # that of a proxy before this one is the client's
     return headers
 
 
@@ -56,7 +59,26 @@ def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 def is_forwardable(request: web.BaseRequest) -> bool:
     """Return whether the request's target is a path. Any other could change the address that is built from it."""
-    return request.method != "CONNECT" and request.path_qs.startswith("/")
+    return request.method != "CONNECT" and find_target(request).startswith("/")
+
+
+def find_target(request: web.BaseRequest) -> str:
+    """Return path and query as the client wrote them: once parsed, `//a` reads `////a`. Of an address, those in it."""
+    return request.raw_path if request.raw_path.startswith("/") else request.path_qs
+
+
+async def begin_stream(
+    request: web.BaseRequest, response: aiohttp.ClientResponse, headers: CIMultiDict[str]
+) -> web.StreamResponse:
+    """Send the head of a response whose body follows in parts. Raises ClientGoneError."""
+    answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+    if request.version < HttpVersion11 and "content-length" not in headers:
+        answer.force_close()  # nothing else tells such a client where the body ends
+    try:
+        await answer.prepare(request)
+    except (OSError, aiohttp.ClientError) as error:
+        raise ClientGoneError from error
+    return answer
 
 
 def refuse_key(refusal: KeyRefusal) -> web.Response:

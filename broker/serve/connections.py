@@ -24,6 +24,8 @@ KEEPALIVE_S = 4.0
 # A machine without power is noticed after 25 s, also without a controller. The kernel of a machine that runs answers
 # these probes, however busy its programs are.
 PEER_IDLE_S, PEER_EVERY_S, PEER_TRIES = 10, 5, 3
+# A client that is away for minutes may come back, and is given up after ten. Linux alone would begin after two hours.
+CLIENT_IDLE_S, CLIENT_EVERY_S, CLIENT_TRIES = 120, 60, 8
 UNANSWERED_MS = 1000 * (PEER_IDLE_S + PEER_EVERY_S * PEER_TRIES)
 # The kernel of a replica's machine accepts connections however busy its programs are; handshakes need their turn.
 CONNECT_S = 5.0
@@ -102,6 +104,12 @@ def watch_peer(transport: asyncio.BaseTransport) -> None:
     """
     keep_alive(transport)
     _set(transport, TCP_KEEPIDLE=PEER_IDLE_S, TCP_KEEPINTVL=PEER_EVERY_S, TCP_KEEPCNT=PEER_TRIES)
+
+
+def watch_client(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel end a silent connection to a client that has vanished: until then, it counts as load."""
+    keep_alive(transport)
+    _set(transport, TCP_KEEPIDLE=CLIENT_IDLE_S, TCP_KEEPINTVL=CLIENT_EVERY_S, TCP_KEEPCNT=CLIENT_TRIES)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:

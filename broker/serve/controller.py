@@ -167,7 +167,7 @@ class ServiceController:
                 else:
                     store.add_event(self._name, ServiceEventKind.REPLICA_DRAINED, replica=replica.number)
             return None
-        if seen.is_ready and replica.ready_s is None:
+        if seen.is_ready and not seen.was_ready and replica.drained_s is None:
             replica = replace(replica, ready_s=self._clock.now_s())
             with self._store.transaction():
                 store.put_replica(replica)
@@ -189,7 +189,7 @@ class ServiceController:
         probe = self._probes.get(seen.replica.version)
         if probe is None or not seen.is_running or seen.not_ready_since_s is None:
             return ""
-        most_s = probe.initial_delay_s if seen.replica.ready_s is None else probe.failure_s
+        most_s = probe.failure_s if seen.was_ready else probe.initial_delay_s
         if self._clock.now_s() - seen.not_ready_since_s <= most_s:
             return ""
         return f"not ready for {most_s:g} s: {seen.error}"

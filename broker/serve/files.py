@@ -42,6 +42,11 @@ class Backend:
     is_encrypted: bool = False
     capacity: float = 1.0
     region: str = ""  # `CLOUD/REGION`; empty: unknown
+    program: str = ""  # a digest of what it runs; versions may differ in the rest, such as the number of replicas
+
+    def is_like(self, other: Backend) -> bool:
+        """Return whether it serves the same model as another one: of the same version, or with the same program."""
+        return self.version == other.version or self.program == other.program
 
 
 @frozen

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from broker.serve.answers import SCHEME
 from broker.serve.connections import CONNECT_S, HANDSHAKE_S
 from broker.serve.files import Backend, Routing
 from broker.types import ServiceProtocol
@@ -115,6 +116,8 @@ def _find_connect_s(routing: Routing) -> int:
 def _render_frontend(routing: Routing, pools: Mapping[str, Sequence[Backend]]) -> list[str]:
     host = f"[{routing.host}]" if ":" in routing.host else routing.host
     lines = ["frontend clients", f"    bind {host}:{routing.port}{_describe_bind(routing)}"]
+    if routing.tls is not None and is_http(routing):
+        lines.append(f"    http-request set-header {SCHEME} https unless {{ req.hdr({SCHEME}) -m found }}")
     names = [name for name in pools if name != POOL]
     left = 1.0
     for name, (_, share) in zip(names, sorted(routing.shares.items()), strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from broker.clock import Clock
 from broker.serve.admission import Gate
@@ -24,6 +26,7 @@ HEADER_BYTES_MAX = 32 << 10
 # For the headers of a request, and between two requests: as nginx waits. aiohttp's default is an hour, in which clients
 # without a key could take all descriptors.
 IDLE_S_MAX = 75.0
+SERVER_LOG = logging.getLogger("aiohttp.server")
 
 
 class HttpPath:
@@ -115,6 +118,14 @@ class HttpPath:
         return None if self._renewal is None else self._renewal[0].ends_s
 
 
+def is_own_fault(record: logging.LogRecord) -> bool:
+    """Return whether a record is not of a request that cannot be read, which is answered with 400.
+
+    Its traceback would let anyone who can connect fill the disk.
+    """
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
 async def listen(proxy: Proxy, host: str, port: int, context: ssl.SSLContext | None = None) -> web.ServerRunner:
     """Pass the requests at an address to a proxy; `cleanup` of the result gives open ones ten seconds to end.
 
@@ -129,6 +140,7 @@ async def listen(proxy: Proxy, host: str, port: int, context: ssl.SSLContext | N
         auto_decompress=False,
         keepalive_timeout=IDLE_S_MAX,
     )
+    SERVER_LOG.addFilter(is_own_fault)
     runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:

@@ -287,6 +287,12 @@ def _read_fields(body: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
+def frame_event(event: str) -> str:
+    """Return an event as it is sent. Each of its lines is one of data: the client would drop the others."""
+    data = event.replace("\n", "\ndata: ")
+    return f"data: {data}\n\n"
+
+
 class EventParser:
     """Splits the bytes of a stream of server-sent events into their data."""
 

@@ -11,6 +11,7 @@ from broker.runtime.transports.ssh_options import parse_handle
 from broker.serve.credentials import KEY_SECRET
 from broker.serve.files import Backend, Load, ServiceFolder, read_file
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
+from broker.serve.replicas import digest_program
 from broker.serve.scaling import Demand, find_target_qps
 from broker.state.store import Store
 from broker.types import EventKind, Job, JobStatus, Node, Offer, Replica, ServiceSpec
@@ -47,10 +48,16 @@ class ObservedReplica:
         """Return whether the replica's job runs, ready or not."""
         return self.job is not None and self.job.status is JobStatus.RUNNING
 
+    @property
+    def was_ready(self) -> bool:
+        """Return whether its present program has been ready: after a preemption, another one loads the model anew."""
+        ready_s, started_s = self.replica.ready_s, _find_program_start(self.job)
+        return ready_s is not None and (started_s is None or ready_s >= started_s)
+
     def describe(self, now_s: float) -> ReplicaView:
         """Return the input of the decisions."""
         replica = self.replica
-        started_s = self.job.attempts[-1].running_s if self.job and self.job.attempts else None
+        started_s = _find_program_start(self.job)
         return ReplicaView(
             number=replica.number,
             version=replica.version,
@@ -60,8 +67,14 @@ class ObservedReplica:
             is_lost=self.is_leaving(now_s) or (self.job is not None and self.job.status is JobStatus.RECOVERING),
             is_draining=replica.drained_s is not None or self.is_over or self.job is None,
             in_flight=self.in_flight or 0,
-            start_s=None if replica.ready_s is None else replica.ready_s - replica.created_s,
+            start_s=self._measure_start_s(),
         )
+
+    def _measure_start_s(self) -> float | None:
+        """Return the seconds from the request for its machines to readiness there; None if it was never ready."""
+        replica, attempts = self.replica, self.job.attempts if self.job else ()
+        begin_s = attempts[-1].started_s if len(attempts) > 1 else replica.created_s
+        return replica.ready_s - begin_s if replica.ready_s is not None and replica.ready_s >= begin_s else None
 
     def _find_slot(self) -> Slot:
         """Return the slot that the replica fills. One with a place may run elsewhere, where its job found capacity."""
@@ -93,8 +106,7 @@ def observe(store: Store, replica: Replica, load: Load | None, unfinished: froze
     is_over = job is None or (job.status.is_terminal and job.id not in unfinished)
     backend = _find_backend(store, replica, job)
     seen = load.replicas.get(replica.number) if load else None
-    started_s = job.attempts[-1].running_s if job and job.attempts else None
-    since_s = started_s
+    since_s = started_s = _find_program_start(job)
     if seen is not None and not seen.is_ready:
         since_s = seen.since_s if started_s is None else max(seen.since_s, started_s)
     return ObservedReplica(
@@ -108,6 +120,10 @@ def observe(store: Store, replica: Replica, load: Load | None, unfinished: froze
         error=seen.error if seen else "",
         noticed_s=find_notice(store, job),
     )
+
+
+def _find_program_start(job: Job | None) -> float | None:
+    return job.attempts[-1].running_s if job and job.attempts else None
 
 
 def find_notice(store: Store, job: Job | None) -> float | None:
@@ -134,7 +150,7 @@ def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | 
     return Backend(
         number=replica.number, version=replica.version, host=host, port=replica.port,
         is_draining=replica.drained_s is not None, is_encrypted=KEY_SECRET in job.task.secrets,
-        region=name_region(job.attempts[-1].placement.offer),
+        region=name_region(job.attempts[-1].placement.offer), program=digest_program(job.task),
     )  # fmt: skip
 
 
@@ -179,7 +195,8 @@ class DemandMeter:
         if load.pid != self._pid:
             self._points, self._pid = [], load.pid
         self._points.append((load.time_s, load.arrivals))
-        self._points = [point for point in self._points if point[0] > load.time_s - WINDOW_S]
+        # Those of a clock that was set back since then are not of this minute either.
+        self._points = [point for point in self._points if load.time_s - WINDOW_S < point[0] <= load.time_s]
         (first_s, first), (last_s, last) = self._points[0], self._points[-1]
         qps = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
         ready = [each for each in load.replicas.values() if each.is_ready]

@@ -19,6 +19,8 @@ from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.answers import (
     EVENT_STREAM,
     METER,
+    begin_stream,
+    find_target,
     is_forwardable,
     make_headers,
     make_request_headers,
@@ -28,7 +30,7 @@ from broker.serve.answers import (
 from broker.serve.bodies import BodyReader, PassedBody
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue
 from broker.serve.engines import EngineFacts
-from broker.serve.files import Routing
+from broker.serve.files import Backend, Routing
 from broker.serve.journal import CHAT, COMPLETIONS, StreamJournal, is_aborted, read_prompt
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
@@ -198,7 +200,7 @@ class Proxy:
             tries.tried.add(route.backend.number)
             try:
                 with route.use():
-                    response = await self.send(route, request, request.path_qs, body)
+                    response = await self.send(route, request, find_target(request), body)
                     async with response:
                         if not self._is_refused(request, body, response.status) or not self._has_other(tries.tried):
                             return await self.copy(request, route, response)
@@ -311,6 +313,7 @@ class Proxy:
             self.table.record_break(route, "a response broke off", error)
             is_alive = isinstance(error, aiohttp.ServerTimeoutError)
             raise ReplicaLostError("the replica broke its response off", is_alive=is_alive) from None
+        self.table.record_whole(route)
         if response.status == 200 and request.path.endswith((COMPLETIONS, CHAT)) and is_aborted(body):
             raise ReplicaLostError("the engine ended the request")
         meter = request[METER]
@@ -324,13 +327,7 @@ class Proxy:
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         """Copy a response as it arrives; if the replica breaks off, the client's connection is closed as well."""
-        answer = web.StreamResponse(
-            status=response.status, reason=response.reason, headers=make_headers(route, response)
-        )
-        try:
-            await answer.prepare(request)
-        except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError from error
+        answer = await begin_stream(request, response, make_headers(route, response))
         meter = request[METER]
         meter.begin(route.backend.number, response.content_type)
         content = response.content.iter_any()
@@ -342,6 +339,7 @@ class Proxy:
                 return answer
             try:
                 if data is None:
+                    self.table.record_whole(route)
                     await answer.write_eof()
                     return answer
                 meter.feed(data)
@@ -361,15 +359,15 @@ class Proxy:
         prompt: bytes = b"",
         *,
         waits: bool = True,
-        version: int | None = None,
+        like: Backend | None = None,
         deadline_s: float | None = None,
     ) -> BackendRoute | None:
         """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
         deadline_s = self._clock.now_s() + WAIT_S_MAX if deadline_s is None else deadline_s
         while True:
-            route = self.table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, version=version)
+            route = self.table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, like=like)
             if route is None and tried:
-                route = self.table.choose(balancing=self.routing.balancing, prefix=prompt) if waits else None
+                route = self.table.choose(balancing=self.routing.balancing, prefix=prompt, like=like) if waits else None
             if route is not None or not waits or not await self._queue.wait(deadline_s):
                 return route
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import shutil
 import socket
@@ -12,7 +13,7 @@ from dataclasses import replace
 from broker.config import Config
 from broker.errors import UsageError
 from broker.frozen import frozen
-from broker.serve.files import ServiceFolder
+from broker.serve.files import ServiceFolder, encode
 from broker.serve.reconciling import Slot
 from broker.state.store import Store
 from broker.types import Secret, Service, ServiceSpec, Task
@@ -20,6 +21,10 @@ from broker.types import Secret, Service, ServiceSpec, Task
 LOCAL = "local"
 LOOPBACK = "127.0.0.1"
 SERVICE_VARIABLE = "BROKER_SERVICE"
+OWN_VARIABLES = (
+    *(SERVICE_VARIABLE, "BROKER_REPLICA_HOST", "BROKER_REPLICA_PORT", "BROKER_ENTRANCE_PORT"),
+    "SKYPILOT_SERVE_REPLICA_ID",
+)
 # Below those of services, and below those that the kernel gives to outgoing connections (Linux: from 32768), as any
 # program may take one of these a moment later, or while a replica is being replaced.
 FREE_PORTS = range(20000, 30000)
@@ -116,18 +121,21 @@ def make_replica_task(
             if (each.region, each.zone) != (slot.region, slot.zone)
         )
         resources, is_ordered = (*pinned, *others), True
-    envs = {
-        **task.envs,
-        SERVICE_VARIABLE: service.name,
-        "BROKER_REPLICA_HOST": LOOPBACK,
-        "BROKER_REPLICA_PORT": str(ports.program),
-        "BROKER_ENTRANCE_PORT": str(ports.entrance),
-        "SKYPILOT_SERVE_REPLICA_ID": str(number),
-    }
+    own = (service.name, LOOPBACK, str(ports.program), str(ports.entrance), str(number))
+    envs = {**task.envs, **dict(zip(OWN_VARIABLES, own, strict=True))}
     return replace(
         task, name=f"{service.name}-{number}", resources=resources, is_ordered=is_ordered, envs=envs,
         secrets={**task.secrets, **secrets}, service=None, notices=(),
     )  # fmt: skip
+
+
+def digest_program(task: Task) -> str:
+    """Return a digest of what a replica runs: equal for versions that differ in the rest, such as their machines."""
+    envs = sorted((name, value) for name, value in task.envs.items() if name not in OWN_VARIABLES)
+    files = sorted(task.file_mounts.items()), task.workdir, task.storage_mounts, task.inputs
+    images = sorted({each.image_id or "" for each in task.resources})
+    content = task.setup, task.run, envs, files, images, task.pipeline
+    return hashlib.sha256(encode(content)).hexdigest()[:16]
 
 
 def find_needs(store: Store, task: Task) -> Sequence[int]:

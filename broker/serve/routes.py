@@ -113,21 +113,23 @@ class RouteTable:
         but: Collection[int] = (),
         balancing: str = "least_load",
         prefix: bytes = b"",
-        version: int | None = None,
+        like: Backend | None = None,
     ) -> BackendRoute | None:
         """Return a ready replica other than `but`; None if there is none. `prefix` is the beginning of the prompt.
 
-        Replicas with a preemption notice are chosen only if all have one. `version` is preferred; without one, the
-        versions of `shares` get their share of the choices.
+        Replicas with a preemption notice are chosen only if all have one. With `like`, only replicas of its version, or
+        else of its program, can be chosen: token ids mean nothing to another model. Without it, the versions of
+        `shares` get their share of the choices.
         """
         ready = [
             route for number, route in self.routes.items()
             if route.is_ready and not route.backend.is_draining and number not in but
+            and (like is None or route.backend.is_like(like))
         ]  # fmt: skip
         if not ready:
             return None
         ready = [each for each in ready if not each.backend.is_leaving] or ready
-        ready = self._choose_version(ready, version)
+        ready = self._choose_version(ready, like)
         if balancing == "round_robin":
             return ready[next(self._turns) % len(ready)]
         ready = self._choose_region(ready)
@@ -138,10 +140,10 @@ class RouteTable:
         one, other = ready[first], ready[second + (second >= first and len(ready) > 1)]
         return one if one.load <= other.load else other
 
-    def _choose_version(self, ready: list[BackendRoute], version: int | None) -> list[BackendRoute]:
-        """Return the ready replicas of the preferred version, or of one drawn by share; all if none fits."""
-        if version is not None:
-            return [each for each in ready if each.backend.version == version] or ready
+    def _choose_version(self, ready: list[BackendRoute], like: Backend | None) -> list[BackendRoute]:
+        """Return the ready replicas of the version of `like`, or of one drawn by share; all if none fits."""
+        if like is not None:
+            return [each for each in ready if each.backend.version == like.version] or ready
         if not self.shares:
             return ready
         drawn = self._draw.random()
@@ -175,6 +177,10 @@ class RouteTable:
         route.breaks += 1
         if route.breaks >= BREAKS_MAX:
             self.exclude(route, what if error is None else f"{what}: {str(error) or type(error).__name__}")
+
+    def record_whole(self, route: BackendRoute) -> None:
+        """Record a response that was not interrupted. Now and then, a program breaks one off, and serves all others."""
+        route.breaks = 0
 
     def describe(self, windows: Mapping[int, LoadWindow] = MappingProxyType({})) -> dict[int, ReplicaLoad]:
         """Return the state of each replica for the controller, with its responses of the last minute."""

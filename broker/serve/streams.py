@@ -9,10 +9,11 @@ from typing import Protocol
 import aiohttp
 from aiohttp import web
 
-from broker.serve.answers import EVENT_STREAM, METER, make_headers, refuse
+from broker.serve.answers import EVENT_STREAM, METER, begin_stream, find_target, make_headers, refuse
 from broker.serve.data_path import Counts
 from broker.serve.engines import REFUSALS, EngineFacts
-from broker.serve.journal import DONE, EngineFaultError, EventParser, EventTooLongError, StreamJournal
+from broker.serve.files import Backend
+from broker.serve.journal import DONE, EngineFaultError, EventParser, EventTooLongError, StreamJournal, frame_event
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.routes import BackendRoute, RouteTable
 
@@ -32,7 +33,7 @@ class Replicas(Protocol):
     table: RouteTable
 
     async def find(
-        self, tried: set[int], prompt: bytes = ..., *, waits: bool = ..., version: int | None = ...
+        self, tried: set[int], prompt: bytes = ..., *, waits: bool = ..., like: Backend | None = ...
     ) -> BackendRoute | None:
         """Return a ready replica that was not tried; None if none is ready in time."""
         ...
@@ -80,12 +81,11 @@ class TokenStream:
     async def _run(self) -> web.StreamResponse:
         tried: set[int] = set()
         unanswered = stalls = 0
-        version: int | None = None  # another one may be another model
+        begun: Backend | None = None  # the replica of the first tokens, whose ids mean nothing to another model
         for _ in range(RESUMES_MAX):
-            route = await self._replicas.find(tried, self._prompt, waits=self._refusal is None, version=version)
+            route = await self._replicas.find(tried, self._prompt, waits=self._refusal is None, like=begun)
             if route is None:
                 break
-            version = route.backend.version if version is None else version
             if self._answer is not None:
                 self._replicas.counts.resumed += 1
                 tried.clear()
@@ -96,6 +96,7 @@ class TokenStream:
                     await self._follow(route)
                     return self._must_have()
             except ReplicaLostError as error:
+                begun = begun or (route.backend if self._journal.counts[1] else None)
                 unanswered += error.was_sent and self._answer is None
                 if unanswered >= UNANSWERED_MAX:
                     self._refusal = self._refusal or refuse(502, str(error))
@@ -147,7 +148,7 @@ class TokenStream:
             context_tokens = await self._replicas.engines.find_context(self._replicas.session, route)
         path, fields = self._journal.make_request(context_tokens)
         body = json.dumps(fields).encode()
-        return await self._replicas.send(route, self._request, path or self._request.path_qs, body)
+        return await self._replicas.send(route, self._request, path or find_target(self._request), body)
 
     async def _send_without_ids(self, route: BackendRoute, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
         """Ask again without the ids that the client did not request, which some engines refuse to return."""
@@ -161,12 +162,7 @@ class TokenStream:
     async def _prepare(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         headers = make_headers(route, response)
         headers.popall("content-length", None)
-        answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
-        try:
-            await answer.prepare(self._request)
-        except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError from error
-        self._answer = answer
+        self._answer = await begin_stream(self._request, response, headers)
 
     async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         parser = EventParser()
@@ -185,6 +181,7 @@ class TokenStream:
             await self._write(self._take(events))
             if self._fault is not None:
                 raise ReplicaLostError("the engine ended the stream")
+        self._replicas.table.record_whole(route)
         await self._must_have().write_eof()
 
     def _take(self, events: list[str]) -> list[str]:
@@ -206,7 +203,7 @@ class TokenStream:
         if not events:
             return
         try:
-            await self._must_have().write("".join(f"data: {event}\n\n" for event in events).encode())
+            await self._must_have().write("".join(map(frame_event, events)).encode())
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError from error
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from broker.clock import Clock
-from broker.serve.connections import CONNECTING_MAX, HANDSHAKE_S, keep_alive, limit_connecting, watch_peer
+from broker.serve.connections import CONNECTING_MAX, HANDSHAKE_S, limit_connecting, watch_client, watch_peer
 from broker.serve.credentials import ListenerFiles, make_client_context, make_listener_context
 from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue, find_exposure
 from broker.serve.files import LoadTotals, LoadWindow, Routing, ServiceFolder
@@ -170,7 +170,7 @@ class TcpPath:
     async def _join(self, route: BackendRoute, client: _Client, replica: Ends) -> None:
         """Copy in both directions until both have ended; a reset of one end resets the other."""
         reader, writer = replica
-        keep_alive(client.transport)  # a client that is away for minutes may come back
+        watch_client(client.transport)
         watch_peer(writer.transport)
         up, down = _Flow(client.reader, writer), _Flow(reader, client.writer)
         is_whole = False
@@ -188,6 +188,8 @@ class TcpPath:
             else:
                 _cut(writer.transport)
                 _cut(client.transport)
+        if is_whole:
+            self._table.record_whole(route)
         if down.is_cut:
             self.counts.broken += 1
             self._table.record_break(route, "a connection broke off")

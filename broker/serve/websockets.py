@@ -8,7 +8,8 @@ import aiohttp
 from aiohttp import WSMsgType, web
 from yarl import URL
 
-from broker.serve.answers import METER, make_request_headers
+from broker.serve.answers import METER, find_target, make_request_headers
+from broker.serve.connections import watch_client
 from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.routes import BackendRoute, RouteTable
 
@@ -38,7 +39,7 @@ async def connect_websocket(
     headers = make_request_headers(request, has_keys=has_keys)
     for name in OWN_HEADERS:
         headers.popall(name, None)
-    url = URL(route.base_url + request.path_qs, encoded=True)  # as the client wrote it
+    url = URL(route.base_url + find_target(request), encoded=True)  # as the client wrote it
     try:
         return await session.ws_connect(url, headers=headers, protocols=names, max_msg_size=MESSAGE_BYTES_MAX)
     except aiohttp.WSServerHandshakeError as error:
@@ -64,6 +65,8 @@ async def join_websockets(request: web.BaseRequest, replica: aiohttp.ClientWebSo
             await client.prepare(request)
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError from error
+        if request.transport is not None:
+            watch_client(request.transport)  # the program's own pings end here, so it would not notice
         request[METER].is_switched = True
         copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((client, replica), (replica, client))]
         try:

@@ -194,6 +194,6 @@ class Replica:
     is_spot: bool | None = None  # None: as specified by the task
     region: str | None = None
     zone: str | None = None
-    ready_s: float | None = None  # time when it first became ready
+    ready_s: float | None = None  # time when its program became ready; after a preemption, that of its next program
     drained_s: float | None = None  # time since which it receives no new requests
     failure: str = ""  # the reason why it is replaced

@@ -91,6 +91,35 @@ def test_update_cannot_change_the_path_to_the_replicas(service: dict[str, Any], 
         check_same_path(make_spec(), make_spec(**service))
 
 
+CHANGED = {"keyfile": "other.pem", "certfile": "other.pem"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"tls": CERTIFICATES}),
+        ({"tls": CERTIFICATES}, {}),
+        ({"tls": CERTIFICATES}, {"tls": CHANGED}),
+        ({"protocol": "grpc", "tls": CERTIFICATES}, {"protocol": "grpc", "tls": {**CERTIFICATES, "cafile": "a.pem"}}),
+        ({"protocol": "grpc", "tls": CERTIFICATES}, {"protocol": "grpc", "tls": "passthrough"}),
+    ],
+)
+def test_update_cannot_change_the_encryption_that_the_running_balancer_has(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """It kept the one that it started with: after an update with `tls`, clients still sent their keys in the clear."""
+    check_same_path(make_spec(**before), make_spec(**before, replicas=2))
+    with pytest.raises(UsageError, match="`tls` of a service cannot change"):
+        check_same_path(make_spec(**before), make_spec(**after))
+
+
+def test_gateways_get_the_files_of_tls_by_their_contents() -> None:
+    gateway = {"infra": "local"}
+    check_same_path(make_spec(gateway=gateway, tls=CERTIFICATES), make_spec(gateway=gateway, tls=CHANGED))
+    with pytest.raises(UsageError, match="`tls` of a service cannot change"):
+        check_same_path(make_spec(gateway=gateway), make_spec(gateway=gateway, tls=CERTIFICATES))
+
+
 def test_haproxy_holds_no_requests_so_a_replica_must_stay() -> None:
     policy = {"min_replicas": 0, "max_replicas": 2, "target_qps_per_replica": 1}
     make_spec(replica_policy=policy)

@@ -83,7 +83,7 @@ class StandIn:
         if request.path == "/socket":
             return await self._echo(request)
         body = await request.read()
-        self.seen.append((request.method, request.path_qs, body))
+        self.seen.append((request.method, request.raw_path, body))
         if request.path.endswith("completions"):
             if self.refusals:
                 self.refusals -= 1

@@ -42,7 +42,8 @@ def test_canary_gets_its_share_whatever_the_number_of_replicas() -> None:
 
 def test_versions_without_ready_replicas_get_nothing_and_a_stream_keeps_its_version() -> None:
     table = make_table([1, 2], 0.1)
-    assert count_canaries(table, version=2) == 2000 and count_canaries(table, version=1) == 0
+    one, canary = (table.routes[number].backend for number in (1, 2))
+    assert count_canaries(table, like=canary) == 2000 and count_canaries(table, like=one) == 0
     table.exclude(table.routes[2], "gone")
     assert count_canaries(table) == 0
     table.admit(table.routes[2])
@@ -114,6 +115,21 @@ def test_promoted_canary_replaces_the_others(tmp_path: Path, is_killed: bool) ->
         remove_canary(world.folder)
     world.settle(40)
     assert list_versions(world) == [2, 2]
+
+
+def test_canary_that_becomes_ready_while_it_drains_is_no_version_to_return_to(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.settle(20)
+    world.is_refusing = True
+    add_canary(world)
+    world.settle(3)
+    remove_canary(world.folder)
+    world.settle(1)
+    (canary,) = (each for each in world.store.services.list_replicas("web") if each.version == 2)
+    assert canary.drained_s is not None and canary.ready_s is None
+    world.is_refusing = False
+    world.settle(10)
+    assert list_versions(world) == [1, 1] and world.store.services.find_ready_version("web") == 1
 
 
 @pytest.mark.long

@@ -120,7 +120,7 @@ class World:
                 for each in job.attempts:
                     self.store.clusters.delete(each.cluster)
                     self.store.jobs.put_attempt(
-                        Attempt(job_id=job.id, number=1, cluster=each.cluster, placement=each.placement,
+                        Attempt(job_id=job.id, number=each.number, cluster=each.cluster, placement=each.placement,
                                 started_s=0.0, ended_s=self.clock.now)
                     )  # fmt: skip
             elif job.status is JobStatus.PENDING and self.failing(job.task):
@@ -264,6 +264,40 @@ def test_replica_that_is_not_ready_in_time_is_replaced(tmp_path: Path) -> None:
     world.settle()
     assert [each.number for each in world.store.services.list_replicas("web")] != [number]
     assert world.list_ready() == [1]
+
+
+def test_recovered_replica_gets_the_time_of_a_first_start_until_it_is_ready_again(tmp_path: Path) -> None:
+    """Its model is loaded anew on other machines, which takes longer than a running program may fail its probes."""
+    world = World(tmp_path, make_task(count=1))
+    world.settle()
+    (replica,) = world.store.services.list_replicas("web")
+    world.store.jobs.set_status(replica.job_id, JobStatus.RECOVERING)
+    world.settle(3)
+    (lost,) = world.store.jobs.list_attempts(replica.job_id)
+    world.store.jobs.put_attempt(replace(lost, number=2, started_s=world.clock.now - 90, running_s=world.clock.now))
+    world.store.jobs.set_status(replica.job_id, JobStatus.RUNNING)
+    world.is_refusing = True
+    report(world, replica.number, is_ready=False, seconds=1_150)
+    assert [each.number for each in world.store.services.list_replicas("web")] == [replica.number]
+    report(world, replica.number, is_ready=True, seconds=5)
+    report(world, replica.number, is_ready=False, seconds=150)
+    assert [each.number for each in world.store.services.list_replicas("web")] == [replica.number]
+    report(world, replica.number, is_ready=False, seconds=250)
+    assert replica.number not in [each.number for each in world.store.services.list_replicas("web")]
+
+
+def report(world: World, number: int, *, is_ready: bool, seconds: int) -> None:
+    """Have the balancer report one replica for this long, as it was at the beginning."""
+    since_s = world.clock.now
+    for _ in range(seconds):
+        routing = read_file(world.folder.routing, Routing)
+        assert routing is not None
+        seen = {number: ReplicaLoad(is_ready=is_ready, in_flight=0, since_s=since_s, error="" if is_ready else "503")}
+        load = Load(generation=routing.generation, time_s=world.clock.now, pid=1, replicas=seen)
+        write_file(world.folder.load, load)
+        world.is_locked_run()
+        world.play()
+        world.clock.now += 1
 
 
 def test_slow_streams_add_replicas_and_fast_ones_remove_them_one_by_one(tmp_path: Path) -> None:
@@ -421,6 +455,26 @@ def test_times_of_a_probe_are_those_of_its_version(tmp_path: Path) -> None:
         write_file(world.folder.load, Load(generation=1, time_s=world.clock.now, pid=1, replicas=loads))
         world.is_locked_run()
     assert canary in [each.number for each in world.store.services.list_replicas("web") if each.drained_s is None]
+
+
+def test_replicas_of_a_version_with_another_number_of_them_have_the_same_program(tmp_path: Path) -> None:
+    """Only then may the streams of one version continue on the other."""
+
+    def list_programs(world: World) -> list[str]:
+        routing = read_file(world.folder.routing, Routing)
+        assert routing is not None
+        return [each.program for each in routing.backends if not each.is_draining]
+
+    world = World(tmp_path)
+    world.settle()
+    before = list_programs(world)
+    assert len(before) == 2 and len(set(before)) == 1 and before[0]
+    world.store.services.add_version("web", make_task(count=3))
+    world.settle(60)
+    assert list_programs(world) == [before[0]] * 3
+    world.store.services.add_version("web", make_task(count=3, version="b"))
+    world.settle(60)
+    assert before[0] not in list_programs(world)
 
 
 def test_secret_of_a_probe_is_in_the_routing_file_and_not_in_the_state_file(tmp_path: Path) -> None:

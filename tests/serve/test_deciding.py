@@ -63,6 +63,13 @@ def test_number_falls_to_the_largest_that_was_required_meanwhile() -> None:
         assert state.wanted == expected, now_s
 
 
+def test_clock_that_is_set_back_does_not_add_to_the_delay() -> None:
+    state = ScalingState(wanted=1)
+    for now_s, asked, expected in ((3_600, 3, 1), (0, 3, 1), (10, 3, 3), (3_600, 2, 3), (5, 2, 3), (105, 2, 2)):
+        state = scale(POLICY, state, asked, now_s=now_s)
+        assert state.wanted == expected, now_s
+
+
 def test_service_wakes_from_zero_at_once() -> None:
     assert scale(replace(POLICY, replicas_min=0), ScalingState(wanted=0), 1, now_s=0).wanted == 1
 

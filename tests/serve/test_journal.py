@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from broker.serve.journal import CHAT, COMPLETIONS, DONE, EventParser, EventTooLongError, StreamJournal, read_prompt
+from broker.serve.journal import (
+    CHAT,
+    COMPLETIONS,
+    DONE,
+    EventParser,
+    EventTooLongError,
+    StreamJournal,
+    frame_event,
+    read_prompt,
+)
 
 PATH = "/v1/completions"
 
@@ -169,3 +178,11 @@ def test_events_are_split_wherever_the_network_cuts_them() -> None:
         parser = EventParser()
         found = [event for start in range(0, len(data), size) for event in parser.feed(data[start : start + size])]
         assert found == ['{"a": 1}', "é", "[DONE]"]
+
+
+def test_event_of_several_lines_arrives_whole() -> None:
+    sent = b": comment\r\ndata: {\r\ndata: }\r\n\r\ndata: \xc3\xa9\n\n"
+    parser = EventParser()
+    events = [event for byte in sent for event in parser.feed(bytes([byte]))]
+    assert events == ["{\n}", "\u00e9"]
+    assert EventParser().feed("".join(map(frame_event, events)).encode()) == events

@@ -99,6 +99,15 @@ def test_demand_counts_replicas_that_have_served_for_the_whole_window() -> None:
     assert (demand.ttft_p95_s, demand.tpot_p95_s) == (0.4, 0.02)
 
 
+def test_requests_are_counted_after_the_clock_was_set_back() -> None:
+    """Until it was where it had been, the service had no load, and fell to its minimum."""
+    meter = DemandMeter()
+    for second in range(10):
+        meter.measure(Load(generation=1, time_s=9_000.0 + second, pid=7, arrivals=5 * second))
+    meter.measure(Load(generation=1, time_s=1_000.0, pid=7, arrivals=50))
+    assert meter.measure(Load(generation=1, time_s=1_010.0, pid=7, arrivals=100)).qps == 5.0
+
+
 TASK = """\
 resources: {infra: local}
 service:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +41,40 @@ def test_body_that_is_nested_without_an_end_has_no_usage() -> None:
     meter.begin(1, "application/json")
     meter.feed(b"[" * 50_000)
     assert meter.end(prompt_bytes=400).prompt_tokens == 0
+
+
+def test_usage_of_a_long_response_is_found_without_its_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building the numbers of embeddings held up all requests."""
+    body = json.dumps({"data": [{"embedding": [0.25] * 1024}] * 20, "usage": {"prompt_tokens": 7}}).encode()
+    with_nan = body.replace(b"0.25", b"NaN")
+    assert metering.find_usage(with_nan) == {"prompt_tokens": 7}
+    monkeypatch.setattr(metering, "json", None)
+    assert metering.find_usage(body) == {"prompt_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        ['{"usage": {"input_tokens": 7, "output_tokens": 3}}'],
+        ['{"response": {"usage": null}}', '{"response": {"usage": {"input_tokens": 7, "output_tokens": 3}}}'],
+        [
+            '{"message": {"usage": {"input_tokens": 7, "output_tokens": 1}}}',
+            '{"delta": {}}',
+            '{"usage": {"output_tokens": 3}}',
+        ],
+    ],
+    ids=["whole", "Responses API", "Messages API"],
+)
+@pytest.mark.parametrize("more", ["", ', "logprob": -Infinity'], ids=["", "infinite"])
+def test_tokens_count_by_whatever_name_the_api_gives_them(events: list[str], more: str) -> None:
+    """Otherwise, a key without tokens left could go on with another API of the same engine."""
+    meter = ResponseMeter(clock=HeldClock())
+    meter.begin(1, "text/event-stream" if len(events) > 1 else "application/json")
+    for event in events:
+        text = event[:-1] + more + "}"
+        meter.feed(f"data: {text}\n\n".encode() if len(events) > 1 else text.encode())
+    sample = meter.end(status=200, prompt_bytes=4000)
+    assert (sample.prompt_tokens, sample.completion_tokens) == (7, 3)
 
 
 def test_absurd_number_of_tokens_is_not_counted() -> None:
@@ -111,6 +148,16 @@ def test_full_meter_forgets_its_oldest_response() -> None:
         )  # fmt: skip
     whole, by_replica = meter.describe()
     assert whole.requests == metering.SAMPLES_MAX and min(by_replica) == 10
+
+
+def test_response_from_before_the_clock_was_set_back_is_not_of_this_minute() -> None:
+    clock = HeldClock()
+    clock.time_s = 9_000.0
+    meter = LoadMeter(clock=clock)
+    for end_s in (9_000.0, 1_000.0):
+        clock.time_s = end_s
+        meter.add(replace(make_sample(ttft_s=1.0), end_s=end_s))
+    assert meter.describe()[0].requests == 1
 
 
 def make_sample(status: int = 200, **fields: float) -> ResponseSample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from broker.clock import SystemClock
+from broker.serve import proxying
 from broker.serve.answers import METER
 from broker.serve.balancer import Balancer
 from broker.serve.bodies import PassedBody
@@ -28,6 +30,7 @@ from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ReadinessProbe
 from tests.serve.stand_in import StandIn, expect_text
 from tests.serve.test_balancer import PROBE, Bed, play
+from tests.serve.test_tcp_path import make_tls, trust
 
 JSON = "application/json"
 
@@ -86,6 +89,31 @@ def test_stream_on_a_vanished_machine_continues_elsewhere_at_once(tmp_path: Path
 
     load = play(tmp_path, scene, stream_timeout_s=36_000.0)
     assert (load.resumed, load.broken) == (1, 0)
+
+
+@pytest.mark.parametrize("programs", [("a", "a"), ("a", "b")], ids=["same program", "another program"])
+def test_stream_continues_on_another_version_only_if_that_runs_the_same_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: tuple[str, str]
+) -> None:
+    """Token ids of one model are other words of another one, such as of a canary."""
+    monkeypatch.setattr(proxying, "WAIT_S_MAX", 0.1)
+
+    async def scene(bed: Bed) -> None:
+        routing = bed.balancer._routing
+        pairs = zip(routing.backends, programs, strict=True)
+        versions = tuple(replace(each, version=each.number, program=program) for each, program in pairs)
+        bed.balancer.adopt(replace(routing, generation=routing.generation + 1, backends=versions))
+        streaming, first, second = await bed.begin()
+        await first.kill()
+        if programs[0] == programs[1]:
+            events = await streaming
+            assert "".join(each["choices"][0]["text"] for each in events) == expect_text("hi", 12)
+        else:
+            with pytest.raises(aiohttp.ClientError):
+                await streaming
+            assert not second.asked
+
+    play(tmp_path, scene)
 
 
 def test_request_on_a_vanished_machine_is_repeated_if_it_may_be_and_fails_otherwise(tmp_path: Path) -> None:
@@ -506,8 +534,52 @@ def test_headers_of_the_connection_stay_on_it_and_addresses_are_kept(tmp_path: P
         seen = {name.lower(): value for name, value in bed.stands[0].headers[0].items()}
         assert not {"upgrade", "http2-settings", "proxy-connection", "x-own"} & seen.keys()
         assert seen["x-forwarded-for"] == "1.1.1.1, 2.2.2.2, 127.0.0.1"
+        assert seen["x-forwarded-proto"] == "http"
 
     play(tmp_path, scene, count=1)
+
+
+def test_replica_learns_that_its_client_uses_tls(tmp_path: Path) -> None:
+    """Otherwise its redirects lead to `http://`, which the port does not speak."""
+    tls = make_tls(tmp_path)
+
+    async def scene(bed: Bed) -> None:
+        for more in ({}, {"x-forwarded-proto": "wss"}):
+            async with bed.client.get(bed.url.replace("http:", "https:"), headers=more, ssl=trust(tls)) as response:
+                assert response.status == 200
+        seen = [{name.lower(): value for name, value in each.items()} for each in bed.stands[0].headers]
+        assert [each["x-forwarded-proto"] for each in seen] == ["https", "wss"]
+
+    play(tmp_path, scene, count=1, tls=tls)
+
+
+def test_client_without_chunks_learns_where_a_stream_ends(tmp_path: Path) -> None:
+    """One of HTTP/1.0 that keeps its connection, such as ab, waited for the end until the connection was idle."""
+    body = json.dumps({"prompt": "hi", "max_tokens": 3, "stream": True})
+    head = f"POST /v1/completions HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+
+    async def scene(bed: Bed) -> None:
+        reader, writer = await send_raw(bed, head.encode())
+        async with asyncio.timeout(60):  # a connection is idle after 75 s
+            assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+    play(tmp_path, scene, count=1)
+
+
+def test_request_that_cannot_be_read_leaves_no_traceback_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anyone who can connect could fill the disk with them."""
+
+    async def scene(bed: Bed) -> None:
+        for head in (b"GET /a HTTP/1.1\r\n\r\n", b"GET /a HTTP/1.1\r\nhost: a\r\ncontent-length: +2\r\n\r\n"):
+            reader, writer = await send_raw(bed, head)
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+
+    play(tmp_path, scene, count=1)
+    assert "Traceback" not in caplog.text
 
 
 def run_balancer_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from aiohttp import WSMsgType, web
 from yarl import URL
 
+from broker.serve import websockets
+from broker.serve.connections import watch_client
 from tests.serve.stand_in import StandIn
 from tests.serve.test_balancer import Bed, play
 
@@ -125,3 +128,19 @@ def test_client_learns_why_the_replica_closes_its_socket(tmp_path: Path) -> None
             assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, 4001, "quota used up")
 
     play(tmp_path, scene, count=1, make_stands=lambda count: [Closing()])
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system has no TCP_KEEPIDLE")
+def test_kernel_looks_after_the_clients_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop that was closed counted as a request in flight for two hours, for which replicas were kept."""
+    names = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+    seen = list[list[int]]()
+
+    def watch(transport: asyncio.BaseTransport) -> None:
+        watch_client(transport)
+        connection = transport.get_extra_info("socket")
+        seen.append([connection.getsockopt(socket.IPPROTO_TCP, name) for name in names])
+
+    monkeypatch.setattr(websockets, "watch_client", watch)
+    play(tmp_path, converse, count=1)
+    assert seen == [[120, 60, 8]]

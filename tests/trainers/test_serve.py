@@ -198,6 +198,31 @@ def read_events(content: bytes) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def test_client_that_leaves_before_its_whole_answer_frees_its_slot() -> None:
+    """It would keep the slot until the limit of its tokens: of a chat without one, the model's context."""
+    engine = make_engine(slots=1)  # not started: without a step, no generation ends by itself
+    api = Api(engine, ByteTokenizer(), name="tiny", context=64, preemption_file=None)
+
+    async def leave() -> None:
+        server = await start_server(api.handle, "127.0.0.1", 0)
+        async with server:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
+            body = json.dumps({"prompt": "a"})
+            writer.write(f"POST /v1/completions HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+            async with asyncio.timeout(60):
+                while engine.counts != (0, 1):
+                    await asyncio.sleep(0.01)
+                engine.step()
+                (generation,) = engine._active.values()
+                writer.close()
+                while not generation.is_cancelled:
+                    await asyncio.sleep(0.01)
+            engine.step()
+            assert engine.counts == (0, 0)
+
+    asyncio.run(leave())
+
+
 def test_stream_says_the_same_as_the_whole_answer_with_all_ids() -> None:
     fields = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
 
