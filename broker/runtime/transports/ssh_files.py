@@ -21,7 +21,9 @@ LIST_S = 60.0
 COPY_S = 3600.0
 # Above this size of changed files, sending differences outweighs rsync's extra round trips.
 RSYNC_BYTES_MIN = 4 << 20
+LIST_BEGIN = "broker-list\n"  # start-up files of the login shell may print before it
 LIST = """\
+echo broker-list
 t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 [ -d "$t" ] && echo D || echo -
 command -v rsync >/dev/null && echo R || echo -
@@ -93,16 +95,20 @@ def rename(files: Mapping[str, tuple[int, float, str]], name: str) -> dict[str, 
 
 
 async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: bool) -> Remote:
-    """List what exists at `path` on the node, with sizes, times and links, by one `find`. Raises TransientError."""
+    """List what exists at `path` on the node, with sizes, times and links, by one `find`. Raises TransientError.
+
+    rsync cannot talk to a host whose login shell prints something of its own.
+    """
     command = LIST.format(target=shlex.quote(path), depth=1 if is_folder else 0)
     text = (await streams.stream(node, command, stdin=b"", timeout_s=LIST_S)).stdout.decode("utf-8", "surrogateescape")
+    noise, _, text = text.partition(LIST_BEGIN)
     is_there, rsync, rest = text.split("\n", 2)
     files = {}
     for record in rest.split("\0"):
         if record.count("\t") >= 3:
             name, size, time_s, link = record.rsplit("\t", 3)
             files[name] = (int(size), float(time_s), link)
-    return Remote(is_folder=is_there == "D", has_rsync=rsync == "R", files=files)
+    return Remote(is_folder=is_there == "D", has_rsync=rsync == "R" and not noise, files=files)
 
 
 def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
