@@ -311,7 +311,7 @@ class Runner:
             return RETURNCODE_OF_KILL
         returncode = process.wait()
         if phase == "run":
-            self._kill_marked(phase)
+            self._kill_marked(phase, process.pid)
         pump.join(GRACE_S)  # a daemon started by setup may hold the pipe open as long as it lives
         return returncode if returncode >= 0 else 128 - returncode
 
@@ -345,10 +345,10 @@ class Runner:
                 return
         agent_dead_runs.signal_group(pid, self._mark(phase), number)
 
-    def _kill_marked(self, phase: str) -> None:
+    def _kill_marked(self, phase: str, session: int = 0) -> None:
         if self._container:
             self._container.signal(self._mark(phase), signal.SIGKILL)
-        agent_dead_runs.kill_marked(self._mark(phase))
+        agent_dead_runs.kill_marked(self._mark(phase), session)
 
     def _pause(self, wait_s: float = TICK_S) -> None:
         """Wait one tick, then pass on a cancel request or preemption notice."""
