@@ -394,7 +394,7 @@ class Runner:
 
 def run(run_id: int, listener_fd: int | None) -> None:
     """Run to the end in this process; stderr goes to `runner.log`. `listener_fd`: the coordinator's socket."""
-    listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
+    agent_limits.allow_descriptors()
     fd = os.open(str(agent_files.run_folder(run_id) / "runner.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 2)
-    Runner(run_id, listener).run()
+    Runner(run_id, None if listener_fd is None else socket.socket(fileno=listener_fd)).run()

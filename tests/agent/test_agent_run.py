@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,3 +111,23 @@ def test_processes_of_another_user_end_with_the_program(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_programs_may_open_more_files_than_a_session_of_sshd(tmp_path: Path) -> None:
+    """The workers of PyTorch's data loaders ran out of the 1,024, on nodes where SkyPilot raises the limit."""
+    code = (
+        "import resource, sys; sys.path.insert(0, sys.argv[1]); import agent_run, os\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        "class Runner:\n"
+        "    def __init__(self, *arguments): pass\n"
+        "    def run(self): os.system('ulimit -Sn')\n"
+        "agent_run.Runner = Runner\n"
+        "os.makedirs(agent_run.agent_files.run_folder(1))\n"
+        "agent_run.run(1, None)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(FOLDER)], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True,
+    )  # fmt: skip
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(done.stdout) == (65536 if hard == resource.RLIM_INFINITY else min(65536, hard)), done.stderr
