@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import shutil
 import tarfile
@@ -57,7 +58,7 @@ async def put_files(
 ) -> None:
     """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files.
 
-    Without a `remote_shell`, or if either machine lacks rsync, files are sent by tar.
+    Without a `remote_shell`, or if either machine lacks rsync or it fails, files are sent by tar.
     """
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
@@ -78,9 +79,9 @@ async def put_files(
     rsync = shutil.which("rsync") if remote_shell and source.is_dir() and remote.has_rsync else None
     if rsync and rewritten >= RSYNC_BYTES_MIN:
         argv = [rsync, "--rsh", remote_shell]
-        await send_by_rsync(argv, source, folder, changed, destination=destination, node=node)
-    else:
-        await send_by_tar(streams, node, folder, changed)
+        with contextlib.suppress(TransientError):  # also of an rsync that lacks an option, as macOS's own does
+            return await send_by_rsync(argv, source, folder, changed, destination=destination, node=node)
+    await send_by_tar(streams, node, folder, changed)
 
 
 def split_path(path: str) -> tuple[str, str]:
