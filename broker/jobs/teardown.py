@@ -72,7 +72,7 @@ class AttemptTeardown:
         cluster = self._store.clusters.get(live.cluster) if live else None
         if live and cluster and live.running_s is not None and not live.outcome:
             await self.end_program(live, cluster, grace_s=find_grace_s(job))
-            await self.copy_log(live, cluster)
+            await self.copy_log(live, cluster, is_ended=False)  # its user waits, and the program may still print
         if live:
             await self._provisioner.down(live.cluster)
         await self._release_next(job)
