@@ -65,7 +65,7 @@ def retry_job(
 ) -> Job:
     """Submit a new job with the old one's task, checkpoints and attempt numbers; the same `request_id` creates one job.
 
-    It needs the newest retries of the jobs that the old one needed: after a failure, a pipeline is retried task by task.
+    It needs the newest retries of the jobs that the old one needed: a failed pipeline is retried task by task.
 
     `check` receives the task with its secrets before submission, and returns the task to submit, or raises. `on_added`
     is called in the transaction that adds the job. Raises UsageError.
