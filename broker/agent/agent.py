@@ -58,6 +58,8 @@ def main(verb: str, *arguments: str) -> None:
         agent_setup_steps.main(*arguments)
     elif verb == "_watch":
         watch()
+    elif verb == "_restarted":  # called by the boot script's service
+        ensure_watcher()
     elif verb == "follow":
         import agent_exchange  # type: ignore[import-not-found]  # noqa: F401  # as in `watch`
         import agent_flush  # type: ignore[import-not-found]  # noqa: F401
@@ -135,8 +137,7 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     files.write_json(folder / "spec.json", {**spec, "image": remember_image(spec.get("image"))})
     agent_head.record_first(folder, spec)
     start_detached("_run", arguments, inherited)
-    for fd in inherited[:1]:
-        os.close(fd)
+    os.close(runner_lock)
     return spec
 
 
@@ -236,8 +237,7 @@ def set_autostop(request: dict[str, Any]) -> dict[str, Any]:
     """Set the autostop; `idle_minutes` null removes it."""
     path = files.STATE / "autostop.json"
     if request.get("idle_minutes") is None:
-        if path.exists():
-            path.unlink()
+        path.unlink(missing_ok=True)
         return {}
     rule = {"idle_minutes": float(request["idle_minutes"]), "is_down": bool(request["is_down"])}
     files.write_json(path, {**rule, "set_s": time.time(), "boot": files.read_boot()})
@@ -340,11 +340,11 @@ def decide_power_off() -> str:
     """Return "" to stay, "lease", "done" or "autostop" to terminate the node, "stop" to stop it and keep its disk."""
     if reason := agent_lease.find_end():
         return reason
-    rule = files.read_of_this_boot(files.STATE / "autostop.json")
+    rule = files.read_json(files.STATE / "autostop.json")
     if not rule:
         return ""
     try:
-        idle_s = min(measure_idle_s(), time.time() - rule["set_s"])
+        idle_s = min(measure_idle_s(), agent_lease.measure_rule_s(rule))
         if idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
             return "autostop" if rule["is_down"] else "stop"
     except agent_lease.DAMAGE:

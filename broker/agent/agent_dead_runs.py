@@ -13,6 +13,7 @@ else:
     import agent_files
     import agent_lease
 
+SUDO_S = 10.0
 PHASES = ("setup", "health", "network", "run")
 
 
@@ -21,17 +22,22 @@ def make_mark(run_id: int, phase: str) -> str:
     return f"BROKER_RUN={agent_files.HOME}:{run_id}:{phase}"
 
 
-def kill_marked(mark: str) -> None:
-    """Send SIGKILL to every process that carries the mark; processes already gone are ignored."""
+def kill_marked(mark: str, session: int = 0) -> None:
+    """Send SIGKILL to every process that carries the mark; processes already gone are ignored.
+
+    With `session`, also to those of other users in that session.
+    """
     for stray in agent_files.find_marked(mark):
         try:
             os.kill(stray, signal.SIGKILL)
         except OSError:
             pass
+    if session:
+        signal_as_root(session, signal.SIGKILL)
 
 
 def signal_group(pid: int, mark: str, number: int) -> None:
-    """Signal a process group, and processes that left it but carry the mark."""
+    """Signal a process group, and processes that left it but carry the mark, or that belong to another user."""
     try:
         os.killpg(pid, number)
     except OSError:
@@ -42,6 +48,36 @@ def signal_group(pid: int, mark: str, number: int) -> None:
                 os.kill(stray, number)
         except OSError:
             pass
+    signal_as_root(pid, number)
+
+
+def signal_as_root(session: int, number: int) -> None:
+    """Signal the processes of a session that belong to another user, such as root's in `sudo python train.py`.
+
+    They carry no mark, because sudo cleans the environment. No effect where sudo asks for a password.
+    """
+    foreign = [str(pid) for pid in agent_files.find_session(session) if is_foreign(pid)]
+    if not foreign:
+        return
+    import subprocess  # needed by few programs
+
+    name = signal.Signals(number).name[len("SIG") :]
+    words = ["sudo", "-n", "sh", "-c", 'kill -s "$@"', "sh", name, *foreign]
+    try:
+        subprocess.run(words, check=False, timeout=SUDO_S, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        pass
+
+
+def is_foreign(pid: int) -> bool:
+    """Return whether a process exists and this user may not signal it."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def end_if_dead(run_id: int) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from broker.agent import (
         agent_access,
         agent_container,
         agent_files,
         agent_group,
         agent_head,
+        agent_limits,
         agent_paths,
         agent_turn,
     )
@@ -24,6 +24,7 @@ else:
     import agent_files
     import agent_group
     import agent_head
+    import agent_limits
     import agent_paths
     import agent_turn
 
@@ -41,9 +42,10 @@ def make_envs(
     env: dict[str, str] = {"PYTHONUNBUFFERED": "1"}  # so that the log shows a print at once; SkyPilot sets it as well
     if container:
         env["HOME"] = str(agent_files.HOME)
-    if all(ip.startswith("127.") for ip in ips):  # nodes that are processes on one machine
-        if not float(spec["gpus_per_node"]):
-            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # they share its cores
+    is_local = all(ip.startswith("127.") for ip in ips)
+    if not float(spec["gpus_per_node"]) and (threads := count_threads(is_local=is_local)):
+        env["OMP_NUM_THREADS"] = threads
+    if is_local:
         env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     env.update(agent_access.read_envs(int(spec["run_id"])))  # the task's own variables win
     env.update(agent_turn.name_cards(held, spec, {} if container else os.environ))
@@ -73,3 +75,15 @@ def make_envs(
     if spec.get("trainers"):
         env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(container))
     return {**env, **agent_group.make_envs(folder)} if spec.get("is_held") else env
+
+
+def count_threads(*, is_local: bool, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> str:
+    """Return the number of threads for libraries, which `nproc` prints as well; "" for all processors of the node.
+
+    Nodes of the local cloud share one machine. In a pod, libraries see the processors of the host, not the limit.
+    """
+    if "OMP_NUM_THREADS" in os.environ or is_local:
+        return os.environ.get("OMP_NUM_THREADS", "1")
+    cpu = agent_limits.Groups(proc, groups).read_cpu()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return str(max(1, math.floor(cpu.processors))) if cpu is not None and cpu.processors < count else ""

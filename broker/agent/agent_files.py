@@ -250,3 +250,16 @@ def find_marked(mark: str) -> Iterator[int]:
                     yield int(entry.name)
             except OSError:
                 continue
+
+
+def find_session(session: int) -> Iterator[int]:
+    """Yield the processes of a session, but no zombies (Linux only; elsewhere none)."""
+    proc = Path("/proc")
+    for entry in proc.iterdir() if proc.exists() else ():
+        if entry.name.isdigit():
+            try:
+                state, _, _, number = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:4]  # proc(5)
+            except (OSError, ValueError):
+                continue
+            if int(number) == session and state != b"Z":
+                yield int(entry.name)

@@ -22,6 +22,7 @@ else:
     import agent_head
 
 LEASE = "lease.json"
+RESTARTED_S = 1800.0  # after a restart of the node, which the user may have started to work on it
 DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)  # a file with another format
 
 
@@ -49,6 +50,17 @@ def measure_left_s() -> float | None:
         return float(lease["expires_s"]) - time.time()  # written by an older agent
     except DAMAGE:
         return None  # like an unreadable lease: the broker renews it within a minute
+
+
+def measure_rule_s(rule: dict[str, Any]) -> float:
+    """Return the seconds for which an autostop rule has applied: since it was set, or since a while after a restart.
+
+    Without the latter, a cluster that its cloud has restarted (host failure, maintenance) would run, and cost money,
+    until a user looks at it. `broker start` sets the rule again.
+    """
+    if rule.get("boot") == files.read_boot():
+        return time.time() - float(rule["set_s"])
+    return files.read_uptime_s() - RESTARTED_S
 
 
 def find_end() -> str:

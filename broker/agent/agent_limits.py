@@ -1,4 +1,6 @@
-"""Find the limits of this process's control groups, its usage of them, and OOM kills. Standard library only.
+"""Find the limits of this process's control groups, its usage of them, and OOM kills; raise the limit of open files.
+
+Standard library only.
 
 In a container, /proc describes the whole host; the control groups limit what the container may use. Version 2 of the
 kernel's interface has one folder for each group, version 1 one for each group and controller.
@@ -7,12 +9,16 @@ https://docs.kernel.org/admin-guide/cgroup-v2.html
 
 from __future__ import annotations
 
+import resource
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+DESCRIPTORS = 65536
 
 
 class Memory(NamedTuple):
@@ -27,6 +33,21 @@ class Cpu(NamedTuple):
 
     used_s: float
     processors: float
+
+
+def allow_descriptors() -> None:
+    """Raise the limit of open files of this process and its programs, as far as the system allows.
+
+    It is 1,024 in a session of sshd: too few for the workers of PyTorch's data loaders, and for the head of a large
+    gang. SkyPilot raises it as well.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            pass
 
 
 def count_oom_kills(proc: Path = Path("/proc")) -> int | None:

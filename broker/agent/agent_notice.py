@@ -14,6 +14,8 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from broker.agent import agent_files as files
 else:
     import agent_files as files
@@ -22,7 +24,7 @@ SERVER = "169.254.169.254"
 POLL_S = 1.0  # EC2 recommends 5 s per item; polling every second has shown no cost and gains up to four seconds
 ANSWER_S = 2.0
 HOLD_S = 60  # how long Compute Engine holds a request until there is a change
-GCP_NOTICE_S = 30.0
+AWS_NOTICE_S, GCP_NOTICE_S = 120.0, 30.0
 TOKEN_S = 21600
 TRIES_MAX = 60  # consecutive tries without an answer: there is no metadata server here
 
@@ -35,10 +37,14 @@ def watch_notices(cloud: str) -> None:
     """Poll until a notice is recorded for the runners; return at once on clouds without notices."""
     read = READERS.get(cloud)
     failures = 0
+
+    def note_answer() -> None:
+        nonlocal failures
+        failures = 0
+
     while read is not None and failures < TRIES_MAX:
         try:
-            notice_s = read()
-            failures = 0
+            notice_s = read(note_answer)
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, Silence):
             notice_s = None
             failures += 1
@@ -57,8 +63,11 @@ def record(notice_s: float) -> None:
         left_s = max(0.0, end_s - time.monotonic())
 
 
-def read_aws() -> float | None:
-    """Poll EC2; return the seconds until the end once announced, or None when the token must be renewed."""
+def read_aws(note_answer: Callable[[], None]) -> float | None:
+    """Poll EC2; return the seconds until the end once announced, or None when the token must be renewed.
+
+    `note_answer` is called after each answer: a busy machine misses one now and then in the days of a run.
+    """
     token = request_metadata("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
     if token is None:
         raise Silence
@@ -66,8 +75,10 @@ def read_aws() -> float | None:
     end_s = time.monotonic() + TOKEN_S / 2
     while time.monotonic() < end_s:
         text = request_metadata("GET", "/latest/meta-data/spot/instance-action", headers)
+        note_answer()
         if text is not None:
-            return parse_time_s(json.loads(text)["time"]) - time.time()
+            left_s = parse_time_s(json.loads(text)["time"]) - time.time()
+            return left_s if 0 < left_s <= AWS_NOTICE_S else AWS_NOTICE_S  # otherwise, this machine's clock is wrong
         advice = request_metadata("GET", "/latest/meta-data/events/recommendations/rebalance", headers)
         if advice is not None and not (files.STATE / "rebalance").exists():
             files.note_json(files.STATE / "rebalance", {"time_s": parse_time_s(json.loads(advice)["noticeTime"])})
@@ -75,7 +86,7 @@ def read_aws() -> float | None:
     return None
 
 
-def read_gcp() -> float | None:
+def read_gcp(note_answer: Callable[[], None]) -> float | None:
     """Wait for Compute Engine's answer, which arrives on a change or after HOLD_S."""
     path = f"/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec={HOLD_S}"
     flavor = {"Metadata-Flavor": "Google"}
@@ -84,6 +95,7 @@ def read_gcp() -> float | None:
         text = request_metadata("GET", target, flavor, answer_s=HOLD_S + ANSWER_S)
         if text is None:
             raise Silence
+        note_answer()
         if text.strip() == "TRUE":
             return GCP_NOTICE_S
     return None

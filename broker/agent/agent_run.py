@@ -311,7 +311,7 @@ class Runner:
             return RETURNCODE_OF_KILL
         returncode = process.wait()
         if phase == "run":
-            self._kill_marked(phase)
+            self._kill_marked(phase, process.pid)
         pump.join(GRACE_S)  # a daemon started by setup may hold the pipe open as long as it lives
         return returncode if returncode >= 0 else 128 - returncode
 
@@ -345,10 +345,10 @@ class Runner:
                 return
         agent_dead_runs.signal_group(pid, self._mark(phase), number)
 
-    def _kill_marked(self, phase: str) -> None:
+    def _kill_marked(self, phase: str, session: int = 0) -> None:
         if self._container:
             self._container.signal(self._mark(phase), signal.SIGKILL)
-        agent_dead_runs.kill_marked(self._mark(phase))
+        agent_dead_runs.kill_marked(self._mark(phase), session)
 
     def _pause(self, wait_s: float = TICK_S) -> None:
         """Wait one tick, then pass on a cancel request or preemption notice."""
@@ -394,7 +394,7 @@ class Runner:
 
 def run(run_id: int, listener_fd: int | None) -> None:
     """Run to the end in this process; stderr goes to `runner.log`. `listener_fd`: the coordinator's socket."""
-    listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
+    agent_limits.allow_descriptors()
     fd = os.open(str(agent_files.run_folder(run_id) / "runner.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 2)
-    Runner(run_id, listener).run()
+    Runner(run_id, None if listener_fd is None else socket.socket(fileno=listener_fd)).run()

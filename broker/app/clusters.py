@@ -10,13 +10,14 @@ from dataclasses import field, replace
 from broker.app.container import Context
 from broker.app.uploads import wait_for_uploads
 from broker.app.visibility import Visibility, read_visibility
-from broker.errors import BrokerError, CloudError, RunFailedError, UsageError
+from broker.errors import BrokerError, CloudError, RunFailedError, TransientError, UsageError
 from broker.formatting import format_count, strip_control
 from broker.frozen import frozen
 from broker.state.people import Owned
 from broker.types import Autostop, Cluster, ClusterStatus, RunStatus
 
 POLL_S = 0.3
+SILENCE_S_MAX = 120.0  # of nodes that have answered before: the connection of a laptop is interrupted now and then
 
 
 @frozen
@@ -146,13 +147,27 @@ async def follow_run(context: Context, cluster: Cluster, run_id: int, *, is_foll
 async def follow_chunks(
     context: Context, cluster: Cluster, run_id: int, *, is_following: bool, offset: int = 0
 ) -> AsyncIterator[LogChunk]:
-    """Yield the lines after `offset` bytes of the merged log, as `follow_run` does."""
-    rest = b""
+    """Yield the lines after `offset` bytes of the merged log, as `follow_run` does.
+
+    A shorter silence of the nodes than SILENCE_S_MAX does not end it, as the run continues.
+    """
+    rest, was_heard, silent_since_s = b"", False, None
     while True:
-        report = await context.gang.poll(cluster, run_id)
-        if report.unreachable and len(report.unreachable) == len(cluster.nodes):
-            raise UsageError(f"no node of cluster `{cluster.name}` responds", hints=["see `broker status --refresh`"])
-        chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
+        try:
+            report = await context.gang.poll(cluster, run_id)
+            if report.unreachable and len(report.unreachable) == len(cluster.nodes):
+                message = f"no node of cluster `{cluster.name}` responds"
+                raise UsageError(message, hints=["see `broker status --refresh`"])
+            chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
+        except (UsageError, TransientError):
+            now_s = context.clock.now_s()
+            silent_since_s = now_s if silent_since_s is None else silent_since_s
+            is_short = 0 <= now_s - silent_since_s < SILENCE_S_MAX
+            if not (is_following and was_heard and is_short and _is_still_up(context, cluster)):
+                raise
+            await context.clock.sleep(POLL_S)
+            continue
+        was_heard, silent_since_s = True, None
         *lines, rest = (rest + chunk).split(b"\n")
         if lines:
             shown = tuple(strip_control(line.decode(errors="replace")) for line in lines)
@@ -170,6 +185,11 @@ async def follow_chunks(
             raise RunFailedError(
                 f"run {run_id} ended with status {report.status.value}{code}", returncode=report.returncode or 1
             )
+
+
+def _is_still_up(context: Context, cluster: Cluster) -> bool:
+    current = context.store.clusters.get(cluster.name)
+    return current is not None and (current.created_s, current.status) == (cluster.created_s, ClusterStatus.UP)
 
 
 async def cancel_runs(context: Context, cluster: Cluster, run_ids: Sequence[int] | None) -> Sequence[int]:

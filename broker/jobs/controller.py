@@ -259,7 +259,7 @@ class JobController:
             await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed
-        await self._teardown.copy_log(attempt, cluster)
+        await self._teardown.copy_log(attempt, cluster, is_ended=report.status.is_terminal)
         if await self._health.observe(job, cluster, report):
             return POLL_S
         nodes_min, head = job.task.recovery.nodes_min, attempt.head.rank

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 DAEMON_LOG_BYTES_MAX = 10 << 20  # the previous file is kept
 CHUNKS_MAX = 256  # per call; the rest follows in the next
+ENDED_CHUNKS_MAX = 4096  # of a run that has ended, whose nodes are terminated next: at least 1 GiB
 LAST_LINES = 20
 LINE_CHARS_MAX = 400
 TAIL_BYTES_MAX = 1 << 20  # maximum read from a log to find one rank's last lines
@@ -35,10 +36,16 @@ def get_log_path(logs: Path, job_id: int) -> Path:
     return logs / "jobs" / f"{job_id}.log"
 
 
-async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cluster: Cluster, run_id: int) -> None:
-    """Copy new log output. An unreachable head is not an error: the rest is copied when it responds again."""
+async def copy_log(
+    store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cluster: Cluster, run_id: int, is_ended: bool = False
+) -> None:
+    """Copy new log output. An unreachable head is not an error: the rest is copied when it responds again.
+
+    `is_ended`: the run has ended, and no later call may copy the rest. A daemon that was not running for a night may
+    have missed more than it copies in one call, and the last lines are the most important ones.
+    """
     offset = _find_offset(store, attempt)
-    for _ in range(CHUNKS_MAX):
+    for _ in range(ENDED_CHUNKS_MAX if is_ended else CHUNKS_MAX):
         try:
             chunk, next_bytes = await gang.read_log(cluster, run_id, offset=offset.source_bytes)
         except CloudError:

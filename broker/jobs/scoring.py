@@ -133,4 +133,10 @@ def _measure_distance(quantiles: Sequence[float], actual: float) -> float:
 
 def _chance_at_most(inside: int, count: int) -> float:
     """Return the probability that at most `inside` of `count` jobs lie within a correct interval."""
-    return sum(math.comb(count, k) * LEVEL**k * (1 - LEVEL) ** (count - k) for k in range(inside + 1))
+    return math.fsum(math.exp(_find_log_chance(k, count)) for k in range(inside + 1))
+
+
+def _find_log_chance(k: int, count: int) -> float:
+    """Return the logarithm of a binomial probability: the coefficients of a thousand jobs are too large for a float."""
+    log_comb = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
+    return log_comb + k * math.log(LEVEL) + (count - k) * math.log(1 - LEVEL)

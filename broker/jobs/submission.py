@@ -65,6 +65,8 @@ def retry_job(
 ) -> Job:
     """Submit a new job with the old one's task, checkpoints and attempt numbers; the same `request_id` creates one job.
 
+    It needs the newest retries of the jobs that the old one needed: a failed pipeline is retried task by task.
+
     `check` receives the task with its secrets before submission, and returns the task to submit, or raises. `on_added`
     is called in the transaction that adds the job. Raises UsageError.
     """
@@ -86,7 +88,13 @@ def retry_job(
             return submitted
         _check_newest_job(store, job)  # another command may have retried it during the check
         again = store.jobs.add(
-            job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
+            job.name,
+            task,
+            request_id,
+            needs=_find_newest(store, job.needs),
+            pipeline=job.pipeline,
+            resumes=job,
+            hedge=job.hedge,
         )
         on_added([again])
     return again
@@ -192,6 +200,15 @@ def _find_successor(store: Store, job: Job) -> Job | None:
     """Return the first later job that continues from the checkpoints of `job`; None if there is none."""
     root = job.resumes or job.id
     return next((each for each in store.jobs.list() if each.id > job.id and (each.resumes or each.id) == root), None)
+
+
+def _find_newest(store: Store, job_ids: Sequence[int]) -> Sequence[int]:
+    """Return for each of these jobs the newest one that continues from its checkpoints; itself if none does."""
+    if not job_ids:
+        return ()
+    roots = {each.id: each.resumes or each.id for each in store.jobs.list()}
+    newest = {root: job_id for job_id, root in sorted(roots.items())}
+    return [newest.get(roots.get(job_id, job_id), job_id) for job_id in job_ids]
 
 
 def _check_secrets(jobs: Sequence[Job], secrets: Mapping[str, Secret], name: str) -> None:

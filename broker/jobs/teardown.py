@@ -72,7 +72,7 @@ class AttemptTeardown:
         cluster = self._store.clusters.get(live.cluster) if live else None
         if live and cluster and live.running_s is not None and not live.outcome:
             await self.end_program(live, cluster, grace_s=find_grace_s(job))
-            await self.copy_log(live, cluster)
+            await self.copy_log(live, cluster, is_ended=False)  # its user waits, and the program may still print
         if live:
             await self._provisioner.down(live.cluster)
         await self._release_next(job)
@@ -99,10 +99,12 @@ class AttemptTeardown:
         usd = max(0.0, self._store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s) - sum(earlier))
         self._store.jobs.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
 
-    async def copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
+    async def copy_log(self, attempt: Attempt, cluster: Cluster, *, is_ended: bool = True) -> None:
         """Append the new part of the run's log to the job's log; unreachable nodes are skipped."""
-        run_id = get_run_id(attempt, cluster)
-        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=run_id)
+        run_id, logs = get_run_id(attempt, cluster), self._config.logs
+        await copy_log(
+            self._store, self._gang, logs, attempt=attempt, cluster=cluster, run_id=run_id, is_ended=is_ended
+        )
 
 
 def find_grace_s(job: Job) -> float:

@@ -22,6 +22,7 @@ PROBE_S = 120.0  # other searches wait this long for the search that probes an e
 # Modelled on the retry quota of AWS SDKs: it allows bursts, but not a storm of ten thousand jobs.
 FAILURES_MAX = 60.0
 FAILURE_REFILL_S = 2.0
+DOUBLINGS_MAX = 64  # of a backoff: after a night of tries, the power would be too large for a float
 
 
 class UnavailableOffers:
@@ -113,4 +114,4 @@ def draw_backoff_s(tries: int, *, base_s: float = 1.0, cap_s: float = 30.0) -> f
 
     Source: AWS Builders' Library, "Timeouts, retries, and backoff with jitter".
     """
-    return random.uniform(0.05, min(cap_s, base_s * 2.0**tries))
+    return random.uniform(0.05, min(cap_s, base_s * 2.0 ** min(tries, DOUBLINGS_MAX)))

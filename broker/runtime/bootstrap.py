@@ -55,10 +55,13 @@ if [ "$user" != root ] && [ -d /etc/sudoers.d ]; then
 fi
 
 # A lease is valid for one boot. A node that its cloud restarted (host failure, maintenance) runs no agent that could
-# shut it down: unless the broker renews its lease, this service does.
+# shut it down: unless the broker renews its lease, this service does. It also starts the watcher of an autostop rule.
 mkdir -p /etc/broker && chmod 755 /etc/broker
 write /etc/broker/restarted 755 <<'BROKER_END'
 #!/bin/sh
+if [ -s "$1/.broker/autostop.json" ]; then
+  runuser -u "$2" -- env HOME="$1" python3 -I -S "$1/.broker/agent/agent.py" _restarted
+fi
 sleep @UNCLAIMED_S@
 lease="$1/.broker/lease.json"
 if [ -s "$lease" ] && ! grep -qF "$(cat /proc/sys/kernel/random/boot_id)" "$lease"; then shutdown -h now; fi
@@ -68,7 +71,8 @@ write /etc/systemd/system/broker-restarted.service 644 <<BROKER_END
 [Unit]
 Description=Shut down a restarted node whose broker does not return
 [Service]
-ExecStart=/etc/broker/restarted "$home"
+ExecStart=/etc/broker/restarted "$home" "$user"
+KillMode=process
 [Install]
 WantedBy=multi-user.target
 BROKER_END

@@ -12,6 +12,7 @@ from typing import Any
 from broker.errors import TransientError
 
 LINE_BYTES_MAX = 1 << 20
+NOISE_LINES_MAX = 1000  # printed by the start-up files of a login shell, before the first message
 _closed: list[subprocess.Popen[bytes]] = []  # local processes that are ending, to be reaped
 
 
@@ -26,18 +27,26 @@ class Stream:
     ) -> None:
         self._reader = reader
         self._writer = writer
+        self._noise_left = NOISE_LINES_MAX  # lines that may still precede the first message
         self.process = process
 
     async def read(self) -> Mapping[str, Any]:
-        """Return the next message. Raises TransientError at the end, and for a line that is not JSON."""
-        try:
-            line = await self._reader.readuntil(b"\n")
-            message = json.loads(line)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise TransientError("the session with the node's agent ended") from error
-        if not isinstance(message, dict):
-            raise TransientError("the node's agent sent a message that is not an object")
-        return message
+        """Return the next message. Raises TransientError at the end, and for a line that is not an object in JSON.
+
+        Lines before the first message are skipped: `~/.bashrc` on the host may print, and a program may extend it.
+        """
+        while True:
+            try:
+                line = await self._reader.readuntil(b"\n")
+            except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+                raise TransientError("the session with the node's agent ended") from error
+            message = _parse(line if not self._noise_left else line[max(0, line.find(b"{")) :])
+            if message is not None:
+                self._noise_left = 0
+                return message
+            if not self._noise_left:
+                raise TransientError("the node's agent sent a message that is not an object")
+            self._noise_left -= 1
 
     def write(self, message: Mapping[str, Any] | None) -> None:
         """Write a message as one line, None as an empty line. Messages to a closed stream are dropped."""
@@ -56,6 +65,14 @@ class Stream:
         self.close()
         if self.process is not None:
             self.process.kill()
+
+
+def _parse(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
 
 
 async def open_program(argv: Sequence[str], *, first: bytes = b"") -> Stream:

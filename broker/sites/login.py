@@ -25,6 +25,7 @@ from broker.task.tables import Section
 SSH_FAILED = 255  # ssh's own exit code; ours are lower
 REFUSALS = (b"Permission denied", b"Host key verification failed", b"HOST IDENTIFICATION HAS CHANGED")
 MARGIN_S = 10.0
+BEGIN = "broker-output"  # in any shell, precedes the output: `~/.bashrc` on the host may print
 
 
 @frozen
@@ -64,11 +65,12 @@ class SshLogin:
 
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Completed:
         """Run a shell command. Raises AuthError if the login is refused, TransientError if the host does not answer."""
-        argv = [*self.make_argv("-T"), command]
+        argv = [*self.make_argv("-T"), f"echo {BEGIN}; {command}"]
         done = await call(argv, stdin=stdin, timeout_s=timeout_s + MARGIN_S, what=f"host `{self.host}`")
         if done.returncode == SSH_FAILED:
             raise self._explain(done.stderr)
-        return done
+        _, _, stdout = done.stdout.partition(BEGIN.encode() + b"\n")
+        return Completed(returncode=done.returncode, stdout=stdout, stderr=done.stderr)
 
     def _explain(self, stderr: bytes) -> CloudError:
         text = f"host `{self.host}` cannot be reached{explain(stderr)}"

@@ -11,6 +11,7 @@ from broker.state.base import Database
 from broker.types import Placement
 
 FORGIVEN_AFTER_S = 3600.0  # after this time without a refusal since the last one expired, the count restarts at 1
+DOUBLINGS_MAX = 40  # a place that is full for days refuses thousands of times: the power would overflow
 AHEAD_S_MAX = 300.0  # more than the length of a probe: clocks of controllers may differ
 
 
@@ -79,8 +80,8 @@ class RefusalRows:
             count = 1
             if known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S:
                 count = known["count"] + int(now_s >= known["reask_s"])
-            held_s = min(lasts_s * 2.0 ** (count - 1), max(lasts_s, lasts_s_max or lasts_s))
-            pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
+            held_s = min(lasts_s * 2.0 ** min(count - 1, DOUBLINGS_MAX), max(lasts_s, lasts_s_max or lasts_s))
+            pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, DOUBLINGS_MAX))
             self._database.execute(
                 "INSERT INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
                 "count, reask_s, hints, refused_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "

@@ -1,8 +1,10 @@
 """Copy a bucket to a folder of a node, or mount it there: a standalone program that uses obstore if available.
 
 `python3 node_mount.py COPY|MOUNT|MOUNT_CACHED URL TARGET`. Idempotent: completed work stays, interrupted work
-continues. Exit code 69 for a reported problem, such as a missing tool, and 1 for any other.
+continues. Exit code 69 for a reported problem, such as a missing tool, and 1 for any other. Python 3.8 and later.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import configparser
@@ -192,10 +194,9 @@ def open_store(url: str) -> tuple[Any, str]:
     bucket, _, path = rest.partition("/")
     options: dict[str, Any] = {}
     if scheme == "r2":
-        login = find_r2_login()
+        login, scheme = find_r2_login(), "s3"
         options = {"endpoint": login["endpoint"], "access_key_id": login["key"], "secret_access_key": login["secret"]}
         options.update(region="auto", client_options={"allow_http": login["endpoint"].startswith("http://")})
-        scheme = "s3"
     elif scheme == "s3":
         options = find_s3_options(bucket)
     return obstore.store.from_url(f"{scheme}://{bucket}", **options), path.strip("/")
@@ -218,13 +219,13 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 def read_granted(path: pathlib.Path) -> dict[str, Any]:
     """Read the granted login, to be read again in ten minutes: broker replaces the file before its session ends."""
     granted = json.loads(path.read_text(encoding="utf-8"))
-    now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.9
+    now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.8
     again = now + datetime.timedelta(minutes=10)
     names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
     return {**{name: granted.get(theirs) for name, theirs in names.items()}, "expires_at": again}
 
 
-def find_region(bucket: str) -> "str | None":
+def find_region(bucket: str) -> str | None:
     """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
@@ -302,8 +303,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         release_mount(place, read_text(record).rsplit(" ", 2)[0])
     MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
     place.mkdir(parents=True, exist_ok=True)
-    bucket, _, path = rest.partition("/")
-    path = path.strip("/")
+    bucket, path = rest.partition("/")[0], rest.partition("/")[2].strip("/")
     if scheme == "r2":
         use_r2_login()
     own = MOUNTERS.get(scheme)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,29 @@ def test_autostop_counts_from_when_it_was_set_even_on_a_node_that_was_idle_befor
     assert agent.decide_power_off() == "stop"
     monkeypatch.setattr(agent, "measure_idle_s", lambda: 60.0)
     assert agent.decide_power_off() == ""
+
+
+def test_autostop_applies_half_an_hour_after_a_restart_of_the_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cloud may have restarted it: a rule that was forgotten then left the cluster running until a user looked."""
+    monkeypatch.setattr(agent, "ensure_watcher", lambda: None)
+    monkeypatch.setattr(agent, "measure_idle_s", lambda: 9000.0)
+    agent.set_autostop({"idle_minutes": 10, "is_down": True})
+    node.boot, node.uptime_s = "boot-2", 5.0
+    assert agent.decide_power_off() == "", "a node that was stopped and started again stays up"
+    node.uptime_s = 1800.0 + 590.0
+    assert agent.decide_power_off() == ""
+    node.uptime_s = 1800.0 + 610.0
+    assert agent.decide_power_off() == "autostop"
+    monkeypatch.setattr(agent, "measure_idle_s", lambda: 0.0)
+    assert agent.decide_power_off() == "", "a run is live"
+
+
+def test_service_of_a_restarted_node_starts_the_watcher(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[str]()
+    monkeypatch.setattr(agent, "start_detached", lambda verb, *arguments: started.append(verb))
+    monkeypatch.setattr(os, "umask", lambda mask: 0)  # that of the tests stays
+    agent.main("_restarted")
+    assert started == ["_watch"] and not (node.state / "heard.json").exists(), "the broker has not returned"
 
 
 def test_a_cancel_request_is_a_private_file_of_its_run(node: Node) -> None:

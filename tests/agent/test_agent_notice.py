@@ -85,6 +85,36 @@ def test_advice_is_reported_and_is_not_a_notice(agent: Agent) -> None:
     assert cloud.now_s >= 10.0, "it kept listening"
 
 
+def test_answers_that_a_busy_machine_misses_do_not_end_the_watch(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in ten fails: the watch ended after the sixtieth, within days, and later notices were not seen."""
+    cloud = Cloud(notice_at_s=2000.0)
+    answer, asked = cloud.ask, 0
+
+    def ask(verb: str, path: str, headers: dict[str, str], *, answer_s: float = 0.0) -> str | None:
+        nonlocal asked
+        asked += 1
+        if asked % 10 == 0:
+            raise OSError
+        return answer(verb, path, headers, answer_s=answer_s)
+
+    monkeypatch.setattr(cloud, "ask", ask)
+    agent.watch(cloud, "aws")
+    assert agent.read("preemption") and cloud.now_s >= 2000.0
+
+
+@pytest.mark.parametrize(("now", "want_s"), [("00:00:30", 90.0), ("00:03:00", 120.0), ("23:00:00", 120.0)])
+def test_time_left_is_that_of_ec2_if_the_clock_is_wrong(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, now: str, want_s: float
+) -> None:
+    """Without time left, the program would be killed at once, and could not save."""
+    monkeypatch.setattr(agent.notice, "request_metadata", lambda *words: '{"time": "2026-01-01T00:02:00Z"}')
+    now_s = agent.notice.parse_time_s(f"2026-01-01T{now}Z")
+    monkeypatch.setattr(agent.notice, "time", SimpleNamespace(**vars(time) | {"time": lambda: now_s}))
+    agent.notice.watch_notices("aws")
+    found = agent.read("preemption")
+    assert found and found["notice_s"] == want_s
+
+
 def test_machine_without_a_metadata_server_is_left_alone(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: object, **options: object) -> str:
         raise OSError

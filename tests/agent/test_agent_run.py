@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import resource
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,3 +75,59 @@ def test_output_is_read_and_sent_to_the_head_though_the_disk_is_full(monkeypatch
         runner._copy_output(output)
         coordinator._write_log(1, "step 1\n")  # an error here would count as the loss of rank 1
     assert sent == ["step 1\n", "step 2\n"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("is_over", [False, True])
+def test_processes_of_another_user_end_with_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
+) -> None:
+    """As in `sudo python train.py`: the run never ended, or left the program behind on the node of its next attempt."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    dead_runs = importlib.import_module("agent_dead_runs")
+    (tmp_path / "sudo").write_text('#!/bin/sh\n[ "$1" = -n ] && shift && exec "$@"\n')
+    (tmp_path / "sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    script = "trap '' TERM; sleep 1000 & echo started; " + ("" if is_over else "wait")
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == b"started\n"
+    if is_over:
+        process.wait()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", refuse)
+            patch.setattr(os, "killpg", refuse)
+            if is_over:
+                dead_runs.kill_marked("NO=mark", process.pid)
+            else:
+                dead_runs.signal_group(process.pid, "NO=mark", signal.SIGKILL)
+        assert select.select([process.stdout], [], [], 60.0)[0], "a process is left"
+        assert process.stdout.read() == b""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_programs_may_open_more_files_than_a_session_of_sshd(tmp_path: Path) -> None:
+    """The workers of PyTorch's data loaders ran out of the 1,024, on nodes where SkyPilot raises the limit."""
+    code = (
+        "import resource, sys; sys.path.insert(0, sys.argv[1]); import agent_run, os\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        "class Runner:\n"
+        "    def __init__(self, *arguments): pass\n"
+        "    def run(self): os.system('ulimit -Sn')\n"
+        "agent_run.Runner = Runner\n"
+        "os.makedirs(agent_run.agent_files.run_folder(1))\n"
+        "agent_run.run(1, None)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(FOLDER)], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True,
+    )  # fmt: skip
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(done.stdout) == (65536 if hard == resource.RLIM_INFINITY else min(65536, hard)), done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import stat
 import sys
 import time
@@ -19,6 +20,7 @@ sys.path.insert(0, str(FOLDER))  # as on a node: siblings by bare names
 agent_samples: Any = importlib.import_module("agent_samples")
 agent_gpus: Any = importlib.import_module("agent_gpus")
 agent_limits: Any = importlib.import_module("agent_limits")
+agent_environment: Any = importlib.import_module("agent_environment")
 sys.path.remove(str(FOLDER))
 
 GIB = 1 << 30
@@ -121,6 +123,40 @@ def test_limits_of_a_container_count_and_not_those_of_its_host(host: Host, versi
     sample = sampler.take()
     assert (sample["cpu_ratio"], sample["cpu_count"]) == (pytest.approx(0.5), 1.5)
     assert (sample["memory_used_bytes"], sample["memory_bytes"]) == (3 * GIB, 8 * GIB)  # without 1 GiB of caches
+
+
+@pytest.mark.parametrize(
+    ("address", "gpus", "want"), [("10.0.0.1", 0, None), ("127.0.0.2", 0, "1"), ("10.0.0.1", 1, None)]
+)
+def test_programs_use_all_processors_of_their_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, gpus: int, want: str | None
+) -> None:
+    """With one thread, `make -j$(nproc)` and NumPy used one processor of the 64 that were paid for."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    spec = {
+        "run_id": 1, "rank": 0, "num_nodes": 1, "node_ips": [address], "gpus_per_node": gpus, "envs": {}, "secrets": {},
+        "head": {"master_port": 1},
+    }  # fmt: skip
+    counted = agent_environment.count_threads
+    nothing = {"proc": tmp_path, "groups": tmp_path}  # as on a machine: no control group has a limit
+    monkeypatch.setattr(agent_environment, "count_threads", lambda **named: counted(**named, **nothing))
+    envs = agent_environment.make_envs(spec, tmp_path, mark="BROKER_RUN=x", held=None, container=None)
+    assert envs.get("OMP_NUM_THREADS") == want
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_programs_use_as_many_threads_as_the_limit_of_their_pod(
+    host: Host, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    put_in_container(host, version)
+    assert agent_environment.count_threads(is_local=False, proc=host.proc, groups=host.groups) == "1"
+    host.write("cgroup/box/inner/cpu.max", "800000 100000\n")
+    host.write("cgroup/cpu/cpu.cfs_quota_us", "800000")
+    assert agent_environment.count_threads(is_local=False, proc=host.proc, groups=host.groups) == "8"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert agent_environment.count_threads(is_local=False, proc=host.proc, groups=host.groups) == "3"
 
 
 def put_in_container(host: Host, version: int) -> Any:

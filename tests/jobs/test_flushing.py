@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from broker.config import Config
+from broker.jobs import log_files
 from broker.jobs.controller import JobController
 from broker.types import Cluster, JobRecovery, JobStatus, OutcomeKind, RunStatus, StorageMount
 from broker.wording import describe_outcome
@@ -63,6 +65,26 @@ def play(world: World, *, cancel_at_s: float = math.inf) -> float:
     world.clock.run(work)
     assert not world.list_live_nodes()
     return max(node.ended_s or 0.0 for node in world.cloud.observe() if node.owner == OWNER)
+
+
+class TalkingGang(SimulatedGang):
+    """A gang whose program prints so much at its end that one poll copies only a part of it."""
+
+    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        self._reach(cluster)
+        report = await self.poll(cluster, run_id)
+        text = b"".join(b"line %d\n" % number for number in range(300)) if report.status.is_terminal else b""
+        return text[offset : offset + 8], offset + len(text[offset : offset + 8])
+
+
+def test_whole_log_is_copied_before_the_cluster_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that was not running for a night has a large part to copy; its last lines were lost with the node."""
+    monkeypatch.setattr(log_files, "CHUNKS_MAX", 4)
+    world = World(tmp_path)
+    world.gang = TalkingGang(world.cloud, world.clock)
+    play(world)
+    log = log_files.get_log_path(Config(home=world.folder, owner=OWNER).logs, world.job_id).read_text()
+    assert log.splitlines() == [f"line {number}" for number in range(300)]
 
 
 def list_notes(world: World) -> list[str]:

@@ -54,6 +54,13 @@ def test_jobs_that_waited_for_others_do_not_widen_intervals() -> None:
     assert score_forecasts([replace(waited, waited_hours=0.05)]).jobs == 1
 
 
+@pytest.mark.parametrize(("inside", "factor"), [(0.8, 1.0), (0.7, 2.0)])
+def test_thousands_of_ended_jobs_are_scored(inside: float, factor: float) -> None:
+    """Each submission scores them: from 1,030 on, all of them failed with an OverflowError."""
+    metrics = [(USD, 101.0 if number < inside * 3000 else 130.0) for number in range(3000)]
+    assert find_interval_factor(metrics) == pytest.approx(factor)
+
+
 def test_intervals_widen_only_on_evidence_of_overconfidence() -> None:
     inside, outside = (USD, 101.0), (USD, 130.0)  # 130 is twice as far from the median as p90
     assert find_interval_factor([outside] * (JOBS_MIN - 1)) == 1.0

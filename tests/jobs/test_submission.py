@@ -54,6 +54,18 @@ def test_tasks_with_needs_wait_for_those_whatever_the_order_they_are_written_in(
     assert prepare.id < train.id < check.id
 
 
+def test_failed_pipeline_is_retried_task_by_task(store: Store) -> None:
+    """A retry needed the job that had failed, not its retry that succeeded, and was cancelled at once."""
+    first, second, third = submit_tasks(store, [Task(name="a"), Task(name="b"), Task(name="c")])
+    ended = [end(store, first), *(end(store, each, JobStatus.CANCELLED) for each in (second, third))]
+    again = retry_job(store, ended[0], secrets={})
+    newest = retry_job(store, end(store, again), secrets={})
+    end(store, newest, JobStatus.SUCCEEDED)
+    retried = retry_job(store, ended[1], secrets={})
+    assert (newest.needs, retried.needs) == ((), (newest.id,))
+    assert retry_job(store, ended[2], secrets={}).needs == (retried.id,), "it waits for the one that is live"
+
+
 def test_the_same_request_submits_nothing_twice(store: Store) -> None:
     tasks = [Task(name="a"), Task(name="b")]
     first, again = (submit_tasks(store, tasks, request_id="r") for _ in range(2))

@@ -45,6 +45,17 @@ def refuse(memory: UnavailableOffers, error: CloudError, *, is_region_wide: bool
     return found
 
 
+def test_place_that_is_full_for_days_is_refused_like_any_other(
+    memory: UnavailableOffers, store: Store, clock: Hands
+) -> None:
+    """After 1,025 refusals, about two days, each search that met another one ended with an OverflowError."""
+    refuse(memory, CapacityError("full", scope="zone"))
+    store.execute("UPDATE refusals SET count = 1100")
+    clock.time_s += 130.0
+    found = refuse(memory, CapacityError("still full", scope="zone"))
+    assert found.reason == "still full" and found.expires_s == clock.time_s + 4 * 3600.0
+
+
 def covers(memory: UnavailableOffers, *placements: Placement) -> list[bool]:
     active = memory.list_active()
     return [bool(memory.list_covering(each, active)) for each in placements]

@@ -109,4 +109,5 @@ def test_the_backoff_grows_with_each_try_up_to_a_cap_and_is_never_zero(monkeypat
     monkeypatch.setattr("random.uniform", lambda low, high: bounds.append((low, high)) or high)
     assert [draw_backoff_s(tries) for tries in (0, 1, 2, 10)] == [1.0, 2.0, 4.0, 30.0]
     assert draw_backoff_s(3, base_s=0.5, cap_s=3.0) == 3.0
+    assert draw_backoff_s(10_000) == 30.0, "a night of tries ended in an OverflowError"
     assert {low for low, _ in bounds} == {0.05}

@@ -23,6 +23,7 @@ shutdown() { echo "shutdown $*" >>"$ROOT/calls"; }
 systemctl() { echo "systemctl $*" >>"$ROOT/calls"; }
 kill() { return 0; }
 setsid() { :; }
+runuser() { echo "runuser $*" >>"$ROOT/calls"; }
 """
 
 
@@ -72,7 +73,7 @@ def test_restarted_node_ends_unless_its_broker_leases_it_again(
     calls = tmp_path / "calls"
     assert "systemctl enable broker-restarted.service" in calls.read_text()
     unit = (tmp_path / "etc/systemd/system/broker-restarted.service").read_text()
-    assert f'ExecStart={tmp_path}/etc/broker/restarted "{tmp_path}/home/u"\n' in unit
+    assert f'ExecStart={tmp_path}/etc/broker/restarted "{tmp_path}/home/u" "u"\nKillMode=process\n' in unit
     calls.write_text("")
     if lease is not None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -80,8 +81,17 @@ def test_restarted_node_ends_unless_its_broker_leases_it_again(
     script = (tmp_path / "etc/broker/restarted").read_text()
     command = ["sh", "-eu", "-c", TOOLS + 'sleep() { echo "sleep $*" >>"$ROOT/calls"; }\n' + script, "sh"]
     environment = {"ROOT": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    subprocess.run([*command, str(tmp_path / "home/u")], check=True, env=environment)
+    subprocess.run([*command, str(tmp_path / "home/u"), "u"], check=True, env=environment)
     assert calls.read_text() == "sleep 1800.000\n" + ("shutdown -h now\n" if is_ended else "")
+    calls.write_text("")
+    (tmp_path / "home/u/.broker/autostop.json").write_text("{}")
+    subprocess.run([*command, str(tmp_path / "home/u"), "u"], check=True, env=environment)
+    begun = (
+        f"runuser -u u -- env HOME={tmp_path}/home/u python3 -I -S {tmp_path}/home/u/.broker/agent/agent.py _restarted"
+    )
+    assert calls.read_text().splitlines()[:2] == [begun, "sleep 1800.000"], (
+        "the watcher of the autostop rule runs again"
+    )
 
 
 def test_same_keys_give_the_same_script_and_its_host_key_is_in_no_repr() -> None:

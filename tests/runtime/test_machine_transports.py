@@ -45,6 +45,23 @@ def test_a_command_runs_in_the_node_with_its_input(rig: Rig) -> None:
     asyncio.run(act())
 
 
+def test_a_host_whose_login_shell_prints_is_reached(rig: Rig) -> None:
+    class Noisy(Here):
+        def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
+            return ["sh", "-c", 'echo "Welcome to host"; exec "$@"', "sh", *command]
+
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        transport = Noisy(clock=SystemClock())
+        done = await transport.run(node, ["echo", "up"], timeout_s=300.0)
+        assert (done.returncode, done.stdout) == (0, b"up\n")
+        stream = await transport.open_stream(node, ["echo", '{"a": 1}'])
+        assert await stream.read() == {"a": 1}
+        stream.close()
+
+    asyncio.run(act())
+
+
 def test_a_node_that_never_answered_is_distinguished_from_one_that_is_gone(rig: Rig) -> None:
     async def act() -> None:
         transport = Here(clock=SystemClock())

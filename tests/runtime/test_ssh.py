@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import stat
 import subprocess
 import time
@@ -16,7 +18,7 @@ from sshd import REASON, SSHD, START_S_MAX, Sshd
 from broker.clock import SystemClock
 from broker.errors import AuthError, StateError, TransientError, UnreachedError
 from broker.runtime.keys import HOST, LOGIN, Keys
-from broker.runtime.transports.ssh import SshTransport, is_listening
+from broker.runtime.transports.ssh import WRAPPER, SshTransport, is_listening
 from broker.runtime.transports.ssh_options import parse_handle
 from broker.sites.openssh import find_program
 from broker.types import Node
@@ -222,6 +224,46 @@ def test_small_change_of_a_large_file_reaches_the_node(sshd: Sshd, keys: Keys, t
 
     asyncio.run(act())
     assert (sshd.home / "w/big").read_bytes() == data + b"!"
+
+
+def test_host_whose_login_shell_prints_is_reached_and_gets_its_files(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:
+    """As with an `echo` in `~/.bashrc`, which a program's `setup` may add to a node that already works."""
+    config = sshd.folder / "sshd_config"
+    config.write_text(config.read_text().replace("ForceCommand ", "ForceCommand echo '{Welcome}'; printf 'on '; "))
+    transport = SshTransport(keys, clock=SystemClock())
+    sshd.start()
+    (sshd.home / "inside").mkdir()
+    (tmp_path / "file").write_text("content")
+
+    async def act() -> tuple[bytes, object]:
+        done = await transport.run(sshd.node, ["echo", "{}"], timeout_s=300)
+        await transport.put(sshd.node, tmp_path / "file", "inside")
+        stream = await transport.open_stream(sshd.node, ["sh", "-c", 'echo "{\\"heard\\": 1}"; cat'])
+        try:
+            return done.stdout, await stream.read()
+        finally:
+            stream.kill()
+
+    assert asyncio.run(act()) == (b"{}\n", {"heard": 1})
+    assert (sshd.home / "inside" / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize("full", ["/dev/shm", "/tmp"])
+def test_host_with_a_full_disk_answers(tmp_path: Path, full: str) -> None:
+    """Its output went through files on the disk, so a node whose program had filled it counted as lost."""
+    mktemp = tmp_path / "mktemp"
+    mktemp.write_text(
+        '#!/bin/sh\ncase "${1:-/tmp/}" in\n'
+        f'{full}/*) link={tmp_path}/full.$$; ln -s /dev/full "$link"; echo "$link" ;;\n'
+        f'*) exec {shutil.which("mktemp")} "$@" ;;\nesac\n'
+    )
+    mktemp.chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", WRAPPER, "sh", "300.000", "-", "echo", "up"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.partition(b"broker-output\n")[2] == b"up\n"
+    assert done.stderr.endswith(b"broker-exit 0")
 
 
 def test_secret_environment_is_in_no_command_line(sshd: Sshd, keys: Keys) -> None:

@@ -73,8 +73,9 @@ class There(Here):
         return Completed(returncode=0, stdout=done.stdout, stderr=done.stderr)
 
 
-def test_changes_of_a_large_file_are_sent_by_tar_where_this_machine_has_no_rsync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_rsync", [False, True])
+def test_changes_of_a_large_file_are_sent_by_tar_where_this_machine_has_no_rsync_or_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_rsync: bool
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     for folder, text in ((source, b"new"), (target, b"old")):
@@ -82,6 +83,7 @@ def test_changes_of_a_large_file_are_sent_by_tar_where_this_machine_has_no_rsync
         (folder / "large").write_bytes(text + bytes(RSYNC_BYTES_MIN))
     (target / "large").touch()
     os.utime(target / "large", (1, 1))
-    monkeypatch.setattr(ssh_files.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ssh_files.shutil, "which", lambda name: "/bin/false" if has_rsync else None)
+    monkeypatch.setattr(ssh_files, "LIST", ssh_files.LIST.replace("command -v rsync >/dev/null", "true"))
     asyncio.run(put_files(There(), NODE, source, str(target), remote_shell="ssh", destination="host"))
     assert (target / "large").read_bytes()[:3] == b"new"

@@ -32,6 +32,13 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+def test_every_key_exchange_is_known_to_the_clients_of_old_systems() -> None:
+    """RHEL 8 has OpenSSH 8.0, Ubuntu 20.04 8.2: both refuse a list with `sntrup761x25519-sha512@openssh.com`."""
+    known = {"curve25519-sha256", "curve25519-sha256@libssh.org", "ecdh-sha2-nistp256", "diffie-hellman-group14-sha256"}
+    found = read_options()["KexAlgorithms"].split(",")
+    assert set(found) <= known and found[0] == "curve25519-sha256"
+
+
 def read_options() -> dict[str, str]:
     words = make_options(KEYS, PLACE, Path("/tmp/socket"))
     assert words[:4] == ["-F", "none", "-l", "ubuntu"]

@@ -34,6 +34,19 @@ def test_a_program_exchanges_messages_line_by_line() -> None:
     assert asyncio.run(act()) == {"heard": {"a": 1}}
 
 
+def test_lines_of_a_start_up_file_precede_the_first_message_only() -> None:
+    async def act() -> list[object]:
+        script = "echo Welcome; echo 42; printf 'to host '; echo '{\"a\": 1}'; echo '{\"b\": 2}'; echo noise"
+        stream = await open_program(["sh", "-c", script])
+        heard: list[object] = [await stream.read(), await stream.read()]
+        with pytest.raises(TransientError, match="not an object"):
+            await stream.read()
+        stream.close()
+        return heard
+
+    assert asyncio.run(act()) == [{"a": 1}, {"b": 2}]
+
+
 def test_a_closed_stream_waits_for_its_program_which_ends_later() -> None:
     async def act() -> None:
         stream = await open_program(["sleep", "1"])

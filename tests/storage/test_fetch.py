@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -179,3 +180,10 @@ def test_a_file_is_sent_where_its_key_is_missing_older_or_of_another_size(tmp_pa
     assert find(5, changed_s - 1), "content with an older time was put there since, as by `cp -p` or `mv`"
     os.utime(file, (changed_s + 100, changed_s + 100))
     assert find(5, changed_s + 50)
+
+
+def test_program_of_the_nodes_evaluates_no_annotation_that_python_3_8_lacks() -> None:
+    """Nodes with Ubuntu 20.04 have it: `tuple[int, ...]` in a signature ended the program before its first step."""
+    tree = ast.parse(Path(node_mount.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
+    imported = [each.module for each in tree.body if isinstance(each, ast.ImportFrom)]
+    assert imported[:1] == ["__future__"], "without it, annotations are evaluated"

@@ -30,6 +30,7 @@ Entries = TypeVar("Entries")
 
 MARGIN_S = 15.0  # to start the relay: a login, or a step of a batch system
 STREAM_S = 30.0
+BEGIN = b"broker-relay\n"  # start-up files of the host's login shell may print before it
 # argv: the node's folder, relative to the home folder of the login; `{user}` in it stands for the user's numeric ID.
 # Copies standard input to the machine's socket, and its answer to standard output; either end closes the other.
 RELAY = """\
@@ -39,6 +40,7 @@ with open(os.path.join(sys.argv[1].replace("{user}", str(os.getuid())), "node.js
     path = json.load(file)["socket"]
 link = socket.socket(socket.AF_UNIX)
 link.connect(path)
+os.write(1, b"broker-relay\\n")
 def send():
     while True:
         data = os.read(0, 65536)
@@ -152,12 +154,13 @@ class MachineTransport:
                     with contextlib.suppress(ConnectionError, BrokenPipeError):  # the missing answer reports it
                         process.stdin.write(header + stdin)
                         await process.stdin.drain()
+                    await process.stdout.readuntil(BEGIN)
                     answer = await read_answer(process.stdout)
                 self._reached.add(node.id)
                 return answer
             except TimeoutError as error:
                 raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s") from error
-            except EOFError as error:
+            except (EOFError, asyncio.LimitOverrunError) as error:
                 errors.seek(0)
                 message = f"node `{node.id}` cannot be reached{explain(errors.read())}"
                 if node.id in self._reached:

@@ -35,15 +35,22 @@ SESSIONS_PER_S_MAX, MANY_ALIVE_INTERVAL_S = 500, 5
 RENEWED_S = 15.0  # a new firewall rule takes effect within seconds
 KILLED = 128 + signal.SIGKILL
 MARK = b"\nbroker-exit "
+BEGIN = b"broker-output\n"  # start-up files of the login shell may print before it
 # Output goes through unlinked files, so that a daemon that keeps them open does not delay the answer. The exit code is
-# the last line of stderr, so that ssh's own 255 is not mistaken for the program's.
+# the last line of stderr, so that ssh's own 255 is not mistaken for the program's. The files are in memory if it has
+# space: a node whose disk is full must answer, or it would count as lost.
 WRAPPER = """\
 if [ "$2" = env ]; then IFS= read -r line; eval "$(printf %s "$line" | base64 -d)"; fi
 limit=$1; shift 2; umask 077
-o=$(mktemp) && e=$(mktemp) || exit 1
+for d in /dev/shm "${TMPDIR:-/tmp}"; do
+  o=$(mktemp "$d/broker.XXXXXX" 2>/dev/null) && e=$(mktemp "$d/broker.XXXXXX" 2>/dev/null) &&
+    printf '%65536s' '' 2>/dev/null >"$o" && break
+  rm -f "$o" "$e"; o=
+done
+[ -n "$o" ] || exit 1
 exec 3>"$o" 4<"$o" 5>"$e" 6<"$e"; rm -f "$o" "$e"
 timeout -s KILL "$limit" "$@" >&3 2>&5 3>&- 4<&- 5>&- 6<&-
-r=$?; cat <&4; cat <&6 >&2; printf '\\nbroker-exit %s' "$r" >&2"""
+r=$?; printf 'broker-output\\n'; cat <&4; cat <&6 >&2; printf '\\nbroker-exit %s' "$r" >&2"""
 
 
 def make_transport(config: Config, *, clock: Clock) -> SshTransport:
@@ -88,11 +95,12 @@ class SshTransport:
         start_s = self._clock.now_s()
         result = await self._ssh(node, shlex.join(words), timeout_s=timeout_s, stdin=stdin)
         stderr, mark, code = result.stderr.rpartition(MARK)
-        if not mark:
+        _, begin, stdout = result.stdout.partition(BEGIN)
+        if not mark or not begin:
             raise TransientError(f"node `{node.id}` cannot be reached{explain(result.stderr)}")
         if int(code) == KILLED and self._clock.now_s() - start_s >= timeout_s:
             raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s")
-        return Completed(returncode=int(code), stdout=result.stdout, stderr=stderr)
+        return Completed(returncode=int(code), stdout=stdout, stderr=stderr)
 
     async def put(self, node: Node, source: Path, target: str) -> None:
         """Copy changed files over the kept connection, by tar, or by rsync if large files have changed."""

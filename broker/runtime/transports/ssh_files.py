@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import shutil
 import tarfile
@@ -21,7 +22,9 @@ LIST_S = 60.0
 COPY_S = 3600.0
 # Above this size of changed files, sending differences outweighs rsync's extra round trips.
 RSYNC_BYTES_MIN = 4 << 20
+LIST_BEGIN = "broker-list\n"  # start-up files of the login shell may print before it
 LIST = """\
+echo broker-list
 t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 [ -d "$t" ] && echo D || echo -
 command -v rsync >/dev/null && echo R || echo -
@@ -55,7 +58,7 @@ async def put_files(
 ) -> None:
     """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files.
 
-    Without a `remote_shell`, or if either machine lacks rsync, files are sent by tar.
+    Without a `remote_shell`, or if either machine lacks rsync or it fails, files are sent by tar.
     """
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
@@ -76,9 +79,9 @@ async def put_files(
     rsync = shutil.which("rsync") if remote_shell and source.is_dir() and remote.has_rsync else None
     if rsync and rewritten >= RSYNC_BYTES_MIN:
         argv = [rsync, "--rsh", remote_shell]
-        await send_by_rsync(argv, source, folder, changed, destination=destination, node=node)
-    else:
-        await send_by_tar(streams, node, folder, changed)
+        with contextlib.suppress(TransientError):  # also of an rsync that lacks an option, as macOS's own does
+            return await send_by_rsync(argv, source, folder, changed, destination=destination, node=node)
+    await send_by_tar(streams, node, folder, changed)
 
 
 def split_path(path: str) -> tuple[str, str]:
@@ -93,16 +96,20 @@ def rename(files: Mapping[str, tuple[int, float, str]], name: str) -> dict[str, 
 
 
 async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: bool) -> Remote:
-    """List what exists at `path` on the node, with sizes, times and links, by one `find`. Raises TransientError."""
+    """List what exists at `path` on the node, with sizes, times and links, by one `find`. Raises TransientError.
+
+    rsync cannot talk to a host whose login shell prints something of its own.
+    """
     command = LIST.format(target=shlex.quote(path), depth=1 if is_folder else 0)
     text = (await streams.stream(node, command, stdin=b"", timeout_s=LIST_S)).stdout.decode("utf-8", "surrogateescape")
+    noise, _, text = text.partition(LIST_BEGIN)
     is_there, rsync, rest = text.split("\n", 2)
     files = {}
     for record in rest.split("\0"):
         if record.count("\t") >= 3:
             name, size, time_s, link = record.rsplit("\t", 3)
             files[name] = (int(size), float(time_s), link)
-    return Remote(is_folder=is_there == "D", has_rsync=rsync == "R", files=files)
+    return Remote(is_folder=is_there == "D", has_rsync=rsync == "R" and not noise, files=files)
 
 
 def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
