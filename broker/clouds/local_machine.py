@@ -45,8 +45,7 @@ def main(folder: str, mode: str = "") -> None:
     if mode != FOREGROUND:
         if os.fork():
             os.close(ready_in)
-            answer = os.read(ready_out, 1)
-            sys.exit({b"1": 0, b"": 1}.get(answer, HOST_TAKEN))
+            sys.exit({b"1": 0, b"": 1}.get(os.read(ready_out, 1), HOST_TAKEN))
         os.close(ready_out)
         os.setsid()
     redirect_stdio(os.path.join(folder, "machine.log"))
@@ -167,11 +166,9 @@ def check_power(folder: str, preempt_s: float | None) -> float | None:
     except OSError as error:  # any other one, as of a file server that does not answer, does not mean that it is gone
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             power_off(folder, "deleted")
-    shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))
-    if shutdown:
+    if shutdown := read_text(os.path.join(folder, "home", ".broker", "shutdown")):
         power_off(folder, shutdown.strip())
-    notice = read_text(os.path.join(folder, "preempt.json")) if preempt_s is None else ""
-    if notice:
+    if preempt_s is None and (notice := read_text(os.path.join(folder, "preempt.json"))):
         preempt_s = time.monotonic() + float(json.loads(notice)["notice_s"])
     if preempt_s is not None and time.monotonic() >= preempt_s:
         power_off(folder, "preempted")
@@ -196,11 +193,8 @@ def handle(connection: socket.socket) -> NoReturn:
         answer = json.dumps({"returncode": returncode, "stdout": out, "stderr": err}).encode()
         connection.sendall(struct.pack("!I", len(answer)) + answer)
         for fd, size in ((files[1], out), (files[2], err)):
-            offset = 0
-            while offset < size:
-                chunk = os.pread(fd, min(1 << 20, size - offset), offset)
-                connection.sendall(chunk)
-                offset += len(chunk)
+            if size:
+                connection.sendfile(os.fdopen(fd, "rb"), 0, size)
         code = 0
     except (OSError, ValueError, KeyError, EOFError) as error:
         print(f"command failed: {type(error).__name__}", flush=True)  # not its text, which may quote the request
@@ -264,8 +258,7 @@ def copy_stdin(connection: socket.socket, fd: int, size: int) -> None:
     if size > REQUEST_BYTES_MAX:
         raise ValueError("too much stdin")
     while size:
-        chunk = connection.recv(min(1 << 20, size))
-        if not chunk:
+        if not (chunk := connection.recv(min(1 << 20, size))):
             raise EOFError
         os.write(fd, chunk)
         size -= len(chunk)
@@ -276,8 +269,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     """Read `size` bytes. Raises EOFError if the peer closes the connection before."""
     data = bytearray()
     while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
+        if not (chunk := connection.recv(size - len(data))):
             raise EOFError
         data += chunk
     return bytes(data)
@@ -304,15 +296,20 @@ def record_end(folder: str, *, state: str, reason: str) -> None:
 
 
 def kill_tree(folder: str) -> None:
-    """Stop all descendants, then kill them, until none is left: a fork bomb cannot escape."""
+    """Stop all descendants, then kill them, until none is left: a fork bomb cannot escape.
+
+    Those of other users, such as root's after `sudo`, are killed by sudo; they are left if it asks for a password.
+    """
+    left: set[int] = set()
     while True:
         stopped: set[int] = set()
-        while fresh := set(find_victims(folder)) - stopped:
+        while fresh := set(find_victims(folder)) - stopped - left:
             for pid in fresh:
                 send(pid, signal.SIGSTOP)
             stopped |= fresh
-        for pid in stopped:
-            send(pid, signal.SIGKILL)
+        if foreign := {pid for pid in stopped if not send(pid, signal.SIGKILL)}:
+            os.spawnvp(os.P_WAIT, "sudo", ["sudo", "-n", "kill", "-KILL", *map(str, foreign)])
+            left |= foreign
         reap()
         if not stopped:
             return
@@ -359,10 +356,13 @@ def find_marked(folder: str) -> list[int]:
     return [pid for pid in pids if pid not in (os.getpid(), os.getppid())]
 
 
-def send(pid: int, number: int) -> None:
-    """Send a signal; a process that is gone counts as success."""
-    with contextlib.suppress(OSError):
+def send(pid: int, number: int) -> bool:
+    """Send a signal; return whether this user may. A process that is gone counts as success."""
+    try:
         os.kill(pid, number)
+    except OSError as error:
+        return not isinstance(error, PermissionError)
+    return True
 
 
 def reap() -> None:

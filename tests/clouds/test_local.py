@@ -389,3 +389,28 @@ def test_a_full_disk_is_the_clouds_error_and_leaves_no_half_made_node(
         assert not (await rig.cloud.list_nodes("me")).nodes
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize("may_sudo", [True, False])
+def test_processes_of_root_are_killed_by_sudo_or_left(monkeypatch: pytest.MonkeyPatch, may_sudo: bool) -> None:
+    """`sudo apt-get install` in `setup` runs as root: the end of a node waited for it at full speed, forever."""
+    alive, calls = {10, 11}, list[list[str]]()
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 11:
+            raise PermissionError
+        if number == signal.SIGKILL:
+            alive.discard(pid)
+
+    def spawn(mode: int, program: str, words: list[str]) -> int:
+        calls.append(words)
+        alive.difference_update({int(word) for word in words[4:]} if may_sudo else ())
+        return 0 if may_sudo else 1
+
+    monkeypatch.setattr(local_machine, "find_victims", lambda folder: list(alive))
+    monkeypatch.setattr(local_machine, "reap", lambda: None)
+    monkeypatch.setattr(local_machine.os, "kill", kill)
+    monkeypatch.setattr(local_machine.os, "spawnvp", spawn)
+    local_machine.kill_tree("node")
+    assert calls == [["sudo", "-n", "kill", "-KILL", "11"]]
+    assert alive == (set() if may_sudo else {11})
