@@ -51,7 +51,9 @@ class RunState:
     @cached_property
     def own(self) -> dict[str, Any]:
         """The state of this rank alone, by name."""
-        own = {**self.strategy.own_state(self.model, self.optimizer), **self.random_numbers.list_states()}
+        suffix = self.strategy.grid.name_draws()
+        drawn = {f"{name}{suffix}": generators for name, generators in self.random_numbers.list_states().items()}
+        own = {**self.strategy.own_state(self.model, self.optimizer), **drawn}
         if self.optimizer.values is not None:
             own["optimizer_values"] = self.optimizer.values
         return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from tests.tiers import spread
 from trainers.config import ModelConfig, parse_config
 from trainers.errors import TrainerError
 from trainers.export import main as export
-from trainers.hugging_face import adopt_shape, read_shape, write_shape
+from trainers.hugging_face import adopt_shape, read_shape, rename, write_shape
 from trainers.lm import build
 from trainers.lm import main as train
+from trainers.models import create_language_model
 from trainers.prepare import main as prepare
+from trainers.safetensors import write_safetensors
 from trainers.serve_model import load_model
 from trainers.tokenizers import create_tokenizer, find_tokenizer, warn_of_other_tokenizer
 
@@ -215,6 +218,24 @@ def test_model_with_impossible_dimensions_is_refused(changes: dict[str, Any], re
     content = {"model_type": "llama", **SMALL, **changes}
     with pytest.raises(TrainerError, match=reason):
         read_shape(content, context=CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, 16),
+        ({"model_type": "mistral", "sliding_window": None}, 64),
+        ({"model_type": "mistral", "max_position_embeddings": 5000}, 4096),  # the default of Transformers
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False, "attention_bias": True}, 64),
+    ],
+)
+def test_served_context_ends_with_the_sliding_window(tmp_path: Path, fields: dict[str, Any], context: int) -> None:
+    model = ModelConfig(kind="llama", depth=1, width=16, heads=2, vocabulary=8, positions=64, context=64)
+    model = dataclasses.replace(model, attention_bias="qkv" if fields["model_type"] == "qwen2" else "none")
+    network = create_language_model("llama", model)
+    write_safetensors(tmp_path / "model.safetensors", rename(network.state_dict(), model), {})
+    (tmp_path / "config.json").write_text(json.dumps(write_shape(model, dtype="float32") | fields))
+    assert load_model(str(tmp_path), dtype=torch.float32)[1].context == context
 
 
 def test_older_config_files_are_read() -> None:
