@@ -70,7 +70,8 @@ class Outer:
     def __init__(self, model: nn.Module) -> None:
         """Allocate the state, so that a checkpoint can be read into it."""
         self.is_begun = False
-        self._anchor = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        self._anchor = {name: tensor.detach().clone() for name, tensor in trained.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._anchor.items()}
 
     def begin(self, model: nn.Module) -> None:

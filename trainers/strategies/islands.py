@@ -51,8 +51,8 @@ def _find_own(value: Any) -> Any:
 
 
 def list_local(model: nn.Module) -> list[Tensor]:
-    """Return this rank's part of every parameter, in the same order on all ranks."""
-    return [local(parameter.detach()) for parameter in model.parameters()]
+    """Return this rank's part of every trained parameter, in the same order on all ranks; frozen ones are equal."""
+    return [local(parameter.detach()) for parameter in model.parameters() if parameter.requires_grad]
 
 
 def average_loss(loss: Tensor, *, weight: float, grid: Grid, share: Share) -> Tensor:

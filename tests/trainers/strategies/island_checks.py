@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.trainers.strategies.checks import CONFIG, LOSS, make_model, put_gradient
@@ -47,6 +48,39 @@ class Island:
             for part in ("model", "first", "second")
             for name, tensor in state[part].items()
         }
+
+
+def only_trained_parameters_travel(arguments: Sequence[str]) -> int:
+    """Frozen parameters, such as the weights beside adapters, are equal on all islands and must stay as they are."""
+    ranks = join_ranks()
+    sent: list[int] = []
+    strategy = create_strategy(arguments[0], ranks, StrategyOptions(diloco=DilocoOptions(every_steps=1)))
+    model = make_model()
+    frozen = next(model.parameters()).requires_grad_(False)
+    before = frozen.detach().clone()
+    wrapped = strategy.wrap(model)
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
+    strategy.shared_state(wrapped, optimizer)
+    all_reduce, operation = dist.all_reduce, dist.P2POp
+
+    def note_and_reduce(tensor: Tensor, **named: Any) -> Any:
+        sent.append(tensor.numel())
+        return all_reduce(tensor, **named)
+
+    def note_operation(way: Any, tensor: Tensor, peer: int, **named: Any) -> Any:
+        sent.append(tensor.numel())
+        return operation(way, tensor, peer, **named)
+
+    patched: Any = dist
+    patched.all_reduce, patched.P2POp = note_and_reduce, note_operation
+    for step in range(STEPS):
+        put_gradient(model, step, ranks.rank)
+        frozen.grad = None
+        strategy.step(wrapped, optimizer, LOSS)
+    assert torch.equal(frozen, before), "a mean of equal values may differ from them in its last bit"
+    assert max(sent) == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    leave_ranks()
+    return 0
 
 
 def save_islands(arguments: Sequence[str]) -> int:
