@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # entry points import this before torch
 
 Forward = Callable[["torch.nn.Module", Any], Any]  # model and inputs of a micro-batch -> outputs
 Loss = Callable[[Any, Any], "torch.Tensor"]  # outputs and targets -> mean over the samples, a scalar
+Count = Callable[[Any], Any]  # targets of a micro-batch -> number of elements over which its loss is the mean
 
 
 def call_model(model: "torch.nn.Module", inputs: Any) -> Any:
@@ -34,6 +35,7 @@ class Recipe:
     units_per_sample: int
     flops_per_sample: float  # forward and backward, for the share of the device's peak (MFU); 0: unknown
     forward: Forward = call_model
+    count: Count | None = None  # default: the loss is the mean over the samples
     demonstrate: "Callable[[torch.nn.Module], str] | None" = None  # text that demonstrates the trained model
     fill: "Callable[[torch.device], None] | None" = None  # allocates and initializes a model on the `meta` device
     make_optimizer: "MakeOptimizer | None" = None  # default: AdamW with the flags' options

@@ -206,7 +206,8 @@ def test_chunk_that_another_rank_deletes_while_it_is_written_is_written_again(
     """That rank finds the disk full, and makes room."""
     cache = ChunkCache(tmp_path, lambda chunk: bytes([chunk]) * 68, bytes_max=300, open_max=1)
     other = ChunkCache(tmp_path, lambda chunk: b"", bytes_max=300, open_max=1)
-    write, deleted = Path.write_bytes, []
+    write = Path.write_bytes
+    deleted: list[Path] = []
 
     def write_and_be_deleted(path: Path, content: bytes) -> int:
         count = write(path, content)
