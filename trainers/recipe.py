@@ -41,6 +41,8 @@ class Recipe:
     make_optimizer: "MakeOptimizer | None" = None  # default: AdamW with the flags' options
     schedule: Callable[[int], float] | None = None  # step -> factor of the learning rate of each group
     about: Mapping[str, Any] = field(default_factory=dict)  # JSON stored with each checkpoint, for `trainers.export`
+    # Takes the `about` of a checkpoint; returns why its weights are those of another model, or "".
+    find_conflict: Callable[[Mapping[str, Any]], str] = lambda about: ""
 
 
 # Arguments: the device, and whether the strategy accepts a model on the `meta` device.

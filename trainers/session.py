@@ -124,6 +124,7 @@ class Session:
             own=state.own,
             about=state.recipe.about,
             buffers=state.model.buffers,
+            find_conflict=state.recipe.find_conflict,
         )
         progress = Progress(
             self.environment.progress_file,
