@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainers.optimizer import Optimizer, local
 from trainers.strategies.base import Strategy
-from trainers.strategies.islands import OwnTensors, average_loss, hold_by_first, list_local, name_layout
+from trainers.strategies.islands import average_loss, hold_by_first, list_local, list_own_state
 
 
 class Diloco(Strategy):
@@ -61,7 +61,7 @@ class Diloco(Strategy):
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return this island's model."""
-        return {name_layout(self.grid): OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
+        return list_own_state(self.grid, model, optimizer)
 
 
 class Outer:

@@ -89,10 +89,12 @@ def save_islands(arguments: Sequence[str]) -> int:
     island = Island(name, folder, attempt=1)
     for step in range(STEPS):
         put_gradient(island.model, step, island.ranks.rank)
+        island.optimizer.skip_unless(torch.tensor(step > island.ranks.rank))  # gradients that are not finite
         island.strategy.step(island.wrapped, island.optimizer, LOSS)
     island.checkpoints.save(STEPS)
     island.checkpoints.wait()
     torch.save(island.copy_tensors(), folder / f"rank-{island.ranks.rank}.pt")
+    assert island.optimizer.moves_done == STEPS - 1 - island.ranks.rank
     leave_ranks()
     return 0
 
@@ -109,5 +111,6 @@ def restore_islands(arguments: Sequence[str]) -> int:
         others = [each[key] for rank, each in enumerate(saved) if rank != mine]
         assert not any(torch.equal(tensor, other) for other in others), f"{key} does not distinguish islands"
     assert island.optimizer.steps_done == STEPS
+    assert island.optimizer.moves_done == STEPS - 1 - mine, "by which Adam corrects its moments"
     leave_ranks()
     return 0
