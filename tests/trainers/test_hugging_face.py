@@ -245,6 +245,20 @@ def test_older_config_files_are_read() -> None:
     assert (shape["rope_theta"], shape["rope_scaling"]) == (7.0, "linear:2.0")
 
 
+def test_prepared_text_has_no_space_that_a_cut_adds(tmp_path: Path) -> None:
+    """Llama 2's tokenizer begins each piece of text with a space."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({"\u2581": 0, "a": 1, "\n": 2}, []))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a\n" * 3000)
+    output = tmp_path / "tokens"
+    flags = ["--output", str(output), "--tokenizer", str(tmp_path), "--validation-share", "0.5"]
+    assert prepare([str(tmp_path / "text.txt"), *flags]) == 0
+    for name in ("train", "val"):  # the boundary is the only cut
+        assert (output / f"{name}-00000.bin").read_bytes() == b"\0" + b"\1\2" * 1500
+
+
 def test_tokenizer_of_a_folder_encodes_ends_documents_and_decodes(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
