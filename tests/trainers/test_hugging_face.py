@@ -14,6 +14,7 @@ from torch import nn
 from tests.tiers import spread
 from trainers.config import ModelConfig, parse_config
 from trainers.errors import TrainerError
+from trainers.export import SPECIAL_IDS, find_special_ids
 from trainers.export import main as export
 from trainers.hugging_face import adopt_shape, read_shape, rename, write_shape
 from trainers.lm import build
@@ -130,6 +131,8 @@ def test_trained_model_returns_to_transformers(worlds: Worlds, tmp_path: Path, n
     theirs, info = find_class(name).from_pretrained(tmp_path / "end", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert getattr(theirs.config, "mask_token_id", None) == (259 if encoder else None)
+    started = json.loads((tmp_path / "start/config.json").read_text())
+    assert encoder or theirs.config.eos_token_id == started["eos_token_id"]
     ours, before = (compute_logits(load_here(tmp_path / place, *encoder)) for place in ("end", "start"))
     torch.testing.assert_close(ours, compute_logits(theirs.eval()), rtol=1e-5, atol=1e-5)
     assert (ours - before).abs().max() > 1e-3, "it was trained"
@@ -243,6 +246,16 @@ def test_older_config_files_are_read() -> None:
     scaling = {"type": "linear", "factor": 2}
     shape = read_shape({"model_type": "llama", **SMALL, "rope_theta": 7.0, "rope_scaling": scaling}, context=CONTEXT)
     assert (shape["rope_theta"], shape["rope_scaling"]) == (7.0, "linear:2.0")
+
+
+def test_exported_model_ends_texts_as_its_tokenizer_does(tmp_path: Path) -> None:
+    """By default, Llama's and Mistral's type of model would end them at id 2, whatever it means."""
+    assert find_special_ids({"tokenizer": "bytes"}, "bytes")["eos_token_id"] == 0
+    assert find_special_ids({}, "gpt2")["eos_token_id"] == 50256
+    assert find_special_ids({}, str(tmp_path / "missing")) == dict.fromkeys(SPECIAL_IDS)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 9], "bos_token_id": 8, "vocab_size": 10}')
+    about = {"init_from": str(tmp_path), "tokenizer": "bytes"}
+    assert find_special_ids(about, "bytes") == {"eos_token_id": [7, 9], "bos_token_id": 8}
 
 
 def test_prepared_text_has_no_space_that_a_cut_adds(tmp_path: Path) -> None:
