@@ -191,6 +191,7 @@ def test_flags_that_give_the_same_weights_another_meaning_are_noticed(
     assert find_conflict(new.model, new.lora, {}) == "", "an older checkpoint does not say"
 
 
+@long
 def test_checkpoint_of_other_heads_is_refused_although_its_shapes_fit(worlds: Worlds, folder: TrainingFolder) -> None:
     flags = ("--train.steps", "2", "--checkpoint.every_steps", "0")
     assert folder.fork(worlds, *flags).codes == [0]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiers import spread
+from tests.tiers import long, spread
 from trainers import snapshot
 from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
@@ -330,6 +330,7 @@ def test_counted_loss_is_the_mean_over_all_labels_of_a_batch(
     assert [*losses, *evaluated] == pytest.approx(expected, abs=1e-6)
 
 
+@long
 def test_ranks_that_do_not_step_together_cannot_count(worlds: Worlds, tmp_path: Path) -> None:
     ended = worlds.call(tmp_path, f"{HERE}:with_ignored_labels", [*FLAGS, "--strategy", "gossip"], ranks=2)
     assert ended.codes == [1, 1] and "`count` needs ranks that take each step together" in ended.errors
