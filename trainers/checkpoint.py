@@ -76,11 +76,13 @@ class CheckpointManager:
         own: Mapping[str, Stateful],
         about: Mapping[str, Any] | None = None,
         buffers: Callable[[], Iterable[Tensor]] = tuple,
+        find_conflict: Callable[[Mapping[str, Any]], str] = lambda about: "",
     ) -> None:
         """Register the attempt. `shared` state is common to all ranks; `own` differs from rank to rank.
 
         `about` is JSON that is stored with each checkpoint. `buffers` returns the tensors of the state that forward
         passes change, such as BatchNorm's statistics: it is called in each save, because a pass may replace them.
+        `find_conflict` takes the `about` of a checkpoint, and returns why this run must not continue from it, or "".
         """
         self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
@@ -93,7 +95,7 @@ class CheckpointManager:
         self._removal_problem = ""
         self._step_saved: int | None = None
         self.step_committed: int | None = None
-        self._find_buffers = buffers
+        self._find_buffers, self._find_conflict = buffers, find_conflict
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
         self.stall_s = 0.0  # time that the last `save`, and the `wait_for_copy` after it, blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
@@ -110,7 +112,9 @@ class CheckpointManager:
 
         All ranks skip incomplete and corrupt checkpoints, with a warning. `progress` reports bytes read by all ranks.
         """
-        restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
+        restorer = Restorer(
+            self._storage, self._ranks, shared=self._shared, own=self._own, find_conflict=self._find_conflict
+        )
         silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
         name = restorer.restore(progress or silent)
         self._damaged = frozenset(restorer.skipped)

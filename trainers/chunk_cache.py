@@ -104,7 +104,8 @@ class ChunkCache:
             partial.replace(path)
         except OSError as error:
             partial.unlink(missing_ok=True)  # on a full disk, each try would take more of it
-            if error.errno in FULL_ERRNOS:
+            # Another rank that finds the disk full deletes all files, and those that are being written with them.
+            if error.errno in (*FULL_ERRNOS, errno.ENOENT):
                 return False
             raise TrainerError(
                 f"`{path}` cannot be written: {error.strerror}\n\nhint: `--data.cache` on another disk"

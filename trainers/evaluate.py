@@ -10,7 +10,7 @@ from torch import nn
 
 from trainers.config import RunConfig
 from trainers.errors import TrainerError
-from trainers.loop import Work, read_passes
+from trainers.loop import Work, read_passes, weigh_passes
 from trainers.randomness import RandomNumbers
 from trainers.ranks import Ranks
 from trainers.recipe import Recipe
@@ -39,7 +39,13 @@ class Evaluation:
         self._train = dataclasses.replace(config.train, batch=samples)
         self._work: Work | None = None
         if recipe.validation is not None:
-            self._work = Work(samples=recipe.validation, loss=recipe.loss, precision=precision, forward=recipe.forward)
+            self._work = Work(
+                samples=recipe.validation,
+                loss=recipe.loss,
+                precision=precision,
+                forward=recipe.forward,
+                count=recipe.count,
+            )
         elif config.evaluate.every_steps:
             raise TrainerError(
                 "no samples are left for evaluation: the data is too short for `--data.validation_share`, or it is 0"
@@ -55,6 +61,7 @@ class Evaluation:
         self._random_numbers.seed(self._seed)
         try:
             passes = read_passes(self._train, self._strategy, self._work, 0, self._ranks)
+            passes = weigh_passes(passes, self._work, self._ranks)
             total = torch.zeros((), dtype=torch.float64, device=passes.device)
             with torch.no_grad():
                 for micro_batch in passes.micro_batches:

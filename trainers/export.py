@@ -9,6 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from trainers.config import LoraConfig, ModelConfig
 from trainers.environment import read_environment
 from trainers.errors import TrainerError
 from trainers.hugging_face import rename, write_shape
-from trainers.tokenizers import find_tokenizer
+from trainers.tokenizers import ByteTokenizer, create_tokenizer, find_tokenizer
 
 PREFIX = "model."
+# Those of tiktoken's tables, which it would download.
+TIKTOKEN_ENDS = {"gpt2": 50256, "gpt4": 100257, "cl100k_base": 100257, "gpt4o": 199999, "o200k_base": 199999}
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The files of a tokenizer in a Hugging Face folder.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
@@ -82,6 +86,8 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     if lora.rank:
         tensors = merge_adapters(tensors, scale=lora.alpha / lora.rank)
     shape = write_shape(model, dtype=dtype, mask_id=about.get("mask_id"))
+    if not model.bidirectional:
+        shape |= find_special_ids(about, tokenizer or find_tokenizer(about))
     output.mkdir(parents=True, exist_ok=True)
     about_file = {"format": "pt", "step": str(step)}
     write_safetensors(output / SINGLE_FILE, convert(rename(tensors, model), dtype), about_file)
@@ -90,6 +96,23 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     print(f"step {step} is in `{output}` ({'with' if copied else 'without'} a tokenizer)")
     if model.expert_capacity:
         print("note: Transformers has no equivalent of `--model.expert_capacity`: there, no token skips its experts")
+
+
+def find_special_ids(about: Mapping[str, Any], tokenizer: str) -> dict[str, Any]:
+    """Return the ids that begin and end a text, as in the original's `config.json`, or as the tokenizer has them.
+
+    Without them, Transformers would end a text at its default id for this type of model, which may be any other token.
+    """
+    original = Path(str(about.get("init_from") or "")) / "config.json"
+    if about.get("init_from") and original.is_file():
+        content = json.loads(original.read_text())
+        return {name: content[name] for name in SPECIAL_IDS if name in content}
+    separator: Sequence[int] = ()
+    if tokenizer == ByteTokenizer.name or Path(tokenizer).is_dir():
+        with suppress(TrainerError):  # its package is not installed
+            separator = create_tokenizer(tokenizer).separator
+    end = separator[0] if len(separator) == 1 else TIKTOKEN_ENDS.get(tokenizer)
+    return {**dict.fromkeys(SPECIAL_IDS), "eos_token_id": end}
 
 
 def copy_tokenizer(source: str | None, output: Path) -> bool:

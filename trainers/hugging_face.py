@@ -82,6 +82,15 @@ def read_shape(content: Mapping[str, Any], *, context: int) -> dict[str, Any]:
     return {**shape, "vocabulary": content["vocab_size"], "vocabulary_multiple": 1}
 
 
+def find_window(content: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens to which each one attends; None if it attends to all earlier ones."""
+    kind = str(content.get("model_type"))
+    if not content.get("use_sliding_window", kind.startswith("mi")):
+        return None
+    window: int | None = content.get("sliding_window", 4096 if kind == "mistral" else None)  # as in Transformers
+    return window
+
+
 def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
     activation = content.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
@@ -104,7 +113,7 @@ def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
 def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
     if content.get("hidden_act", "silu") != "silu" or content.get("mlp_bias"):
         raise TrainerError("unsupported perceptron: it has biases, or an activation other than `silu`")
-    window = content.get("sliding_window") if content.get("use_sliding_window", kind.startswith("mi")) else None
+    window = find_window(content)
     if window and window < context:
         raise TrainerError(f"attention has a window of {window} tokens, fewer than `--model.context {context}`")
     # Transformers 5 has `rope_parameters`; earlier releases have two fields.

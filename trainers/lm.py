@@ -6,12 +6,12 @@ Run the same command again after a preemption or a failure: it resumes from the 
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.config import Config, ModelConfig, parse_config, to_arguments
+from trainers.config import Config, LoraConfig, ModelConfig, parse_config, to_arguments
 from trainers.errors import TrainerError
 from trainers.hugging_face import adopt_shape, load_weights
 from trainers.launch import launch_if_needed, run_process
@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM i
 
 # Axes of strategies under which each rank calls the whole model with whole samples.
 WHOLE_SAMPLE_AXES = {"replicate", "shard", "island", "server"}
+# Fields of ModelConfig that change what weights compute, but not their shapes.
+MEANING = ("heads", "norm_epsilon", "bidirectional")
+MEANING_BY_KIND = {"gpt": ("activation",), "llama": ("rope_theta", "rope_scaling")}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,6 +102,7 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         fill=initialize if is_empty else None,
         demonstrate=partial(write_sample, config, tokens, device) if writes_text else None,
         about=describe(config, shape, mask_id, tokens.tokenizer),
+        find_conflict=partial(find_conflict, shape, config.lora),
     )
 
 
@@ -172,6 +176,23 @@ def describe(config: Config, shape: ModelConfig, mask_id: int, tokenizer: str) -
         "init_from": str(Path(config.init_from).resolve()) if config.init_from else "",
         "tokenizer": tokenizer,
     }
+
+
+def find_conflict(model: ModelConfig, lora: LoraConfig, about: Mapping[str, Any]) -> str:
+    """Return which flags would give the weights of a checkpoint another meaning, though their shapes fit; "" if none.
+
+    `about` is that of the checkpoint.
+    """
+    mine = {"model": dataclasses.asdict(model), "lora": dataclasses.asdict(lora)}
+    names = [("model", name) for name in (*MEANING, *MEANING_BY_KIND[model.kind])]
+    names += [("model", "experts_per_token")] if model.experts else []
+    names += [("lora", "alpha")] if lora.rank and about.get("lora", {}).get("rank") == lora.rank else []
+    changed = [
+        f"`--{group}.{name}` was `{about[group][name]}` and is `{mine[group][name]}`"
+        for group, name in names
+        if name in about.get(group, {}) and about[group][name] != mine[group][name]
+    ]
+    return ", ".join(changed)
 
 
 def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:

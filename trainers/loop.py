@@ -6,6 +6,7 @@ Nothing in a step waits for the device: loss, norm and the request to stop stay 
 them (`is_read_due`), with one copy for all steps since the last reading.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainers.config import TrainConfig
@@ -21,7 +23,7 @@ from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
 from trainers.own_time import WorkClock
 from trainers.ranks import Ranks
-from trainers.recipe import Forward, Loss, call_model
+from trainers.recipe import Count, Forward, Loss, call_model
 from trainers.scaling import LossScale
 from trainers.strategies.base import MicroBatch, Passes, Strategy
 
@@ -51,9 +53,10 @@ class Work:
     """The samples, the loss, the precision and the forward function of a run."""
 
     samples: Samples
-    loss: Loss  # (outputs, targets) -> mean over the samples
+    loss: Loss  # (outputs, targets) -> mean over the samples, or over what `count` counts
     precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
     forward: Forward = call_model
+    count: Count | None = None
 
 
 class Position:
@@ -113,6 +116,7 @@ def iterate_steps(
         clock.begin()
         passes = read_passes(config, strategy, work, position.samples_done, ranks, loss_scale=scaling.factor)
         clock.note_samples()
+        passes = weigh_passes(passes, work, ranks)
 
         # Forward, loss and backward of every micro-batch; a pipeline interleaves them across stages.
         if strategy.has_own_schedule:
@@ -189,6 +193,36 @@ def read_passes(
         device=ranks.device,
     )
     return strategy.cut(passes)
+
+
+def weigh_passes(passes: Passes, work: Work, ranks: Ranks) -> Passes:
+    """Weight micro-batches by what the recipe counts, if it counts anything. A collective call.
+
+    Example: two micro-batches of one sample, with 9 tokens and 1, have the weights 0.9 and 0.1: the loss is the mean
+    over the tokens of the batch, however it is divided.
+    """
+    measure_loss, count = work.loss, work.count
+    if count is None:
+        return passes
+
+    def count_elements(targets: Any) -> Tensor:
+        return torch.as_tensor(count(targets), dtype=torch.float64, device=passes.device)
+
+    def measure(outputs: Any, targets: Any) -> Tensor:
+        loss = measure_loss(outputs, targets)
+        check_loss(loss)
+        return torch.where(count_elements(targets) > 0, loss, torch.zeros_like(loss))  # a mean of nothing is NaN
+
+    # A sample that a share repeats to make as many passes as others does not count again.
+    counts = torch.stack([count_elements(part.targets) * (part.weight > 0) for part in passes.micro_batches])
+    total = counts.sum()
+    if ranks.world_size > 1:
+        dist.all_reduce(total)
+    weights = counts / total.clamp(min=1.0)
+    weighted = [
+        dataclasses.replace(part, weight=weight) for part, weight in zip(passes.micro_batches, weights, strict=True)
+    ]
+    return dataclasses.replace(passes, micro_batches=weighted, loss=measure)
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,9 @@ from torch.nn import functional
 # Logits that take more than this in float32 are processed in chunks of this size.
 CHUNK_BYTES = 64 * 2**20
 FLOAT_BYTES = 4
+# Factor of stored gradients. The probability of one of 50,000 ids, divided by thousands of rows, is below the smallest
+# float16; the gradient of a logit is at most about 1. A power of two changes no digit of other dtypes.
+STORED_SCALE = 2.0**10
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -60,16 +63,22 @@ class ChunkedLoss(torch.autograd.Function):
                 if z_weight:
                     slope *= 1 + 2 * z_weight * log_sum
                 slope.scatter_(1, right, slope.gather(1, right) - 1.0)  # deterministic on GPUs, unlike scatter_add_
-                gradient[start : start + step] = slope.div_(rows)
-        context.gradient = gradient
+                gradient[start : start + step] = slope.mul_(STORED_SCALE)
+        context.gradient, context.step = gradient, step
         return total / rows
 
     @staticmethod
     def backward(context: Any, outer: Tensor) -> tuple[Tensor, None, None]:
-        """Scale the gradient that `forward` computed, in place: it is used once."""
+        """Scale the gradient that `forward` computed, in place: it is used once.
+
+        Only here are rows divided by their number, together with the loss scale, which keeps float16 from underflow.
+        """
         gradient, context.gradient = context.gradient, None
         assert gradient is not None, "backward runs once"
-        return gradient.mul_(outer), None, None
+        factor = outer.float() / (STORED_SCALE * len(gradient))
+        for part in gradient.split(context.step):
+            part.copy_(part.float().mul_(factor))
+        return gradient, None, None
 
 
 def class_loss(logits: Tensor, targets: Tensor) -> Tensor:

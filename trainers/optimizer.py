@@ -7,7 +7,7 @@ State by name, instead of by number, can be restored by other ranks and under ot
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class Optimizer:
         self.values = OptimizerValues(self._optimizer, self._handles) if make else None
         self._blank: set[str] = set()  # parameters with state that only reserves names and shapes
         self._initialize_state()
+        self._reserved = frozenset(self._blank)
         self.steps_done = 0
         self._found_inf: Tensor | None = None
 
@@ -77,6 +78,18 @@ class Optimizer:
     def is_finished(self) -> bool:
         """Return whether the run's last step is done."""
         return self.steps_done >= self._config.steps
+
+    @property
+    def moves_done(self) -> int | str:
+        """The number of updates of the parameters that were not skipped; if they differ, JSON of them by name."""
+        counters = {name: state["step"] for name, state in self._iterate_states() if "step" in state}
+        updates = read_counters(counters)
+        # Of parameters that the optimizer does not count, only the first update matters.
+        begun = {name: int(name not in self._blank) for name in self._handles}
+        # One number if all parameters were updated equally often: always, unless some got no gradient.
+        counts = set((updates or begun).values()) or {0}
+        is_equal = len(counts) == 1 and not (self.steps_done and self._blank)
+        return counts.pop() if is_equal else json.dumps(begun | updates)
 
     def skip_unless(self, is_finite: Tensor) -> None:
         """Skip the next update if `is_finite`, a scalar on the device, is false. The host does not wait."""
@@ -120,39 +133,37 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint; its tensors are the live ones."""
         state: dict[str, Any] = {}
-        counters: dict[str, Any] = {}
-        for name, handle in self._handles.items():
-            for key, value in self._optimizer.state.get(handle, {}).items():
-                if key == "step":
-                    counters[name] = value
-                elif isinstance(value, Tensor):
+        for name, values in self._iterate_states():
+            for key, value in values.items():
+                if key != "step" and isinstance(value, Tensor):
                     spread = self._spread(value, self._parameters[name])
                     state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
-        updates = read_counters(counters)
-        # Of parameters that the optimizer does not count, only the first update matters.
-        begun = {name: int(name not in self._blank) for name in self._handles}
-        # One number if all parameters were updated equally often: always, unless some got no gradient.
-        counts = set((updates or begun).values()) or {0}
-        is_equal = len(counts) == 1 and not (self.steps_done and self._blank)
-        moves = counts.pop() if is_equal else json.dumps(begun | updates)
-        return {**state, "steps_done": self.steps_done, "moves_done": moves}
+        return {**state, "steps_done": self.steps_done, "moves_done": self.moves_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
         keys = {saved: key for key, saved in STATE_NAMES.items()}
-        moves = state["moves_done"]
-        updates = json.loads(moves) if isinstance(moves, str) else dict.fromkeys(self._handles, moves)
         with torch.no_grad():
             for saved, values in state.items():
                 for name, value in values.items() if isinstance(values, dict) else ():
                     local(self._optimizer.state[self._handles[name]][keys.get(saved, saved)]).copy_(local(value))
-            self._set_updates(updates)
         self.steps_done = state["steps_done"]
-        # Older checkpoints have 0 for all parameters of an optimizer that does not count, or do not name them.
-        is_blank = not self.steps_done or isinstance(moves, str)
-        self._blank = {name for name in self._blank if is_blank and updates.get(name) == 0}
+        self.load_moves(state["moves_done"])
         if self._copies is not None:
             self._copies.mark_stale()  # the parameters come from the same checkpoint
+
+    def load_moves(self, moves: int | str) -> None:
+        """Restore `moves_done`, after `load_state_dict`."""
+        updates = json.loads(moves) if isinstance(moves, str) else dict.fromkeys(self._handles, moves)
+        with torch.no_grad():
+            self._set_updates(updates)
+        # Older checkpoints have 0 for all parameters of an optimizer that does not count, or do not name them.
+        is_blank = not self.steps_done or isinstance(moves, str)
+        self._blank = {name for name in self._reserved if is_blank and updates.get(name) == 0}
+
+    def _iterate_states(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for name, handle in self._handles.items():
+            yield name, self._optimizer.state.get(handle, {})
 
     def _spread(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Return a state tensor sharded over the ranks like its parameter."""

@@ -18,7 +18,8 @@ from trainers.texts import find_text_files, read_documents
 from trainers.tokenizers import Tokenizer, create_tokenizer
 
 REPORT_S = 0.5
-# Maximum size of a piece of text that is encoded at once, cut at line ends, to bound memory.
+# Maximum size of a piece of text that is encoded at once, cut at line ends, to bound memory. Pieces are no smaller than
+# they must be: some tokenizers begin each with a space (Llama 2's), and none joins what a cut separates.
 PIECE_BYTES = 2**20
 TYPECODES = {"uint8": "B", "uint16": "H", "uint32": "I"}
 
@@ -76,15 +77,15 @@ def prepare(
     train = ShardWriter(output, "train", shard_tokens, TYPECODES[dtype])
     validation = ShardWriter(output, "val", shard_tokens, TYPECODES[dtype])
     progress = Reporter(total)
-    # Small pieces, so that the boundary is met closely.
-    piece_bytes = max(256, min(PIECE_BYTES, total // 1000))
+    slack = max(256, min(PIECE_BYTES, total // 1000))  # the boundary is met that closely
     done = 0
     for file in files:
         begin, size = done, file.stat().st_size
         seen = 0
         for document in read_documents(file, column):
-            for piece in cut(document, piece_bytes):
-                # The text of a parquet file is larger than the file, so its share of the whole is an estimate.
+            # The text of a parquet file is larger than the file, so its share of the whole is an estimate.
+            parts = split(document, int(boundary) - begin - min(seen, size), slack)
+            for piece in (piece for part in parts for piece in cut(part, PIECE_BYTES)):
                 writer = train if begin + min(seen, size) < boundary else validation
                 writer.append(tokenizer.encode(piece))
                 seen += len(piece)
@@ -113,6 +114,19 @@ def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
             stop = line_end + 1 if line_end > start else _character_start(document, stop)
         yield document[start:stop]
         start = stop
+
+
+def split(document: bytes, place: int, slack: int) -> list[bytes]:
+    """Return the parts before and after a place, or after the line there if it ends within `slack` bytes.
+
+    Returns the document itself if the place is not within it.
+    """
+    if not 0 < place < len(document):
+        return [document]
+    stop = document.find(b"\n", place - 1, place + slack) + 1
+    if not stop:
+        stop = next((each for each in range(place, len(document)) if document[each] & 0xC0 != 0x80), len(document))
+    return [document[:stop], document[stop:]]
 
 
 class ShardWriter:

@@ -51,10 +51,16 @@ class Restorer:
     """Restores the objects of one rank. All ranks call the same methods in the same order."""
 
     def __init__(
-        self, storage: Storage, ranks: Ranks, *, shared: Mapping[str, Stateful], own: Mapping[str, Stateful]
+        self,
+        storage: Storage,
+        ranks: Ranks,
+        *,
+        shared: Mapping[str, Stateful],
+        own: Mapping[str, Stateful],
+        find_conflict: Callable[[Mapping[str, Any]], str],
     ) -> None:
         """Restore into `shared` state, common to all ranks, and this rank's `own`."""
-        self._storage, self._ranks = storage, ranks
+        self._storage, self._ranks, self._find_conflict = storage, ranks, find_conflict
         self._shared, self._own = shared, own
         self._own_name = name_own(ranks)
         self.skipped: list[CheckpointName] = []  # incomplete or damaged
@@ -74,6 +80,11 @@ class Restorer:
                 self._warn_skipped(name, index_read)
                 continue
             contents, index = index_read
+            if problem := self._find_conflict(contents.about):
+                raise CheckpointError(
+                    f"`{name}` does not fit this model: {problem}\n\n"
+                    "hint: use the flags of the run that wrote it, or set `$BROKER_CHECKPOINT_DIR` to a new folder"
+                )
             live = live or self._find_live()
             chosen = {key: state for key, state in live.items() if self._is_in(key, contents)}
             with progress.follow(name.step, str(name)):

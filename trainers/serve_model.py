@@ -126,14 +126,16 @@ def _check_writes(config: ModelConfig) -> None:
 def _load_hugging_face(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, ModelConfig, str]:
     import json
 
-    from trainers.hugging_face import load_weights, read_shape
+    from trainers.hugging_face import find_window, load_weights, read_shape
 
     try:
         content = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise TrainerError(f"cannot read `{folder / 'config.json'}`: {error}") from error
     shape = read_shape(content, context=0)
-    config = ModelConfig(**{**shape, "context": shape["positions"], "dropout": 0.0})
+    # Beyond a sliding window, attention to all tokens would be another model.
+    context = min(shape["positions"], find_window(content) or shape["positions"])
+    config = ModelConfig(**{**shape, "context": context, "dropout": 0.0})
     _check_writes(config)
     model = create_language_model(config.kind, config)
     load_weights(model, config, folder)

@@ -124,6 +124,7 @@ class Session:
             own=state.own,
             about=state.recipe.about,
             buffers=state.model.buffers,
+            find_conflict=state.recipe.find_conflict,
         )
         progress = Progress(
             self.environment.progress_file,
@@ -238,7 +239,9 @@ class Session:
         config, ranks, recipe, strategy = self.config, self.ranks, state.recipe, state.strategy
         precision = choose_precision(ranks.device, config.dtype)
         node_times = NodeTimes(ranks, self.environment.progress_file)
-        clock = choose_clock(strategy, ranks.device, config.train.batch) if node_times.is_on else WorkClock()
+        # On a GPU, the wait for the counts of other ranks would be measured as this rank's own work.
+        is_timed = node_times.is_on and (recipe.count is None or ranks.device.type == "cpu")
+        clock = choose_clock(strategy, ranks.device, config.train.batch) if is_timed else WorkClock()
         supervisor = Supervisor(
             config=config,
             checkpoints=checkpoints,
@@ -297,7 +300,13 @@ class Session:
             model=state.wrapped,
             strategy=state.strategy,
             optimizer=state.optimizer,
-            work=Work(samples=samples, loss=recipe.loss, precision=precision, forward=recipe.forward),
+            work=Work(
+                samples=samples,
+                loss=recipe.loss,
+                precision=precision,
+                forward=recipe.forward,
+                count=recipe.count,
+            ),
             position=state.position,
             ranks=self.ranks,
             is_stop_asked=self._is_stop_asked,

@@ -10,6 +10,7 @@ from trainers.blocks import check_shared, find_shared, prepare_blocks
 from trainers.checkpoint import HeldByOne
 from trainers.config import RunConfig
 from trainers.devices import check_dtype, check_memory
+from trainers.errors import TrainerError
 from trainers.float8 import convert_linears
 from trainers.loop import Position
 from trainers.optimizer import Optimizer
@@ -51,7 +52,9 @@ class RunState:
     @cached_property
     def own(self) -> dict[str, Any]:
         """The state of this rank alone, by name."""
-        own = {**self.strategy.own_state(self.model, self.optimizer), **self.random_numbers.list_states()}
+        suffix = self.strategy.grid.name_draws()
+        drawn = {f"{name}{suffix}": generators for name, generators in self.random_numbers.list_states().items()}
+        own = {**self.strategy.own_state(self.model, self.optimizer), **drawn}
         if self.optimizer.values is not None:
             own["optimizer_values"] = self.optimizer.values
         return own
@@ -65,6 +68,8 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
     strategy = create_strategy(config.strategy, ranks, config)
     is_spread = strategy.TAKES_EMPTY and ranks.world_size > 1
     recipe = build(ranks.device, is_spread)
+    if recipe.count is not None:
+        check_counted(strategy, config.strategy)
     model, fill = recipe.model, recipe.fill
     if not is_spread:
         check_memory(model.parameters(), ranks.device, config, state_bytes=strategy.count_state_bytes())
@@ -98,3 +103,12 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
         scaling=LossScale(config.dtype),
         random_numbers=random_numbers,
     )
+
+
+def check_counted(strategy: Strategy, name: str) -> None:
+    """Raise TrainerError unless all ranks take each step together, each with whole samples of its own."""
+    if any(strategy.grid.size(axis) > 1 for axis in strategy.grid.axes if axis not in ("replicate", "shard")):
+        raise TrainerError(
+            f"`count` needs ranks that take each step together on whole samples, unlike those of `{name}`\n\n"
+            "hint: ddp, allreduce, zero1, zero2, fsdp or hsdp"
+        )

@@ -137,7 +137,9 @@ class Supervisor:
                 **self.meter.read(),
             }
         every_steps = self.config.evaluate.every_steps
-        if (last and every_steps) or is_due(report.step, every_steps):
+        # A machine that is about to be reclaimed may not have the time to evaluate first, and to save then.
+        is_leaving = reading.is_stop_asked and not last
+        if not is_leaving and ((last and every_steps) or is_due(report.step, every_steps)):
             begin = time.perf_counter()
             values["validation_loss"] = self.evaluation.run()
             self.meter.pause(time.perf_counter() - begin)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainers.config import RunConfig, find_run_problem
 from trainers.flags import parse_flags
 from trainers.launch import launch_if_needed, run_process
-from trainers.recipe import Forward, Loss, Recipe, call_model
+from trainers.recipe import Count, Forward, Loss, Recipe, call_model
 from trainers.session import run_session
 
 if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
@@ -32,6 +32,7 @@ def train(
     optimizer: OwnOptimizer | None = None,
     schedule: Callable[[int], float] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    count: Count | None = None,
     on_finish: "Callable[[torch.nn.Module], str] | None" = None,
     unit: str = "samples",
     flops_per_sample: float = 0.0,
@@ -52,6 +53,8 @@ def train(
     - `optimizer(named_parameters)`: replaces AdamW with the flags' learning rate. `schedule(step)` returns a factor of
       the learning rate of each of its groups, for steps from 0; without it, the rate is constant.
     - `collate(items)`: returns a batch from a list of items; default: torch's `default_collate`.
+    - `count(targets)`: returns the number of elements over which the loss of a pass is the mean, if not samples: of
+      tokens that are not ignored. It gets what the loss gets, and passes are weighted by it.
     - `on_finish(model)`: returns text to print after the last step; called on all ranks.
     - `flops_per_sample`: FLOPs of forward and backward passes, to report MFU.
     - `defaults`: default values of flags by name, such as `{"train.steps": 1000}`.
@@ -65,6 +68,7 @@ def train(
         "optimizer": optimizer,
         "schedule": schedule,
         "collate": collate,
+        "count": count,
         "on_finish": on_finish,
         "unit": unit,
         "flops_per_sample": flops_per_sample,
@@ -117,6 +121,7 @@ def build(config: RunConfig, recipe: Mapping[str, Any], device: "torch.device", 
         validation=None if validation is None else open_samples(validation, seed=0, collate=collate),
         loss=recipe["loss"],
         forward=recipe.get("forward") or call_model,
+        count=recipe.get("count"),
         unit=recipe.get("unit", "samples"),
         units_per_sample=1,
         flops_per_sample=recipe.get("flops_per_sample", 0.0),

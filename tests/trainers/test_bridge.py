@@ -216,6 +216,29 @@ def test_each_node_reports_its_own_time_once(monkeypatch: pytest.MonkeyPatch, tm
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "current", "seen", "device"),
+    [
+        ("3", 0, 8, "cuda:3"),  # the program never made its GPU the current one
+        ("3", 3, 8, "cuda:3"),
+        ("3", 0, 1, "cuda:0"),  # each process sees its own GPU only
+        (None, 5, 8, "cuda:5"),
+    ],
+)
+def test_ranks_agree_on_the_gpu_of_their_local_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, current: int, seen: int, device: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    from trainers.bridge_torch import find_device
+
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert str(find_device()) == device
+
+
 PROGRAM = """
 import sys
 from trainers import bridge

@@ -227,6 +227,26 @@ def test_checkpoint_of_another_shape_is_one_line_with_a_hint(tmp_path: Path) -> 
         open_for(4, 2).restore()
 
 
+def test_checkpoint_whose_description_conflicts_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    alone, model = Ranks(rank=0, world_size=1, device=torch.device("cpu")), torch.nn.Linear(3, 1)
+    manager = CheckpointManager(
+        FolderStorage(tmp_path),
+        alone,
+        attempt=1,
+        keep=3,
+        shared={"model": model},
+        own={},
+        about={"heads": 4},
+        find_conflict=lambda about: f"{about['heads']} heads",
+    )
+    manager.save(5)
+    manager.wait()
+    changed = model.weight.detach().add_(1.0).clone()
+    with pytest.raises(CheckpointError, match="does not fit this model: 4 heads\n\nhint: use the flags of the run"):
+        manager.restore()
+    assert torch.equal(model.weight, changed)
+
+
 def test_run_on_a_cpu_continues_on_a_gpu_and_then_keeps_its_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

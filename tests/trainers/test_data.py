@@ -209,6 +209,14 @@ def test_pieces_of_a_document_make_it_whole_again(text: bytes, piece: int) -> No
     assert b"".join(pieces) == text and all(0 < len(each) <= piece for each in pieces)
 
 
+@given(text=st.text(alphabet="aä€\n", max_size=60), place=st.integers(-5, 100), slack=st.integers(1, 9))
+def test_document_is_split_at_the_boundary_between_characters(text: str, place: int, slack: int) -> None:
+    document = text.encode()
+    parts = prepare.split(document, place, slack)
+    assert "".join(part.decode() for part in parts) == text and len(parts) == 1 + (0 < place < len(document))
+    assert len(parts) == 1 or place <= len(parts[0]) < place + max(slack + 1, 3)
+
+
 @given(text=st.text(max_size=100))
 def test_pieces_split_no_character(text: str) -> None:
     assert "".join(piece.decode() for piece in prepare.cut(text.encode(), 7)) == text

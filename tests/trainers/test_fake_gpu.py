@@ -24,6 +24,7 @@ from trainers.models.decoder import Decoder, allocate
 from trainers.models.llama import Attention, make_waves
 from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
+from trainers.recipe import Count
 from trainers.scaling import LossScale
 from trainers.strategies import create_strategy
 
@@ -61,7 +62,7 @@ def make_model(config: Config) -> Decoder:
     return model
 
 
-def take_steps(flags: list[str]) -> Iterator[StepReport]:
+def take_steps(flags: list[str], *, count: Count | None = None) -> Iterator[StepReport]:
     config = parse_config([*FLAGS, "--train.batch", "4", "--train.micro_batch", "2", *flags])
     ranks = Ranks(rank=0, world_size=1, device=GPU)
     model = make_model(config)
@@ -72,7 +73,7 @@ def take_steps(flags: list[str]) -> Iterator[StepReport]:
         model=model,
         strategy=create_strategy("ddp", ranks),
         optimizer=Optimizer(model.named_parameters(), config.train),
-        work=Work(samples=samples, loss=loss, precision=nullcontext, forward=forward),
+        work=Work(samples=samples, loss=loss, precision=nullcontext, forward=forward, count=count),
         position=Position("fake"),
         ranks=ranks,
         is_stop_asked=lambda: False,
@@ -98,6 +99,12 @@ def test_steps_stay_on_the_device_and_the_host_does_not_wait(flags: list[str]) -
         steps = take_steps(flags)
         reports = [next(steps) for _ in range(2)]
     assert [report.step for report in reports] == [1, 2] and all(report.reading is None for report in reports)
+
+
+def test_host_does_not_wait_for_the_numbers_of_labels() -> None:
+    with FakeTensorMode():
+        report = next(take_steps([], count=lambda targets: (targets > 0).sum()))
+    assert report.step == 1 and report.reading is None
 
 
 def test_wait_would_be_noticed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from torch import nn
 from tests.tiers import spread
 from trainers.config import ModelConfig, parse_config
 from trainers.errors import TrainerError
+from trainers.export import SPECIAL_IDS, find_special_ids
 from trainers.export import main as export
-from trainers.hugging_face import adopt_shape, read_shape, write_shape
+from trainers.hugging_face import adopt_shape, read_shape, rename, write_shape
 from trainers.lm import build
 from trainers.lm import main as train
+from trainers.models import create_language_model
 from trainers.prepare import main as prepare
+from trainers.safetensors import write_safetensors
 from trainers.serve_model import load_model
 from trainers.tokenizers import create_tokenizer, find_tokenizer, warn_of_other_tokenizer
 
@@ -127,6 +131,8 @@ def test_trained_model_returns_to_transformers(worlds: Worlds, tmp_path: Path, n
     theirs, info = find_class(name).from_pretrained(tmp_path / "end", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert getattr(theirs.config, "mask_token_id", None) == (259 if encoder else None)
+    started = json.loads((tmp_path / "start/config.json").read_text())
+    assert encoder or theirs.config.eos_token_id == started["eos_token_id"]
     ours, before = (compute_logits(load_here(tmp_path / place, *encoder)) for place in ("end", "start"))
     torch.testing.assert_close(ours, compute_logits(theirs.eval()), rtol=1e-5, atol=1e-5)
     assert (ours - before).abs().max() > 1e-3, "it was trained"
@@ -217,11 +223,53 @@ def test_model_with_impossible_dimensions_is_refused(changes: dict[str, Any], re
         read_shape(content, context=CONTEXT)
 
 
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, 16),
+        ({"model_type": "mistral", "sliding_window": None}, 64),
+        ({"model_type": "mistral", "max_position_embeddings": 5000}, 4096),  # the default of Transformers
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False, "attention_bias": True}, 64),
+    ],
+)
+def test_served_context_ends_with_the_sliding_window(tmp_path: Path, fields: dict[str, Any], context: int) -> None:
+    model = ModelConfig(kind="llama", depth=1, width=16, heads=2, vocabulary=8, positions=64, context=64)
+    model = dataclasses.replace(model, attention_bias="qkv" if fields["model_type"] == "qwen2" else "none")
+    network = create_language_model("llama", model)
+    write_safetensors(tmp_path / "model.safetensors", rename(network.state_dict(), model), {})
+    (tmp_path / "config.json").write_text(json.dumps(write_shape(model, dtype="float32") | fields))
+    assert load_model(str(tmp_path), dtype=torch.float32)[1].context == context
+
+
 def test_older_config_files_are_read() -> None:
     """Before transformers 5 the wave and its scaling were two fields."""
     scaling = {"type": "linear", "factor": 2}
     shape = read_shape({"model_type": "llama", **SMALL, "rope_theta": 7.0, "rope_scaling": scaling}, context=CONTEXT)
     assert (shape["rope_theta"], shape["rope_scaling"]) == (7.0, "linear:2.0")
+
+
+def test_exported_model_ends_texts_as_its_tokenizer_does(tmp_path: Path) -> None:
+    """By default, Llama's and Mistral's type of model would end them at id 2, whatever it means."""
+    assert find_special_ids({"tokenizer": "bytes"}, "bytes")["eos_token_id"] == 0
+    assert find_special_ids({}, "gpt2")["eos_token_id"] == 50256
+    assert find_special_ids({}, str(tmp_path / "missing")) == dict.fromkeys(SPECIAL_IDS)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 9], "bos_token_id": 8, "vocab_size": 10}')
+    about = {"init_from": str(tmp_path), "tokenizer": "bytes"}
+    assert find_special_ids(about, "bytes") == {"eos_token_id": [7, 9], "bos_token_id": 8}
+
+
+def test_prepared_text_has_no_space_that_a_cut_adds(tmp_path: Path) -> None:
+    """Llama 2's tokenizer begins each piece of text with a space."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({"\u2581": 0, "a": 1, "\n": 2}, []))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a\n" * 3000)
+    output = tmp_path / "tokens"
+    flags = ["--output", str(output), "--tokenizer", str(tmp_path), "--validation-share", "0.5"]
+    assert prepare([str(tmp_path / "text.txt"), *flags]) == 0
+    for name in ("train", "val"):  # the boundary is the only cut
+        assert (output / f"{name}-00000.bin").read_bytes() == b"\0" + b"\1\2" * 1500
 
 
 def test_tokenizer_of_a_folder_encodes_ends_documents_and_decodes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.trainers.test_checkpoint import ALONE, Counter
 from tests.trainers.test_laws import FullDisk
 from trainers.checkpoint import FAILURES_MAX, CheckpointManager, find_newest
-from trainers.config import LogConfig, RunConfig, TrainConfig
+from trainers.config import EvaluateConfig, LogConfig, RunConfig, TrainConfig
 from trainers.elastic import Elastic
 from trainers.errors import CheckpointError
 from trainers.gc_control import GcControl
@@ -44,7 +44,9 @@ def checkpoints(disk: FullDisk) -> CheckpointManager:
 def drive(checkpoints: CheckpointManager, folder: Path, *, steps: int, is_stop_asked: bool) -> tuple[int, str]:
     """Take `STEP`, which no save interval includes; return the exit code and the lines of progress."""
     idle: Any = SimpleNamespace(is_due=lambda step: False, step=lambda: None, stop=lambda: None)
-    config = RunConfig(train=TrainConfig(steps=steps), log=LogConfig(every_steps=0))
+    config = RunConfig(
+        train=TrainConfig(steps=steps), log=LogConfig(every_steps=0), evaluate=EvaluateConfig(every_steps=STEP)
+    )
     supervisor = Supervisor(
         config=config,
         checkpoints=checkpoints,
@@ -75,6 +77,13 @@ def test_notice_after_too_many_failed_saves_still_saves(
     code, lines = drive(checkpoints, tmp_path, steps=STEP + 1, is_stop_asked=True)
     assert (code, find_step(disk)) == (EXIT_CODE_PREEMPTED, STEP)
     assert "preempted, checkpoint committed" in lines
+
+
+def test_notice_is_followed_by_a_save_without_an_evaluation(checkpoints: CheckpointManager, tmp_path: Path) -> None:
+    """It may take longer than the machine has left."""
+    evaluated = '"validation_loss": 0.0'
+    assert evaluated not in drive(checkpoints, tmp_path, steps=STEP + 1, is_stop_asked=True)[1]
+    assert evaluated in drive(checkpoints, tmp_path, steps=STEP, is_stop_asked=True)[1], "the last step is evaluated"
 
 
 def test_notice_exits_as_preempted_where_that_save_fails_as_well(

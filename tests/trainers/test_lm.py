@@ -1,5 +1,6 @@
 """Whole runs as real processes: killed, preempted and resumed."""
 
+import json
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import torch
 from tests.testbed.s3 import BUCKET, serve_s3
 from tests.tiers import long, spread
 from trainers.config import parse_config
-from trainers.lm import build, main
+from trainers.lm import build, describe, find_conflict, main
 
 from .conftest import TINY, TOTAL, TrainingFolder, await_step, kill_all
 from .strategies.conftest import Worlds
@@ -167,3 +168,33 @@ def train_deterministically(arguments: Sequence[str]) -> int:
     code = main(arguments)
     is_set = torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" in os.environ
     return code if is_set else 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "conflict"),
+    [
+        ((), ("--model.heads", "2"), "`--model.heads` was `4` and is `2`"),
+        ((), ("--model.activation", "gelu_tanh"), "`--model.activation` was `gelu` and is `gelu_tanh`"),
+        ((), ("--model.rope_theta", "5e5", "--model.dropout", "0.1", "--model.context", "64"), ""),  # no part of a GPT
+        (("--model.kind", "llama"), ("--model.kind", "llama", "--model.rope_theta", "5e5"), "`--model.rope_theta` was"),
+        (("--lora.rank", "4"), ("--lora.rank", "4", "--lora.alpha", "8"), "`--lora.alpha` was `16.0` and is `8.0`"),
+        ((), ("--lora.rank", "4", "--lora.alpha", "8"), ""),  # new adapters
+    ],
+)
+def test_flags_that_give_the_same_weights_another_meaning_are_noticed(
+    before: tuple[str, ...], after: tuple[str, ...], conflict: str
+) -> None:
+    old, new = parse_config(before), parse_config(after)
+    about = json.loads(json.dumps(describe(old, old.model, -1, "bytes")))
+    found = find_conflict(new.model, new.lora, about)
+    assert (conflict in found) if conflict else not found
+    assert find_conflict(new.model, new.lora, {}) == "", "an older checkpoint does not say"
+
+
+@long
+def test_checkpoint_of_other_heads_is_refused_although_its_shapes_fit(worlds: Worlds, folder: TrainingFolder) -> None:
+    flags = ("--train.steps", "2", "--checkpoint.every_steps", "0")
+    assert folder.fork(worlds, *flags).codes == [0]
+    ended = folder.fork(worlds, *flags, "--train.steps", "3", "--model.heads", "4", workers=2, attempt=2)
+    assert ended.codes == [1, 1] and "Traceback" not in ended.errors
+    assert "does not fit this model: `--model.heads` was" in ended.errors

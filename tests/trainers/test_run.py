@@ -224,6 +224,20 @@ def test_loss_in_chunks_is_the_same_loss(
     assert chunked_gradient is not None and chunked_gradient.dtype == dtype
 
 
+def test_float16_logits_keep_the_gradients_of_unlikely_tokens_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a probability of 6e-6 over 512 rows, less than the smallest float16; the loss is scaled for that."""
+    logits, targets = torch.full((1, 512, 64), -12.0), torch.zeros((1, 512), dtype=torch.int64)
+    logits[:, :, 0] = 0.0
+    loss_scale, gradients = 2.0**16, []
+    monkeypatch.setattr("trainers.losses.CHUNK_BYTES", 4 * 64 * 100)
+    for dtype in (torch.float32, torch.float16):
+        mine = logits.to(dtype, copy=True).requires_grad_()
+        (next_token_loss(0.0)(mine, targets) * loss_scale).backward()
+        assert mine.grad is not None
+        gradients.append(mine.grad.float() / loss_scale)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=2e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_blocks_learn_the_same_to_the_last_bit(kind: str, recompute: str) -> None:

@@ -200,6 +200,27 @@ def test_chunks_are_read_from_memory_while_the_disk_is_full(
     assert cache.read(6)[0] == 6 and (tmp_path / "6.chunk").exists() and not cache._is_full
 
 
+def test_chunk_that_another_rank_deletes_while_it_is_written_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That rank finds the disk full, and makes room."""
+    cache = ChunkCache(tmp_path, lambda chunk: bytes([chunk]) * 68, bytes_max=300, open_max=1)
+    other = ChunkCache(tmp_path, lambda chunk: b"", bytes_max=300, open_max=1)
+    write = Path.write_bytes
+    deleted: list[Path] = []
+
+    def write_and_be_deleted(path: Path, content: bytes) -> int:
+        count = write(path, content)
+        if not deleted:
+            deleted.append(path)
+            other._make_room(300)
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", write_and_be_deleted)
+    assert cache.read(5)[:68] == bytes([5]) * 68
+    assert deleted and (tmp_path / "5.chunk").exists()
+
+
 def test_language_model_s_data_is_streamed_with_its_validation_files(tokens: Path, tmp_path: Path) -> None:
     config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **SMALL)
     opened = open_tokens(config)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiers import spread
+from tests.tiers import long, spread
 from trainers import snapshot
 from trainers.dataset import DatasetSamples, open_samples
 from trainers.errors import TrainerError
@@ -256,6 +256,84 @@ def without_dropout(arguments: Sequence[str]) -> int:
         return model
 
     return run_training(arguments, RECIPE | {"model": make}, defaults={})
+
+
+class Words(Points):
+    """Sequences of which many labels are ignored, and of some all."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        numbers = torch.Generator().manual_seed(index)
+        labels = torch.randint(5, (7,), generator=numbers)
+        labels[torch.rand(7, generator=numbers) < (index % 4) / 3] = -100
+        return {"point": torch.randn(7, 6, generator=numbers), "labels": labels}
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 5)])
+
+    def forward(self, point: Tensor, labels: Tensor) -> Tensor:
+        logits: Tensor = self.layers[0](point)
+        return logits
+
+
+COUNTED: dict[str, Any] = {
+    "model": Tagger,
+    "samples": Words(),
+    "validation": Words(),
+    "loss": lambda outputs, batch: nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
+    "count": lambda batch: (batch["labels"] != -100).sum(),
+    "optimizer": lambda named: torch.optim.SGD(named, lr=0.5),
+}
+
+
+def with_ignored_labels(arguments: Sequence[str]) -> int:
+    return run_training(arguments, COUNTED, defaults={})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "micro_batch"),
+    [(1, "ddp", 1), *spread([(2, "fsdp", 2), (2, "zero2", 1), (3, "ddp", 2), (2, "allreduce", 3)], every=4)],
+)
+def test_counted_loss_is_the_mean_over_all_labels_of_a_batch(
+    worlds: Worlds, tmp_path: Path, ranks: int, strategy: str, micro_batch: int
+) -> None:
+    """As plain PyTorch computes it in one pass over each batch, though some passes have no label."""
+    flags = ["--train.steps", "4", "--train.batch", "7", "--train.micro_batch", str(micro_batch)]
+    flags += [
+        "--train.norm_max",
+        "1e9",
+        "--evaluate.every_steps",
+        "4",
+        "--evaluate.samples",
+        "7",
+        "--strategy",
+        strategy,
+    ]
+    ended = worlds.call(tmp_path, f"{HERE}:with_ignored_labels", flags, ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+    torch.manual_seed(0)
+    model, samples = Tagger(), DatasetSamples(Words(), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for step in range(5):
+        batch = samples.read(7 * step if step < 4 else 0, 7)  # the last one is the evaluation
+        loss = COUNTED["loss"](model(**batch), batch)
+        expected.append(loss.item())
+        if step < 4:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    losses = [each[0] for each in read_losses(tmp_path).values()]
+    evaluated = [line["validation_loss"] for line in read_lines(tmp_path) if line.get("validation_loss")]
+    assert [*losses, *evaluated] == pytest.approx(expected, abs=1e-6)
+
+
+@long
+def test_ranks_that_do_not_step_together_cannot_count(worlds: Worlds, tmp_path: Path) -> None:
+    ended = worlds.call(tmp_path, f"{HERE}:with_ignored_labels", [*FLAGS, "--strategy", "gossip"], ranks=2)
+    assert ended.codes == [1, 1] and "`count` needs ranks that take each step together" in ended.errors
 
 
 def test_module_whose_weights_differ_by_rank_begins_with_the_first_rank_s(worlds: Worlds, tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ class State(tf.Module):
 
 
 def make_step(strategy: Any, state: State) -> Any:
-    """Return the compiled training step of all replicas."""
+    """Return the compiled training step of all replicas: a GPU each, or a worker without one.
+
+    All GPUs of a worker compute the same part of the batch; for more speed, give each its own.
+    """
+    count = strategy.num_replicas_in_sync
 
     def compute(inputs: Any, targets: Any, flag: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -52,9 +56,9 @@ def make_step(strategy: Any, state: State) -> Any:
             strategy.experimental_local_results(each)[0] for each in strategy.run(compute, (inputs, targets, flag))
         ]
         for weight, moment, gradient in zip(state.weights, state.moments, summed[:-2], strict=True):
-            moment.assign(0.9 * moment + gradient / len(ips))
+            moment.assign(0.9 * moment + gradient / count)
             weight.assign_sub(0.02 * moment)
-        return summed[-2] / len(ips), summed[-1]
+        return summed[-2] / count, summed[-1]
 
     return step
 

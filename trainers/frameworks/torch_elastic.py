@@ -23,6 +23,8 @@ def main() -> None:
     bridge.listen()  # torchrun sends SIGTERM before it admits a node, as broker does before a preemption
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)  # NCCL's collectives use the current device
     dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=PEER_S))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -31,7 +31,8 @@ class MicroBatch:
 
     inputs: Any
     targets: Any
-    weight: float  # share of the global batch, in samples
+    # Share of the global batch: in samples, or a scalar on the device, in what the recipe counts.
+    weight: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,15 @@ class Passes:
     loss_scale: float = 1.0
 
     @property
-    def weight(self) -> float:
+    def weight(self) -> Any:
         """The weight of this rank's samples in the global batch."""
         return sum(micro_batch.weight for micro_batch in self.micro_batches)
 
-    def scale(self, micro_batch: MicroBatch) -> float:
+    def scale(self, micro_batch: MicroBatch) -> Any:
         """Return the factor of a micro-batch's loss in the backward pass.
 
-        Gradients are averaged over ranks. Weighting by samples makes this the mean over the global batch even if ranks
-        have different numbers of samples.
+        Gradients are averaged over ranks. The weights make this the mean over the global batch even if ranks have
+        different numbers of samples.
         """
         return micro_batch.weight * self.share_count * self.loss_scale
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainers.optimizer import Optimizer, local
 from trainers.strategies.base import Strategy
-from trainers.strategies.islands import OwnTensors, average_loss, hold_by_first, list_local, name_layout
+from trainers.strategies.islands import average_loss, hold_by_first, list_local, list_own_state
 
 
 class Diloco(Strategy):
@@ -61,7 +61,7 @@ class Diloco(Strategy):
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return this island's model."""
-        return {name_layout(self.grid): OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
+        return list_own_state(self.grid, model, optimizer)
 
 
 class Outer:
@@ -70,7 +70,8 @@ class Outer:
     def __init__(self, model: nn.Module) -> None:
         """Allocate the state, so that a checkpoint can be read into it."""
         self.is_begun = False
-        self._anchor = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        self._anchor = {name: tensor.detach().clone() for name, tensor in trained.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._anchor.items()}
 
     def begin(self, model: nn.Module) -> None:

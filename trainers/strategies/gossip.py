@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from trainers.optimizer import Optimizer
 from trainers.strategies.base import Strategy
 from trainers.strategies.islands import (
-    OwnTensors,
     average_loss,
     hold_by_first,
     list_inner_axes,
     list_local,
-    name_layout,
+    list_own_state,
 )
 
 NEVER = torch.iinfo(torch.int64).max
@@ -65,7 +64,7 @@ class Gossip(Strategy):
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """Return this rank's model."""
-        return {name_layout(self.grid): OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
+        return list_own_state(self.grid, model, optimizer)
 
     def _exchange(self, parameters: list[Tensor], distance: int) -> None:
         group: Any = self.grid.group("island") or dist.group.WORLD

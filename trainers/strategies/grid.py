@@ -103,6 +103,15 @@ class Grid:
         """Return whether every rank holds the whole state, for any number of ranks."""
         return self.axes == ("replicate",)
 
+    def name_draws(self) -> str:
+        """Return a suffix for random numbers in checkpoints. Ranks restore only those of a layout like theirs.
+
+        Under `tensor`, some ranks must draw equal numbers; everywhere else all draw different ones.
+        """
+        if self.size("tensor") == 1:
+            return ""
+        return "".join(f"-{axis}{size}" for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1)
+
     def find_share(self) -> Share:
         """Return this rank's share where every data axis divides the samples."""
         index, count, draw = 0, 1, 0

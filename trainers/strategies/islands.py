@@ -38,6 +38,30 @@ class OwnTensors:
                 find_owner(self._model, name).set_extra_state(value)
 
 
+class OwnMoves:
+    """The numbers of updates of one rank, by which Adam corrects its moments: islands may skip different steps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Refer to the optimizer."""
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers as of now."""
+        return {"moves_done": self._optimizer.moves_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the numbers."""
+        self._optimizer.load_moves(state["moves_done"])
+
+
+def list_own_state(grid: Grid, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
+    """Return the state of one rank of islands that drift apart, by name."""
+    if grid.size("island") == 1:
+        return {}
+    layout = name_layout(grid)
+    return {layout: OwnTensors(model, optimizer), f"{layout}-moves": OwnMoves(optimizer)}
+
+
 def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> Mapping[str, Any]:
     """Return the shared state of ranks that drift apart: model and moments of the first rank."""
     return {
@@ -51,8 +75,8 @@ def _find_own(value: Any) -> Any:
 
 
 def list_local(model: nn.Module) -> list[Tensor]:
-    """Return this rank's part of every parameter, in the same order on all ranks."""
-    return [local(parameter.detach()) for parameter in model.parameters()]
+    """Return this rank's part of every trained parameter, in the same order on all ranks; frozen ones are equal."""
+    return [local(parameter.detach()) for parameter in model.parameters() if parameter.requires_grad]
 
 
 def average_loss(loss: Tensor, *, weight: float, grid: Grid, share: Share) -> Tensor:

@@ -105,7 +105,8 @@ class PipelineParallel(Strategy):
 
     def _find_scale(self, targets: Tensor) -> float:
         """Return the factor of the loss of a micro-batch, whose targets are a view of those of all micro-batches."""
-        return self._scales[targets.storage_offset() // targets.numel()]
+        scale: float = self._scales[targets.storage_offset() // targets.numel()]
+        return scale
 
     def _make_stage(self, module: nn.Module, place: int, passes: Passes) -> Any:
         from torch.distributed.pipelining import PipelineStage

@@ -372,3 +372,19 @@ def train_and_note_norms(arguments: Sequence[str]) -> int:
 
     Strategy.clip = clip_and_note  # type: ignore[method-assign]
     return lm.main(list(arguments))
+
+
+def train_with_equal_common_parts(arguments: Sequence[str]) -> int:
+    """Train as `trainers.lm` does; all ranks must get the same gradients of the parameters that each holds whole."""
+    clip = Strategy.clip
+
+    def check_and_clip(self: Strategy, model: nn.Module, norm_max: float) -> Tensor:
+        whole = [each.grad for each in model.parameters() if each.grad is not None and type(each.grad) is Tensor]
+        mine = torch.cat([each.reshape(-1) for each in whole])
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(mine, first), "ranks would change the parts that they have in common differently"
+        return clip(self, model, norm_max)
+
+    Strategy.clip = check_and_clip  # type: ignore[method-assign]
+    return lm.main(arguments)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.trainers.strategies.checks import CONFIG, LOSS, make_model, put_gradient
@@ -49,16 +50,51 @@ class Island:
         }
 
 
+def only_trained_parameters_travel(arguments: Sequence[str]) -> int:
+    """Frozen parameters, such as the weights beside adapters, are equal on all islands and must stay as they are."""
+    ranks = join_ranks()
+    sent: list[int] = []
+    strategy = create_strategy(arguments[0], ranks, StrategyOptions(diloco=DilocoOptions(every_steps=1)))
+    model = make_model()
+    frozen = next(model.parameters()).requires_grad_(False)
+    before = frozen.detach().clone()
+    wrapped = strategy.wrap(model)
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
+    strategy.shared_state(wrapped, optimizer)
+    all_reduce, operation = dist.all_reduce, dist.P2POp
+
+    def note_and_reduce(tensor: Tensor, **named: Any) -> Any:
+        sent.append(tensor.numel())
+        return all_reduce(tensor, **named)
+
+    def note_operation(way: Any, tensor: Tensor, peer: int, **named: Any) -> Any:
+        sent.append(tensor.numel())
+        return operation(way, tensor, peer, **named)
+
+    patched: Any = dist
+    patched.all_reduce, patched.P2POp = note_and_reduce, note_operation
+    for step in range(STEPS):
+        put_gradient(model, step, ranks.rank)
+        frozen.grad = None
+        strategy.step(wrapped, optimizer, LOSS)
+    assert torch.equal(frozen, before), "a mean of equal values may differ from them in its last bit"
+    assert max(sent) == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    leave_ranks()
+    return 0
+
+
 def save_islands(arguments: Sequence[str]) -> int:
     """Train apart, save, and note the tensors of each rank beside the checkpoint."""
     name, folder = arguments[0], Path(arguments[1])
     island = Island(name, folder, attempt=1)
     for step in range(STEPS):
         put_gradient(island.model, step, island.ranks.rank)
+        island.optimizer.skip_unless(torch.tensor(step > island.ranks.rank))  # gradients that are not finite
         island.strategy.step(island.wrapped, island.optimizer, LOSS)
     island.checkpoints.save(STEPS)
     island.checkpoints.wait()
     torch.save(island.copy_tensors(), folder / f"rank-{island.ranks.rank}.pt")
+    assert island.optimizer.moves_done == STEPS - 1 - island.ranks.rank
     leave_ranks()
     return 0
 
@@ -75,5 +111,6 @@ def restore_islands(arguments: Sequence[str]) -> int:
         others = [each[key] for rank, each in enumerate(saved) if rank != mine]
         assert not any(torch.equal(tensor, other) for other in others), f"{key} does not distinguish islands"
     assert island.optimizer.steps_done == STEPS
+    assert island.optimizer.moves_done == STEPS - 1 - mine, "by which Adam corrects its moments"
     leave_ranks()
     return 0

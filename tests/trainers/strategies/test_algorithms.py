@@ -82,6 +82,13 @@ def test_island_restores_its_own_optimizer_state(worlds: Worlds, tmp_path: Path,
     assert ended.codes == [0] * ranks, ended.errors
 
 
+@pytest.mark.parametrize("strategy", ["diloco", "gossip"])
+def test_islands_exchange_trained_parameters_only(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
+    check = "tests.trainers.strategies.island_checks:only_trained_parameters_travel"
+    ended = worlds.call(tmp_path, check, [strategy], ranks=3)
+    assert ended.codes == [0] * 3, ended.errors
+
+
 def test_checkpoint_of_asynchronous_workers_is_a_clean_cut(worlds: Worlds, tmp_path: Path) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:checkpoint_is_a_clean_cut", [], ranks=3)
     assert ended.codes == [0] * 3, ended.errors

@@ -10,7 +10,8 @@ from .conftest import TOTAL, Worlds, read_lines
 
 # Sums of the same numbers in another order differ in the last bits of a float32 loss around 5.
 ROUNDING = 2e-6
-NOTING = "tests.trainers.strategies.checks:train_and_note_norms"
+CHECKS = "tests.trainers.strategies.checks"
+NOTING = f"{CHECKS}:train_and_note_norms"
 
 WORLDS = [
     (2, "ddp", []),
@@ -176,6 +177,15 @@ def test_other_world_sizes_and_strategies_continue_with_the_same_losses(
     assert any(line["event"] == "resumed" for line in read_lines(tmp_path))
     assert sorted(losses) == list(range(1, TOTAL + 1))
     assert {step: each[-1] for step, each in losses.items()} == pytest.approx(alone, abs=ROUNDING)
+
+
+def test_ranks_of_another_strategy_do_not_drop_different_parts_under_tensor(worlds: Worlds, tmp_path: Path) -> None:
+    """Their random numbers differ, and under `tensor` ranks must drop the same activations of what they all hold."""
+    dropout = ("--model.dropout", "0.1")
+    worlds.train(tmp_path, "allreduce", *dropout, ranks=2, kill_after=6)
+    check = f"{CHECKS}:train_with_equal_common_parts"
+    losses = worlds.train(tmp_path, "tensor", *dropout, ranks=2, attempt=2, function=check)
+    assert sorted(losses) == list(range(1, TOTAL + 1))
 
 
 @pytest.mark.parametrize(
