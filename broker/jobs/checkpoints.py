@@ -40,11 +40,12 @@ def is_here(cluster: Cluster) -> bool:
 def apply_default_checkpoints(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]:
     """Return the tasks with an explicit checkpoint location, so that a changed default does not affect live jobs.
 
-    A task without a program has nothing to save, so its machines need no access to the location.
+    A task with neither a program nor a goal, such as that of a cluster for later, has nothing to save, and its machines
+    need no access to the location.
     """
     return tuple(
         replace(task, checkpoint=replace(task.checkpoint, to=default))
-        if default and task.run and not task.checkpoint.to
+        if default and (task.run or task.goal) and not task.checkpoint.to
         else task
         for task in tasks
     )

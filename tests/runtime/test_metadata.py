@@ -88,13 +88,13 @@ def test_ec2_metadata_is_queried_with_a_token_and_states_the_end(notice: Any, se
     assert server.asked[1][2]["X-aws-ec2-metadata-token"] == "secret"
 
 
-def test_an_end_in_the_past_counts_as_now(notice: Any, server: Server) -> None:
+def test_an_end_in_the_past_means_that_the_clock_is_wrong(notice: Any, server: Server) -> None:
     server.answers = {
         "/latest/api/token": (200, "secret"),
         "/latest/meta-data/spot/instance-action": (200, '{"time": "2020-01-01T00:00:00Z"}'),
     }
     notice.watch_notices("aws")
-    assert notice.files.read_json(notice.files.STATE / "preemption")["notice_s"] == 0.0
+    assert notice.files.read_json(notice.files.STATE / "preemption")["notice_s"] == notice.AWS_NOTICE_S
 
 
 def test_a_server_without_tokens_is_not_queried_again(notice: Any, server: Server) -> None:

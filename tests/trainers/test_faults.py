@@ -24,7 +24,7 @@ from trainers.config import DataConfig, LogConfig, RunConfig, WatchdogConfig
 from trainers.errors import CheckpointError, TrainerError
 from trainers.manifest import INDEX, CheckpointName, find_newest, list_checkpoints, read_manifest
 from trainers.metrics import MetricFiles
-from trainers.prepare import prepare
+from trainers.prepare import PIECE_BYTES, prepare
 from trainers.progress import Progress
 from trainers.ranks import Ranks
 from trainers.restore import decide
@@ -212,25 +212,25 @@ def test_chunk_that_cannot_be_written_leaves_none_of_its_bytes(
 def test_token_files_of_an_interrupted_conversion_are_refused(tmp_path: Path) -> None:
     """Without `tokens.json`, the bytes of a text were read as pairs, and those as tokens of GPT-2."""
     text, output = tmp_path / "text.txt", tmp_path / "tokens"
-    text.write_text("a line of text\n" * 100)
+    text.write_text("a line of text\n" * (2 * PIECE_BYTES // 15))
 
     class Interrupted(ByteTokenizer):
         pieces = 0
 
         def encode(self, text: bytes) -> Any:
             self.pieces += 1
-            if self.pieces > 3:
+            if self.pieces > 1:
                 raise KeyboardInterrupt
             return super().encode(text)
 
     with pytest.raises(KeyboardInterrupt):
-        prepare([text], output, Interrupted(), 100, 0.0, "text")
+        prepare([text], output, Interrupted(), PIECE_BYTES // 4, 0.0, "text")
     assert list(output.glob("train-*.bin"))
     for config in (DataConfig(path=str(output)), DataConfig(stream=str(output))):
         with pytest.raises(TrainerError, match=r"incomplete\n\nhint: `trainers.prepare` was interrupted"):
             open_tokens(config)
     whole = tmp_path / "whole"
-    prepare([text], whole, ByteTokenizer(), 100, 0.0, "text")
+    prepare([text], whole, ByteTokenizer(), PIECE_BYTES // 4, 0.0, "text")
     for config in (DataConfig(path=str(whole)), DataConfig(stream=str(whole))):
         assert open_tokens(config).tokenizer == "bytes"
     assert not list(whole.glob("*.partial"))
