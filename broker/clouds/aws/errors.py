@@ -1,6 +1,6 @@
 """AWS's error codes as our error classes: one table; message text is never matched.
 
-Codes: EC2 API reference, "Error codes"; Service Quotas, SSM and STS references, "Common errors". Names that end in
+Codes: EC2 API reference, "Error codes"; Service Quotas, SSM, STS and IAM references, "Errors". Names that end in
 `Error` are botocore's own exceptions, for responses that never came.
 """
 
@@ -40,7 +40,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("NetworkInterfaceLimitExceeded", "MaxTemplateLimitExceeded", "MaxTemplateVersionLimitExceeded"),
         *("PlacementGroupLimitExceeded", "MaxSpotFleetRequestCountExceeded", "MaxScheduledInstanceCapacityExceeded"),
         *("QuotaExceededException", "ResourceLimitExceeded", "TagLimitExceeded", "HostLimitExceeded"),
-        "AddressLimitExceeded",
+        *("AddressLimitExceeded", "LimitExceeded"),
     ),
     "login": (
         *("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch"),
@@ -84,6 +84,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("ParameterNotFound", "ParameterVersionNotFound", "NoSuchResourceException", "ParamValidationError"),
         *("IllegalArgumentException", "InvalidResourceStateException", "UnknownOperationException"),
         *("ResourceAlreadyExists", "EncryptedVolumesNotSupported", "InvalidOptionException", "InvalidRequest"),
+        *("EntityAlreadyExists", "NoSuchEntity", "DeleteConflict", "MalformedPolicyDocument"),
         *("MissingAction", "InvalidQueryParameter", "UnsupportedInstanceAttribute", "UnsupportedProtocol"),
         *("FilterLimitExceeded", "BootForVolumeTypeUnsupported", "CustomerKeyHasBeenRevoked", "InvalidHostState"),
         *("InvalidSpotMaxPrice", "InvalidInterface.IpAddressLimitExceeded", "NoRegionError", "InvalidRegionError"),
@@ -94,6 +95,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("InvalidLaunchTemplateId.NotFound", "InvalidLaunchTemplateName.NotFoundException", "InvalidVolume.NotFound"),
         *("DependencyViolation", "EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError"),
         *("InternalServerError", "ConnectionError", "ConcurrentTagAccess"),
+        *("ConcurrentModification", "EntityTemporarilyUnmodifiable", "ServiceFailure"),
     ),
     "unknown": (
         *("InternalError", "InternalFailure", "RequestAborted", "ReadTimeoutError", "ConnectionClosedError"),
