@@ -117,12 +117,18 @@ def raise_query_failures(failures: Mapping[str, CloudError]) -> None:
 
 
 def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
-    """Return the given run ID, or the newest. Raises UsageError if the cluster has no runs."""
-    wanted = run_id or context.store.clusters.newest_run_id(cluster)
-    if not wanted:
+    """Return the given run ID, or the newest. Raises UsageError if the cluster has no runs, or not this one.
+
+    The nodes cannot tell an unknown run from one that is about to arrive: following it would never end.
+    """
+    newest = context.store.clusters.newest_run_id(cluster)
+    if not newest:
         raise UsageError(
             f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
         )
+    wanted = newest if run_id is None else run_id
+    if not 1 <= wanted <= newest:
+        raise UsageError(f"unknown run {wanted} on `{cluster}`", hints=[f"list the runs with `broker queue {cluster}`"])
     return wanted
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from broker.app import clusters
+from broker.app.clusters import find_run_id
+from broker.app.container import Context
 from broker.errors import TransientError, UsageError
 from broker.types import Cluster, ClusterStatus, Placement, RunStatus
 from tests.clouds.clock_jumps import JumpingClock
@@ -69,3 +72,17 @@ def test_nodes_that_stay_silent_were_never_heard_or_are_taken_down_are_an_error(
 ) -> None:
     with pytest.raises(UsageError, match="no node of cluster `c` responds"):
         follow(lambda poll: "silent" if poll >= first else "", is_following=is_following, now=now)
+
+
+@pytest.mark.parametrize("run_id", [0, -1, 3])
+def test_the_output_of_an_unknown_run_is_refused_and_not_awaited_for_ever(tmp_path: Path, run_id: int) -> None:
+    context = Context(tmp_path / "home")
+    try:
+        for _ in range(2):
+            context.store.clusters.next_run_id("dev")
+        assert [find_run_id(context, "dev", each) for each in (None, 1, 2)] == [2, 1, 2]
+        with pytest.raises(UsageError, match=f"unknown run {run_id} on `dev`") as error:
+            find_run_id(context, "dev", run_id)
+    finally:
+        context.close()
+    assert error.value.hints == ("list the runs with `broker queue dev`",)
