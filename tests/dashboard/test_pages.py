@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,8 +138,8 @@ def test_serve_why_and_the_page_tell_how_replicas_lost_machines_and_recovered(
         frozen.add_event(job_id, make_event(EventKind.ATTEMPT, number=number, place=place, usd_hour=1.0))
         frozen.add_event(job_id, lost)
     frozen.add_event(gateway, lost)
-    told = read_json(capsys, "serve", "why", "chat")
-    seen = [(each["kind"], each["message"]) for each in told["events"] if each["replica"] == 7]  # type: ignore[call-overload]
+    story: Any = read_json(capsys, "serve", "why", "chat")
+    seen = [(each["kind"], each["message"]) for each in story["events"] if each["replica"] == 7]
     preempted = ("REPLICA_LOST", "replica 7: preempted: node 0 gone")
     attempt = seen[1][1]
     assert seen == [preempted, ("REPLICA_RECOVERING", attempt), preempted]
