@@ -18,6 +18,7 @@ from broker.types import Autostop, Cluster, ClusterStatus, RunStatus
 
 POLL_S = 0.3
 SILENCE_S_MAX = 120.0  # of nodes that have answered before: the connection of a laptop is interrupted now and then
+UNKNOWN_S_MAX = 60.0  # until a run that was drawn is known on a node; reports of nodes may be that late
 
 
 @frozen
@@ -117,12 +118,18 @@ def raise_query_failures(failures: Mapping[str, CloudError]) -> None:
 
 
 def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
-    """Return the given run ID, or the newest. Raises UsageError if the cluster has no runs."""
-    wanted = run_id or context.store.clusters.newest_run_id(cluster)
-    if not wanted:
+    """Return the given run ID, or the newest. Raises UsageError if the cluster has no runs, or not this one.
+
+    The nodes cannot tell an unknown run from one that is about to arrive: following it would never end.
+    """
+    newest = context.store.clusters.newest_run_id(cluster)
+    if not newest:
         raise UsageError(
             f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
         )
+    wanted = newest if run_id is None else run_id
+    if not 1 <= wanted <= newest:
+        raise UsageError(f"unknown run {wanted} on `{cluster}`", hints=[f"list the runs with `broker queue {cluster}`"])
     return wanted
 
 
@@ -149,9 +156,10 @@ async def follow_chunks(
 ) -> AsyncIterator[LogChunk]:
     """Yield the lines after `offset` bytes of the merged log, as `follow_run` does.
 
-    A shorter silence of the nodes than SILENCE_S_MAX does not end it, as the run continues.
+    A shorter silence of the nodes than SILENCE_S_MAX does not end it, as the run continues. Raises UsageError if no
+    node knows the run for longer than UNKNOWN_S_MAX: its ID is drawn before its files are uploaded.
     """
-    rest, was_heard, silent_since_s = b"", False, None
+    rest, was_heard, silent_since_s, begin_s, is_known = b"", False, None, context.clock.now_s(), False
     while True:
         try:
             report = await context.gang.poll(cluster, run_id)
@@ -168,6 +176,12 @@ async def follow_chunks(
             await context.clock.sleep(POLL_S)
             continue
         was_heard, silent_since_s = True, None
+        is_known = is_known or bool(report.unreachable) or any(report.statuses)
+        if not is_known and is_following and context.clock.now_s() - begin_s > UNKNOWN_S_MAX:
+            raise UsageError(
+                f"run {run_id} has not reached the nodes of `{cluster.name}`: it is being submitted, or that failed",
+                hints=[f"list the runs with `broker queue {cluster.name}`"],
+            )
         *lines, rest = (rest + chunk).split(b"\n")
         if lines:
             shown = tuple(strip_control(line.decode(errors="replace")) for line in lines)

@@ -29,7 +29,7 @@ from broker.serve.gateways import list_service_jobs, read_merged_load
 from broker.serve.observing import observe, read_load
 from broker.serve.processes import launch_process
 from broker.serve.replicas import draw_ports, find_folder
-from broker.state.services import ServiceEvent
+from broker.state.services import EVENTS_MAX, ServiceEvent
 from broker.types import (
     JobStatus,
     Plan,
@@ -39,6 +39,7 @@ from broker.types import (
     ServiceSpec,
     Task,
 )
+from broker.types.outcomes import EventKind
 
 if TYPE_CHECKING:
     from broker.serve.controller import DrawPorts, ReadLoad, ServiceController
@@ -50,6 +51,16 @@ if TYPE_CHECKING:
 POLL_S = 0.3
 BALANCER = (sys.executable, "-m", "broker", "balancer")
 UPDATED = ServiceEventKind.UPDATED
+REPLICAS_MAX = 100  # whose jobs' events are listed: each takes a query, and the dashboard asks often
+REPLICA_EVENTS = {
+    EventKind.NOTICED: ServiceEventKind.REPLICA_NOTICED,
+    EventKind.ATTEMPT_LOST: ServiceEventKind.REPLICA_LOST,
+    EventKind.LEASE_EXPIRED: ServiceEventKind.REPLICA_LOST,
+    EventKind.PROGRAM_RESTARTED: ServiceEventKind.REPLICA_RESTARTED,
+    EventKind.STALL_RESTARTED: ServiceEventKind.REPLICA_RESTARTED,
+    EventKind.GANG_RESTARTED: ServiceEventKind.REPLICA_RESTARTED,
+    EventKind.ATTEMPT: ServiceEventKind.REPLICA_RECOVERING,
+}
 
 
 @frozen
@@ -338,5 +349,13 @@ async def wait_until_ready(context: Context, name: str) -> ServiceLine:
 
 
 def list_service_events(context: Context, name: str) -> Sequence[ServiceEvent]:
-    """List the events of a service. Raises UsageError."""
-    return context.store.services.list_events(find_service(context, name).name)
+    """List the events of a service, and how its newest replicas lost machines and recovered. Raises UsageError."""
+    service, store = find_service(context, name), context.store
+    found = list(store.services.list_events(service.name))
+    for job_id, number in list(store.services.list_replica_jobs(service).items())[-REPLICAS_MAX:]:
+        found += [
+            ServiceEvent(time_s=each.time_s, kind=REPLICA_EVENTS[each.kind], replica=number, detail=each.message)
+            for each in store.events.list_kinds(tuple(REPLICA_EVENTS), job_id=job_id)
+            if each.kind is not EventKind.ATTEMPT or each.data.get("number") != 1  # the first start is no recovery
+        ]
+    return sorted(found, key=lambda each: each.time_s)[-EVENTS_MAX:]

@@ -154,6 +154,8 @@ def cancel(
             print_line(f"Cancelling job {job.job_id} ({job.name})")
         else:
             print_line(f"Job {job.job_id} ({job.name}) has already ended with status {job.status.value}")
+    if everything and not found.jobs and not as_json:
+        print_line("no live jobs to cancel")
     if as_json:
         print_json(
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -111,7 +112,11 @@ def _explain_flag(error: Any) -> None:
 
     name, context = getattr(error, "option_name", None) or "", getattr(error, "ctx", None)
     command = context.command_path.partition(" ")[2] if context else ""
-    if hint := FLAGS_OF.get(command, {}).get(name) or FLAGS.get(name):
+    parameters = context.command.params if context else ()
+    known = {flag for each in parameters for flag in (*each.opts, *each.secondary_opts)}
+    general = FLAGS.get(name, "")
+    named = set(re.findall(r"`(--?[a-z][a-z-]*)", general))  # the counterpart, which this command may lack
+    if hint := FLAGS_OF.get(command, {}).get(name) or (general if named <= known else ""):
         error.message, error.possibilities = f"{error.message}: {hint}", None
 
 

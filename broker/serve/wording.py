@@ -13,6 +13,15 @@ SENTENCES = {
     ServiceEventKind.SCALED: "scaled to {detail}",
     ServiceEventKind.REPLICA_STARTED: "replica {replica} requested",
     ServiceEventKind.REPLICA_READY: "replica {replica} is ready",
+    **dict.fromkeys(
+        (
+            ServiceEventKind.REPLICA_NOTICED,
+            ServiceEventKind.REPLICA_LOST,
+            ServiceEventKind.REPLICA_RESTARTED,
+            ServiceEventKind.REPLICA_RECOVERING,
+        ),
+        "replica {replica}: {detail}",
+    ),
     ServiceEventKind.REPLICA_FAILED: "replica {replica} failed: {detail}",
     ServiceEventKind.REPLICA_DRAINED: "replica {replica} was drained and terminated",
     ServiceEventKind.ROLLED_BACK: "rolled back to version {detail} because no replica of the new one became ready",

@@ -182,6 +182,15 @@ class ServiceRows:
         )
         return {int(row["id"]): read_text(row["name"]) for row in rows}
 
+    def list_replica_jobs(self, service: Service) -> Mapping[int, int]:
+        """Return the replica numbers of a service by job ID, including replicas that were replaced, but no gateways."""
+        prefix = f"{REPLICA_REQUEST}{service.name}/{service.uid}/"
+        rows = self._database.rows(
+            "SELECT id, substr(request_id, ?) AS number FROM jobs WHERE substr(request_id, 1, ?) = ? ORDER BY id",
+            (len(prefix) + 1, len(prefix), prefix),
+        )
+        return {int(row["id"]): int(row["number"]) for row in rows if str(row["number"]).isdecimal()}
+
     def delete_replica(self, replica: Replica) -> None:
         """Delete the row of a replica whose job has ended."""
         self._database.write(

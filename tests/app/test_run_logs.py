@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from broker.app import clusters
+from broker.app.clusters import find_run_id
+from broker.app.container import Context
 from broker.errors import TransientError, UsageError
 from broker.types import Cluster, ClusterStatus, Placement, RunStatus
 from tests.clouds.clock_jumps import JumpingClock
@@ -31,11 +34,14 @@ class Gang:
 
     async def poll(self, cluster: Cluster, run_id: int) -> Any:
         self._polls += 1
-        is_silent = self._answers(self._polls) == "silent"
-        if not is_silent and self._polls <= LINES:
+        is_silent, is_known = self._answers(self._polls) == "silent", self._answers(self._polls) != "unknown"
+        if not is_silent and is_known and self._polls <= LINES:
             self._text += b"line\n"
         status = RunStatus.SUCCEEDED if self._polls >= LINES else RunStatus.RUNNING
-        return SimpleNamespace(unreachable=(0,) if is_silent else (), status=status, returncode=None)
+        statuses = (status if is_known and not is_silent else None,)
+        if not is_known:
+            status = RunStatus.SETTING_UP
+        return SimpleNamespace(unreachable=(0,) if is_silent else (), status=status, statuses=statuses, returncode=None)
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
         if self._answers(self._polls) == "cut":
@@ -69,3 +75,25 @@ def test_nodes_that_stay_silent_were_never_heard_or_are_taken_down_are_an_error(
 ) -> None:
     with pytest.raises(UsageError, match="no node of cluster `c` responds"):
         follow(lambda poll: "silent" if poll >= first else "", is_following=is_following, now=now)
+
+
+def test_a_run_that_never_reaches_its_nodes_is_not_followed_for_ever() -> None:
+    """Its ID was drawn before its files were uploaded, and that was interrupted."""
+    with pytest.raises(UsageError, match="run 1 has not reached the nodes of `c`"):
+        follow(lambda poll: "unknown" if poll < 10 * LINES else "")  # else it would end with these
+    begun = int(clusters.UNKNOWN_S_MAX / clusters.POLL_S / 2)
+    assert len(follow(lambda poll: "unknown" if poll < begun else "")) == LINES - begun + 1
+
+
+@pytest.mark.parametrize("run_id", [0, -1, 3])
+def test_the_output_of_an_unknown_run_is_refused_and_not_awaited_for_ever(tmp_path: Path, run_id: int) -> None:
+    context = Context(tmp_path / "home")
+    try:
+        for _ in range(2):
+            context.store.clusters.next_run_id("dev")
+        assert [find_run_id(context, "dev", each) for each in (None, 1, 2)] == [2, 1, 2]
+        with pytest.raises(UsageError, match=f"unknown run {run_id} on `dev`") as error:
+            find_run_id(context, "dev", run_id)
+    finally:
+        context.close()
+    assert error.value.hints == ("list the runs with `broker queue dev`",)

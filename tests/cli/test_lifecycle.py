@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.app.container import Context
+from broker.app.verbs.services import preview_services_down
 from broker.cli.main import main
 from broker.clock import SystemClock
 from broker.errors import TransientError
@@ -70,6 +71,28 @@ def test_unknown_job_keeps_no_known_one_from_being_cancelled(
     assert run("jobs", "cancel", "train", "ghost") == 1
     assert [store.jobs.is_cancel_requested(job.id) for job in jobs] == [True, False]
     assert "unknown managed job `ghost`" in capsys.readouterr().err
+
+
+def test_what_is_named_twice_is_ended_once(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: None)
+    job = store.jobs.add("train", Task())
+    assert run("jobs", "cancel", str(job.id), "train", "--yes") == 0
+    assert capsys.readouterr().out == f"Cancelling job {job.id} (train)\n"
+    store.services.add("chat", Task(), host="127.0.0.1", port=30001, wanted=1)
+    context = Context(tmp_path)
+    try:
+        assert preview_services_down(context, names=("chat", "chat")) == ("chat",)
+    finally:
+        context.close()
+
+
+def test_cancelling_all_of_no_jobs_says_so(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("jobs", "cancel", "--all", "--yes") == 0
+    assert capsys.readouterr().out == "no live jobs to cancel\n"
+    assert run("jobs", "cancel", "--all", "--yes", "--json") == 0
+    assert capsys.readouterr().out == "[]\n"
 
 
 class Keyboard(StringIO):

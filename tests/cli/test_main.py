@@ -79,6 +79,23 @@ def test_word_of_another_program_has_a_hint(
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["prices", "x", "--region", "y"], "--infra"),
+        (["down", "x", "--async"], "-d"),
+        (["catalog", "update", "--zone", "x"], "--infra"),
+    ],
+)
+def test_hint_names_no_option_that_the_command_lacks(
+    arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments)
+    told = capsys.readouterr().err
+    assert "No such option: " in told and f"use `{flag}" not in told
+
+
 def test_words_of_other_programs_are_not_broker_s_own() -> None:
     assert not {*other_words.COMMANDS} & {*COMMANDS}
 

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from broker.app.services import describe_services, list_service_events
 from broker.app.spending import By, read_day_shares, read_spending
 from broker.cli.main import main
 from broker.cli.serve_top import describe_service
-from broker.dashboard import pages
+from broker.dashboard import content, pages
 from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.model import read_job
@@ -28,9 +29,11 @@ from broker.dashboard.service_page import show_service, show_services
 from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_hours, format_usd
 from broker.state.jobs import REPLICA_REQUEST
-from broker.types import Job
+from broker.types import EventKind, Job
+from broker.types.outcomes import make_event
+from broker.wording import make_place
 from tests.cli.test_serve_top import make_line
-from tests.dashboard.conftest import HOSTILE, OFFER, PLANNED, TASK, Story
+from tests.dashboard.conftest import HOSTILE, OFFER, PLACEMENT, PLANNED, TASK, Story
 from tests.dashboard.test_model import read_json
 
 PLANNED_ID = 4
@@ -120,6 +123,28 @@ def test_a_service_has_paid_for_replicas_that_were_replaced_and_pays_nothing_for
     assert line.paid_usd == pytest.approx(2 * 1.0)
     (shown,) = line.replicas
     assert shown.usd_hour == 0.0 and OFFER.cloud in shown.place
+
+
+def test_serve_why_and_the_page_tell_how_replicas_lost_machines_and_recovered(
+    frozen: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = frozen.store.services.list()[0]
+    prefix = f"{REPLICA_REQUEST}chat/{service.uid}/"
+    job_id = frozen.store.jobs.add("chat-7", TASK, request_id=f"{prefix}7").id
+    gateway = frozen.store.jobs.add("gateway", TASK, request_id=f"{prefix}gateway-1/0").id
+    place = dict(make_place(PLACEMENT))
+    lost = make_event(EventKind.ATTEMPT_LOST, outcome="preempted", detail="node 0 gone")
+    for number in (1, 2):
+        frozen.add_event(job_id, make_event(EventKind.ATTEMPT, number=number, place=place, usd_hour=1.0))
+        frozen.add_event(job_id, lost)
+    frozen.add_event(gateway, lost)
+    story: Any = read_json(capsys, "serve", "why", "chat")
+    seen = [(each["kind"], each["message"]) for each in story["events"] if each["replica"] == 7]
+    preempted = ("REPLICA_LOST", "replica 7: preempted: node 0 gone")
+    attempt = seen[1][1]
+    assert seen == [preempted, ("REPLICA_RECOVERING", attempt), preempted]
+    assert attempt.startswith("replica 7: attempt 2: ")
+    assert content.make_service(frozen.context, "chat").count(attempt) == 1
 
 
 def test_the_service_page_has_the_load_of_the_last_minute_as_serve_top_has_it(frozen: Story) -> None:

@@ -218,6 +218,7 @@ def cancel_jobs(context: Context, *, names: tuple[str, ...], is_all: bool = Fals
             missing.append(error)
     if missing and not wanted:
         raise missing[0]
+    wanted = list({job.id: job for job in wanted}.values())  # a job may be named twice: by its ID and its name
     for job in wanted:
         context.check_owner(Owned.JOB, str(job.id))
     done = tuple(

@@ -126,7 +126,7 @@ def preview_services_down(context: Context, *, names: tuple[str, ...], is_all: b
     """Return the services that `down` would terminate. Raises UsageError for an unknown name."""
     if is_all:
         return tuple(each.name for each in context.store.services.list())
-    return tuple(find_service(context, each).name for each in names)
+    return tuple(dict.fromkeys(find_service(context, each).name for each in names))
 
 
 def terminate_services(context: Context, *, names: tuple[str, ...]) -> None:
