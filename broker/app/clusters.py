@@ -282,15 +282,15 @@ async def take_down(
     return failures
 
 
-def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
-    """Raise the failure itself if it is the only one and nothing was terminated, else one error that lists all."""
+def raise_failures(failures: Sequence[BrokerError], *, ended_count: int, verb: str = "terminate") -> None:
+    """Raise the failure itself if it is the only one and nothing was done, else one error that lists all of them."""
     if not failures:
         return
     if len(failures) == 1 and not ended_count:
         raise failures[0]
     is_wrong_line = not ended_count and all(isinstance(each, UsageError) for each in failures)
     raise (UsageError if is_wrong_line else BrokerError)(
-        f"could not terminate {format_count(len(failures), 'cluster')}",
+        f"could not {verb} {format_count(len(failures), 'cluster')}",
         details=[line for each in failures for line in (each.message, *each.details)],
         hints=list(dict.fromkeys(hint for each in failures for hint in each.hints)),
     )

@@ -19,6 +19,10 @@ from broker.types import ClusterStatus, Run
 ClusterName = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="Cluster name.", show_default=False, autocompletion=complete_clusters)
 ]
+ClusterNames = Annotated[
+    list[str],
+    typer.Argument(metavar="CLUSTER...", help="Cluster names.", show_default=False, autocompletion=complete_clusters),
+]
 
 
 def follow_unless(session: Session, name: str, run_id: int, *, detach: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -13,29 +14,51 @@ from broker.app.clusters import find_up, raise_failures
 from broker.app.verbs.clusters import preview_down, set_autostop, start_cluster, stop_cluster, terminate_clusters
 from broker.app.verbs.shells import NodeName, ShellOutput, find_node, get_node, run_on_node
 from broker.cli import options
-from broker.cli.clusters import ClusterName
+from broker.cli.clusters import ClusterNames
 from broker.cli.completion import complete_clusters
 from broker.cli.context import make_context, make_session
 from broker.cli.render import print_line, print_note
 from broker.cli.terminal import show_wait
 from broker.config import find_login
-from broker.errors import RunFailedError, UsageError
+from broker.errors import BrokerError, RunFailedError, UsageError
 from broker.formatting import format_count
 from broker.types import Autostop
 
 
-def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
-    """Stop a cluster and keep its disks."""
-    with show_wait(f"stopping `{cluster}`", is_printed=False):
-        make_session().call(stop_cluster, cluster=cluster)
-    print_line(f"stopped cluster `{cluster}`; restart it with `broker start {cluster}`")
+def stop(clusters: ClusterNames, yes: options.Agreed = False) -> None:
+    """Stop clusters and keep their disks."""
+    session = make_session()
+
+    def act(name: str) -> None:
+        with show_wait(f"stopping `{name}`", is_printed=False):
+            session.call(stop_cluster, cluster=name)
+        print_line(f"stopped cluster `{name}`; restart it with `broker start {name}`")
+
+    _act_on_each(clusters, act, verb="stop")
 
 
-def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
-    """Restart a stopped cluster."""
-    with show_wait(f"starting `{cluster}`", is_printed=False):
-        make_session().call(start_cluster, cluster=cluster)
-    print_line(f"cluster `{cluster}` is up")
+def start(clusters: ClusterNames, yes: options.Agreed = False) -> None:
+    """Restart stopped clusters."""
+    session = make_session()
+
+    def act(name: str) -> None:
+        with show_wait(f"starting `{name}`", is_printed=False):
+            session.call(start_cluster, cluster=name)
+        print_line(f"cluster `{name}` is up")
+
+    _act_on_each(clusters, act, verb="start")
+
+
+def _act_on_each(names: Sequence[str], act: Callable[[str], None], *, verb: str) -> None:
+    """Act on each cluster once. A failure of one is raised after the others had their turn."""
+    chosen = tuple(dict.fromkeys(names))
+    failures: list[BrokerError] = []
+    for name in chosen:
+        try:
+            act(name)
+        except BrokerError as error:
+            failures.append(error)
+    raise_failures(failures, ended_count=len(chosen) - len(failures), verb=verb)
 
 
 def down(
@@ -74,7 +97,7 @@ def down(
 
 
 def autostop(
-    cluster: ClusterName,
+    clusters: ClusterNames,
     idle: Annotated[
         int,
         typer.Option("--idle-minutes", "-i", metavar="MINUTES", min=0, help="Idle minutes before the cluster stops."),
@@ -83,14 +106,19 @@ def autostop(
     cancel: Annotated[bool, typer.Option("--cancel", help="Disable autostop.")] = False,
     yes: options.Agreed = False,
 ) -> None:
-    """Stop a cluster automatically when it is idle."""
+    """Stop clusters automatically when they are idle."""
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
-    make_session().call(set_autostop, cluster=cluster, rule=rule)
-    if rule is None:
-        print_line(f"disabled autostop for cluster `{cluster}`")
-    else:
-        action = "will be terminated" if down else "will stop"
-        print_line(f"cluster `{cluster}` {action} after {idle} idle minutes")
+    session = make_session()
+
+    def act(name: str) -> None:
+        session.call(set_autostop, cluster=name, rule=rule)
+        if rule is None:
+            print_line(f"disabled autostop for cluster `{name}`")
+        else:
+            action = "will be terminated" if down else "will stop"
+            print_line(f"cluster `{name}` {action} after {idle} idle minutes")
+
+    _act_on_each(clusters, act, verb="set autostop for")
 
 
 def ssh(

@@ -35,7 +35,7 @@ COMMANDS = {
 }
 _IN_TASK = "write `{}` under `resources` in the task"
 _REPOSITORY = "write `workdir: {url: URL, ref: REF}` in the task"
-_EVERY_NAME = "repeat the command for each cluster; `broker status` lists them"
+_EVERY_NAME = "name each cluster; `broker status` lists them"
 _AFTERWARDS = "use `broker autostop CLUSTER` afterwards"
 _CUT = "use `--no-follow`, and `tail` of your shell"
 _SAVE = "redirect the output to a file"

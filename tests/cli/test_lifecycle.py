@@ -146,6 +146,36 @@ def test_cluster_of_a_live_job_stays_and_the_others_go(store: Store, capsys: pyt
     assert f"`broker jobs cancel {job.id}`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "done"),
+    [
+        (("stop",), "stopped cluster `{}`"),
+        (("start",), "cluster `{}` is up"),
+        (("autostop", "-i", "5"), "`{}` will stop"),
+    ],
+)
+def test_several_clusters_have_their_turn_though_one_is_refused(
+    words: tuple[str, ...], done: str, store: Store,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As in SkyPilot, `stop`, `start` and `autostop` take several names."""
+    asked: list[str] = []
+
+    def act(context: Context, *, cluster: str, rule: object = None) -> None:
+        asked.append(cluster)
+        if cluster == "b":
+            raise TransientError("the region gives no answer")
+
+    for name in ("stop_cluster", "start_cluster", "set_autostop"):
+        monkeypatch.setattr(f"broker.cli.lifecycle.{name}", act)
+    assert run(*words, "a", "b", "c", "a") == 1
+    assert asked == ["a", "b", "c"]
+    shown = capsys.readouterr()
+    assert done.format("a") in shown.out and done.format("c") in shown.out and "`b`" not in shown.out
+    assert "could not" in shown.err and "the region gives no answer" in shown.err
+    assert run(*words, "b") == TransientError.exit_code
+
+
 def test_cloud_that_refuses_keeps_only_its_own_cluster(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
