@@ -178,7 +178,7 @@ def down(
     hosting = make_hosting()
     record = HostedRecord(find_home())
     server = record.read()
-    census = hosting.take_down(is_forced=force)
+    counts = hosting.take_down(is_forced=force)
     path = find_login()
     if path is not None and server is not None:
         from broker.client.login import read_login
@@ -187,9 +187,9 @@ def down(
             path.unlink(missing_ok=True)
             print_note("logged out of the server")
     print_line("The server has been removed")
-    if census is not None and census.is_busy:
+    if counts is not None and counts.is_busy:
         print_note(
-            f"{census.describe()} lost their controller: machines terminate themselves when their unattended time is "
+            f"{counts.describe()} lost their controller: machines terminate themselves when their unattended time is "
             "over, and are not recovered; history and costs are deleted with the server, except in its backups"
         )
 

@@ -55,7 +55,7 @@ class FindsMachine(Protocol):
 
 
 @frozen
-class Census:
+class WorkCounts:
     """The number of live jobs, clusters, services and schedules of a server, and the price of all its machines."""
 
     jobs: int
@@ -179,30 +179,30 @@ class Hosting:
         found = asyncio.run(call(machine, request))
         return server, {name: value for name, value in found.items() if name not in ("token", "key")}
 
-    def take_down(self, *, is_forced: bool) -> Census | None:
+    def take_down(self, *, is_forced: bool) -> WorkCounts | None:
         """Remove the server, and terminate its cluster if it has one. Raises UsageError if it has work, unless forced.
 
         Return the work it had; None if that is unknown.
         """
         server = self.get()
-        census = None
+        counts = None
         if server.status is not HostedStatus.ENDING:
-            census = self._count(server, is_forced=is_forced)
-            if census is not None and census.is_busy and not is_forced:
+            counts = self._count(server, is_forced=is_forced)
+            if counts is not None and counts.is_busy and not is_forced:
                 raise UsageError(
-                    f"the server runs {census.describe()}",
+                    f"the server runs {counts.describe()}",
                     hints=["end them first: `broker jobs cancel --all`, `broker serve down --all`, "
                            "`broker jobs schedules remove NAME`, `broker down --all`",
                            "`broker server down --force` removes the server and leaves them running"],
                 )  # fmt: skip
         self._end(replace(server, status=HostedStatus.ENDING), is_forced=is_forced)
-        return census
+        return counts
 
-    def _count(self, server: HostedServer, *, is_forced: bool) -> Census | None:
+    def _count(self, server: HostedServer, *, is_forced: bool) -> WorkCounts | None:
         try:
             overview = self.open(server).call(show_overview)
             services, schedules = (len(each) for each in self._list_lasting(server))
-            return Census(
+            return WorkCounts(
                 jobs=overview.live_count, clusters=len(overview.clusters), services=services, schedules=schedules,
                 usd_hour=overview.usd_hour,
             )  # fmt: skip
