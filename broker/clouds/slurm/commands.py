@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from broker.clouds.slurm.states import find_error
+from broker.clouds.slurm.states import GONE, find_error
 from broker.errors import InvalidRequestError, TransientError, UnknownOutcomeError
 from broker.frozen import frozen
 from broker.sites.openssh import Completed, call
@@ -103,9 +103,15 @@ def parse_line(line: str) -> QueuedJob | None:
 
 
 async def show_job(run: RunCommand, cluster: SlurmCluster, job_id: int) -> Mapping[str, str]:
-    """Return the fields of one job; empty once Slurm has forgotten it."""
+    """Return the fields of one job; empty once Slurm has forgotten it. Raises CloudError if it does not answer."""
     done = await run(cluster, ["scontrol", "-o", "show", "job", str(job_id)], b"")
-    return parse_pairs(done.stdout.decode(errors="replace")) if done.returncode == 0 else {}
+    if done.returncode == 0:
+        return parse_pairs(done.stdout.decode(errors="replace"))
+    text = done.stderr.decode(errors="replace")
+    if any(each in text for each in GONE):
+        return {}
+    error = find_error(text)
+    raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
 
 
 def parse_pairs(line: str) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from broker.clock import SystemClock
 from broker.clouds.slurm.cloud import SlurmCloud
 from broker.clouds.slurm.script import make_comment
-from broker.errors import AuthError, InvalidRequestError, UnknownOutcomeError
+from broker.errors import AuthError, InvalidRequestError, TransientError, UnknownOutcomeError
 from broker.sites.facts import Machine
 from broker.sites.openssh import Completed
 from broker.sites.slurm import Partition, SlurmCluster
@@ -82,6 +82,39 @@ def test_submitted_job_that_cannot_be_queried_is_no_refusal() -> None:
     with pytest.raises(UnknownOutcomeError):
         asyncio.run(cloud.create_nodes(request))
     assert "sbatch" in commands
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        (["slurm_load_jobs error: Socket timed out on send/recv operation", 72], "done"),
+        (["slurm_load_jobs error: Invalid job id specified"], "crashed"),
+    ],
+)
+def test_end_is_not_judged_without_an_answer(answers: list[str | int], reason: str) -> None:
+    """A busy slurmctld times out now and then; a job that it has forgotten has no exit code any more."""
+    machine = Machine(vcpus=1, memory_gib=1)
+    bed = SimpleNamespace(offer=replace(machine.make_offer("slurm", "here", zone="low", ondemand_usd_hour=0.1)))
+    comment = json.dumps(make_comment(make_request(bed), now_s=0.0))  # type: ignore[arg-type]
+    left = list(answers)
+
+    async def run(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes) -> Completed:
+        if argv[0] != "scontrol":
+            line = f"7|FAILED|NonZeroExitCode|1|n0|10|20|low|{comment}"
+            return Completed(returncode=0, stdout=line.encode(), stderr=b"")
+        answer = left.pop(0)
+        if isinstance(answer, int):
+            return Completed(returncode=0, stdout=f"JobId=7 ExitCode={answer}:0".encode(), stderr=b"")
+        return Completed(returncode=1, stdout=b"", stderr=answer.encode())
+
+    files = {"here": SlurmCluster(name="here")}, dict[str, Sequence[Partition]]()
+    cloud = SlurmCloud(lambda: files, clock=SystemClock(), run=run)
+    for _ in answers[1:]:
+        with pytest.raises(TransientError, match="timed out"):
+            asyncio.run(cloud.list_nodes(OWNER))
+    for _ in range(2):
+        (node,) = asyncio.run(cloud.list_nodes(OWNER))
+        assert (node.state, node.reason) == (NodeState.TERMINATED, reason)
 
 
 def test_file_that_cannot_be_read_is_no_lasting_refusal() -> None:
