@@ -69,3 +69,9 @@ def test_issue_forms_ask_for_what_a_report_needs() -> None:
         assert form["name"] and form["description"] and form["body"]
         ids = [part["id"] for part in form["body"] if "id" in part]
         assert len(ids) == len(set(ids))
+
+
+def test_architecture_names_each_module_in_one_row() -> None:
+    """Merges have doubled rows before; the two then changed apart."""
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/ARCHITECTURE.md").read_text(), re.MULTILINE)
+    assert len(rows) > 100 and sorted(set(rows)) == sorted(rows)
