@@ -105,6 +105,7 @@ class Host:
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         self.pid = self._find_init()
+        self._await_own_root()
         self._plug_in()
         assert self._process.stdin
         self._process.stdin.write(f"go\n{self._boot}".encode())
@@ -158,6 +159,13 @@ class Host:
             assert self._process.poll() is None and time.monotonic() < end_s, self.read_log()
             time.sleep(0.002)
         return int(text[0])
+
+    def _await_own_root(self) -> None:
+        """Wait until the host has left this machine's root folder: a command before that would change this machine."""
+        end_s = time.monotonic() + READY_S_MAX
+        while Path(f"/proc/{self.pid}/root").samefile("/"):
+            assert self._process.poll() is None and time.monotonic() < end_s, self.read_log()
+            time.sleep(0.002)
 
     def _plug_in(self) -> None:
         """Connect a cable to the router, with the router's address fixed: a dead host is a black hole, not an error."""

@@ -19,6 +19,7 @@ from broker.runtime.keys import HOST, LOGIN, Keys
 from broker.runtime.transports.ssh import SshTransport
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, Offer, Placement, Resources, RunStatus, Task
 from tests.testbed.cloud import HostCloud
+from tests.testbed.host import Host
 from tests.testbed.metadata import MetadataServer
 
 
@@ -129,6 +130,19 @@ def test_short_partition_is_survived(bed: Bed) -> None:
         assert (await command).stdout == b"still here\n"
 
     asyncio.run(act())
+
+
+def test_command_right_after_the_start_does_not_change_this_machine(tmp_path: Path, metadata: MetadataServer) -> None:
+    """It would, before the host has a root folder of its own."""
+    mark = f"/etc/broker-testbed-{tmp_path.name}"
+    host = Host(tmp_path / "hosts", "early", ["10.77.9.9"]).start()
+    try:
+        host.execute("touch", mark)
+        assert host.execute("ls", mark).strip() == mark
+        assert not Path(mark).exists()
+    finally:
+        Path(mark).unlink(missing_ok=True)
+        host.power_off()
 
 
 def test_host_that_shows_another_key_is_refused(bed: Bed, tmp_path: Path) -> None:
