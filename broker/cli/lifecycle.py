@@ -29,33 +29,33 @@ def stop(clusters: ClusterNames, yes: options.Agreed = False) -> None:
     """Stop clusters and keep their disks."""
     session = make_session()
 
-    def act(name: str) -> None:
-        with show_wait(f"stopping `{name}`", is_printed=False):
-            session.call(stop_cluster, cluster=name)
-        print_line(f"stopped cluster `{name}`; restart it with `broker start {name}`")
+    def act(name: str) -> str:
+        session.call(stop_cluster, cluster=name)
+        return f"stopped cluster `{name}`; restart it with `broker start {name}`"
 
-    _act_on_each(clusters, act, verb="stop")
+    _act_on_each(clusters, act, verb="stop", doing="stopping")
 
 
 def start(clusters: ClusterNames, yes: options.Agreed = False) -> None:
     """Restart stopped clusters."""
     session = make_session()
 
-    def act(name: str) -> None:
-        with show_wait(f"starting `{name}`", is_printed=False):
-            session.call(start_cluster, cluster=name)
-        print_line(f"cluster `{name}` is up")
+    def act(name: str) -> str:
+        session.call(start_cluster, cluster=name)
+        return f"cluster `{name}` is up"
 
-    _act_on_each(clusters, act, verb="start")
+    _act_on_each(clusters, act, verb="start", doing="starting")
 
 
-def _act_on_each(names: Sequence[str], act: Callable[[str], None], *, verb: str) -> None:
-    """Act on each cluster once. A failure of one is raised after the others had their turn."""
+def _act_on_each(names: Sequence[str], act: Callable[[str], str], *, verb: str, doing: str) -> None:
+    """Act on each cluster once, and print the result. Failures are raised after the last cluster."""
     chosen = tuple(dict.fromkeys(names))
     failures: list[BrokerError] = []
     for name in chosen:
         try:
-            act(name)
+            with show_wait(f"{doing} `{name}`", is_printed=False):
+                line = act(name)
+            print_line(line)
         except BrokerError as error:
             failures.append(error)
     raise_failures(failures, ended_count=len(chosen) - len(failures), verb=verb)
@@ -110,15 +110,14 @@ def autostop(
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
     session = make_session()
 
-    def act(name: str) -> None:
+    def act(name: str) -> str:
         session.call(set_autostop, cluster=name, rule=rule)
         if rule is None:
-            print_line(f"disabled autostop for cluster `{name}`")
-        else:
-            action = "will be terminated" if down else "will stop"
-            print_line(f"cluster `{name}` {action} after {idle} idle minutes")
+            return f"disabled autostop for cluster `{name}`"
+        action = "will be terminated" if down else "will stop"
+        return f"cluster `{name}` {action} after {idle} idle minutes"
 
-    _act_on_each(clusters, act, verb="set autostop for")
+    _act_on_each(clusters, act, verb="set autostop for", doing="setting autostop for")
 
 
 def ssh(

@@ -136,7 +136,7 @@ class Hosting:
         restoring = {"restore_from": server.restore_from, "files": self._read_key()} if server.restore_from else {}
         install = {
             **base, **restoring, "verb": "install", "python": server.python, "config": server.config,
-            "settings": self._machines.make_settings(server),
+            "settings": self._make_settings(server),
             "needs": [[each.name, each.least] for each in needs], "packages": [each.text for each in needs],
         }  # fmt: skip
         arguments = ["--host", machine.listens_on, "--port", str(server.port), *server.options]
@@ -156,6 +156,15 @@ class Hosting:
             self._record.write_private("secret.key", found["key"])
         self._record.write(up)
         return up
+
+    def _make_settings(self, server: HostedServer) -> Mapping[str, str]:
+        try:
+            return self._machines.make_settings(server)
+        except BrokerError as error:
+            if server.status is HostedStatus.STARTING:
+                raise
+            self._note(f"note: the settings of `{server.cloud}` were not sent again: {error.message}")
+            return {}
 
     def _allow(self, server: HostedServer, owner: str) -> None:
         try:

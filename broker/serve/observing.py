@@ -50,7 +50,7 @@ class ObservedReplica:
 
     @property
     def was_ready(self) -> bool:
-        """Return whether its present program has been ready: after a preemption, another one loads the model anew."""
+        """Return whether its present program has been ready: after a preemption, a new one loads the model."""
         ready_s, started_s = self.replica.ready_s, _find_program_start(self.job)
         return ready_s is not None and (started_s is None or ready_s >= started_s)
 

@@ -109,7 +109,7 @@ def scale(policy: ReplicaPolicy, state: ScalingState, asked: int, *, now_s: floa
     """
     least, most = policy.replicas_min, max(policy.replicas_max or policy.replicas_min, policy.replicas_min)
     wanted = min(max(state.wanted, least), most)
-    # A clock that was set back begins the delay anew, and does not add the hours by which it was set.
+    # A clock that was set back restarts the delay, and does not add the hours by which it was set.
     above_s = None if asked <= wanted else now_s if state.above_since_s is None else min(now_s, state.above_since_s)
     below_s = None if asked >= wanted else now_s if state.below_since_s is None else min(now_s, state.below_since_s)
     below_most = 0 if below_s is None else asked if state.below_since_s is None else max(asked, state.below_most)

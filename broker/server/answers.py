@@ -45,7 +45,7 @@ async def collect(request: web.Request, running: Running, *, beat_s: float) -> w
     while True:
         frame: Frame | None = await running.next_frame(beat_s)
         if request.transport is None or request.transport.is_closing():
-            return web.Response()  # nobody receives it: nothing is written before the end that would fail
+            return web.Response()  # the client is gone; nothing is written before the end, so no write would fail
         if frame is None:
             continue
         if "note" in frame:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.app.container import Context
-from broker.errors import BrokerError, DeniedError, StateError, TransientError, UsageError
+from broker.errors import AuthError, BrokerError, DeniedError, StateError, TransientError, UsageError
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus, MachineLogin
 from broker.sites.openssh import Completed
@@ -38,6 +38,7 @@ class Machines:
         self.allowed = list[str]()
         self.machine = SilentMachine()
         self.refusal: BrokerError | None = None
+        self.expiry: BrokerError | None = None
 
     def ensure(self, server: HostedServer) -> SilentMachine:
         return self.machine
@@ -49,6 +50,8 @@ class Machines:
         self.has_ended = True
 
     def make_settings(self, server: HostedServer) -> Mapping[str, str]:
+        if self.expiry is not None:
+            raise self.expiry
         return {}
 
     def allow(self, server: HostedServer, owner: str) -> None:
@@ -233,3 +236,17 @@ def test_server_with_a_schedule_or_with_paid_machines_is_not_removed(
     hosting.take_down(is_forced=True)
     assert machines.has_ended
     context.close()
+
+
+def test_upgrade_needs_no_login_to_the_cloud(tmp_path: Path) -> None:
+    """The machine is reached over ssh, and has its settings since it was set up."""
+    hosting, machines, record, notes = make(tmp_path, cluster="broker-server")
+    machines.machine = AnsweringMachine(owner="server")
+    machines.expiry = AuthError("ExpiredToken")
+    with pytest.raises(AuthError):
+        hosting.upgrade()
+    known = record.read()
+    assert known is not None
+    record.write(replace(known, status=HostedStatus.UP))
+    assert hosting.upgrade().status is HostedStatus.UP
+    assert "were not sent again: ExpiredToken" in notes[-1]

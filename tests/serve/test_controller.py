@@ -267,7 +267,7 @@ def test_replica_that_is_not_ready_in_time_is_replaced(tmp_path: Path) -> None:
 
 
 def test_recovered_replica_gets_the_time_of_a_first_start_until_it_is_ready_again(tmp_path: Path) -> None:
-    """Its model is loaded anew on other machines, which takes longer than a running program may fail its probes."""
+    """Its model is loaded again on other machines, which takes longer than a running program may fail its probes."""
     world = World(tmp_path, make_task(count=1))
     world.settle()
     (replica,) = world.store.services.list_replicas("web")

@@ -67,7 +67,7 @@ def test_usage_of_a_long_response_is_found_without_its_other_fields(monkeypatch:
 )
 @pytest.mark.parametrize("more", ["", ', "logprob": -Infinity'], ids=["", "infinite"])
 def test_tokens_count_by_whatever_name_the_api_gives_them(events: list[str], more: str) -> None:
-    """Otherwise, a key without tokens left could go on with another API of the same engine."""
+    """Otherwise, a key without tokens left could continue with another API of the same engine."""
     meter = ResponseMeter(clock=HeldClock())
     meter.begin(1, "text/event-stream" if len(events) > 1 else "application/json")
     for event in events:

@@ -120,7 +120,7 @@ def test_clients_that_follow_something_keep_no_other_from_acting(
 def test_client_that_follows_without_a_stream_and_leaves_keeps_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is sent to it before the end, so no write fails: the job would be followed to its end, for nobody."""
+    """Nothing is sent to it before the end, so no write fails, and the job would be followed to its end."""
     monkeypatch.setattr("broker.server.http.BEAT_S", 0.05)
     begun, ended = threading.Event(), threading.Event()
     run = Running.run

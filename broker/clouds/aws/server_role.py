@@ -126,6 +126,7 @@ class ServerRoles:
         return True
 
     async def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        # `read` repeats a call without an answer, which every verb here permits.
         return await self._clients.read("iam", await self._clients.find_home(), operation, **parameters)
 
 
