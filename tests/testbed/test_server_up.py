@@ -91,7 +91,7 @@ def test_server_on_a_host_runs_jobs_without_the_laptop(laptop: Laptop) -> None:
 
 
 def test_server_on_aws_launches_machines_with_the_role_that_broker_made(stage: Stage) -> None:
-    """Nobody logs in on the server's machine: all it may do is in the role, which `down` deletes.
+    """Without a login on the server's machine: the role, which `down` deletes, has all its permissions.
 
     Nodes get sessions of this role that are limited to the job's folder in the bucket.
     """
