@@ -91,18 +91,25 @@ def test_survivor_comes_back_though_it_has_a_preemption_notice(tmp_path: Path, m
     (tmp_path / "notice").touch()
     with open_rendezvous(2, credential=SECRET) as (rendezvous, server):
         monkeypatch.setenv("BROKER_ELASTIC_AT", f"127.0.0.1:{server.port}")
-        worlds: list[int] = []
+        members: list[ElasticMember] = []
         joining = Thread(
-            target=lambda: worlds.append(
-                ElasticMember(os.environ["BROKER_ELASTIC_AT"], notice=PreemptionNotice(tmp_path / "notice")).world.rank
+            target=lambda: members.append(
+                ElasticMember(os.environ["BROKER_ELASTIC_AT"], notice=PreemptionNotice(tmp_path / "notice"))
             )
         )
         joining.start()
         await_that(lambda: rendezvous.waiting, "it does not come")
         other = come(server, "a", 0, SECRET)
         joining.join(timeout=300)
-        assert worlds == [1] and other.read()["kind"] == "world"
+        assert [each.world.rank for each in members] == [1] and other.read()["kind"] == "world"
         other.close()
+        close(members[0])
+
+
+def close(member: ElasticMember) -> None:
+    """End its connection, and wait until its thread has heard of it: after the test it would execute pytest again."""
+    member._wire.close()
+    assert member._is_lost.wait(300.0), "it still listens"
 
 
 @pytest.fixture
@@ -119,8 +126,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ElasticMember, Wire]
             assert other.read()["kind"] == "world" and member.world.world_size == 2
             yield member, other
         finally:
-            member._wire.close()
-            assert member._is_lost.wait(300.0), "it still listens"
+            close(member)
             other.close()
 
 
