@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from broker.clock import Clock
@@ -20,6 +21,8 @@ from broker.serve.keys import ApiKey, KeyRing, KeyUsage, UsageBook
 
 MINUTE_S = 60.0
 SCHEME = "bearer "
+# Of clients of OpenAI's API, and of Anthropic's, which vLLM and others serve at `/v1/messages`.
+KEY_HEADERS = ("authorization", "x-api-key")
 
 
 @frozen
@@ -108,13 +111,17 @@ class Gate:
         """Count this usage at other balancers against budgets."""
         self._elsewhere = usage
 
-    def admit(self, authorization: str) -> ApiKey | KeyRefusal | None:
-        """Return the key of a request, or the reason why it is refused; None on an open service."""
+    @property
+    def passes_preflights(self) -> bool:
+        """Return whether browsers may ask, without a key, which origins may send requests with one."""
+        return self._ring is not None and bool(self._ring.keys)
+
+    def admit(self, text: str) -> ApiKey | KeyRefusal | None:
+        """Return the key with this text, or the reason why its request is refused; None on an open service."""
         if self._ring is None or (not self._ring.keys and not self._is_loopback):
             return UNKNOWN
         if not self._ring.keys:
             return None
-        text = authorization[len(SCHEME) :].strip() if authorization.lower().startswith(SCHEME) else ""
         key = self._ring.find(text)
         if key is None or key.revoked_s is not None:
             return UNKNOWN
@@ -163,6 +170,12 @@ class Gate:
         if found is None:
             found = self._buckets[key_id, kind] = RateBucket(limit / self._balancers, now_s=self._clock.now_s())
         return found
+
+
+def find_key(headers: Mapping[str, str]) -> str:
+    """Return the API key that a request presents; empty without one."""
+    bearer, other = (headers.get(name, "") for name in KEY_HEADERS)
+    return bearer[len(SCHEME) :].strip() if bearer.lower().startswith(SCHEME) else other.strip()
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import HttpVersion11, web
 
-from broker.serve.admission import KeyRefusal
+from broker.serve.admission import KEY_HEADERS, KeyRefusal
 from broker.serve.losses import ClientGoneError
 from broker.serve.metering import ResponseMeter
 from broker.serve.routes import BackendRoute
@@ -37,7 +37,7 @@ def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMul
 def make_request_headers(request: web.BaseRequest, *, has_keys: bool) -> CIMultiDict[str]:
     """Return the headers of the request to a replica, without those of its body; `has_keys`: without the API key."""
     headers = pass_headers(request.headers)
-    for name in ("content-length", "expect", *(("authorization",) if has_keys else ())):
+    for name in ("content-length", "expect", *(KEY_HEADERS if has_keys else ())):
         headers.popall(name, None)
     addresses = [*headers.popall(FORWARDED, ()), *([request.remote] if request.remote else [])]
     if addresses:
@@ -60,6 +60,15 @@ def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 def is_forwardable(request: web.BaseRequest) -> bool:
     """Return whether the request's target is a path. Any other could change the address that is built from it."""
     return request.method != "CONNECT" and find_target(request).startswith("/")
+
+
+def asks_for_origins(request: web.BaseRequest) -> bool:
+    """Return whether a request is a CORS preflight, which browsers send without credentials.
+
+    See https://fetch.spec.whatwg.org/#cors-preflight-request.
+    """
+    names = ("origin", "access-control-request-method")
+    return request.method == "OPTIONS" and not request.can_read_body and all(name in request.headers for name in names)
 
 
 def find_target(request: web.BaseRequest) -> str:

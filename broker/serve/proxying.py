@@ -15,10 +15,11 @@ from yarl import URL
 
 from broker.clock import Clock
 from broker.frozen import frozen
-from broker.serve.admission import Gate, KeyRefusal
+from broker.serve.admission import Gate, KeyRefusal, find_key
 from broker.serve.answers import (
     EVENT_STREAM,
     METER,
+    asks_for_origins,
     begin_stream,
     find_target,
     is_forwardable,
@@ -36,18 +37,21 @@ from broker.serve.losses import ClientGoneError, ReplicaLostError
 from broker.serve.metering import CLIENT_GONE, LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.streams import PAUSE_S, TokenStream
+from broker.serve.tries import Tries
 from broker.serve.websockets import connect_websocket, is_websocket, join_websockets
 
 IN_FLIGHT_MAX = 20_000
-TRIES_MAX = 4
 # Of connections: a zone may take most of many replicas with it, and each that refuses is out of rotation at once.
 CONNECTIONS_MAX = 20
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10
 FAILURE_MAX = 300  # characters of the reason that clients are told
+PREFLIGHTS_MAX = 100  # at the same time: anyone can send them
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
 BUSY = frozenset((429, 503))  # the replica did not take the request
-GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
+GENERATION_PATHS = (
+    *(COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings", "/generate", "/generate_stream"),
+)
 
 
 @frozen
@@ -64,32 +68,6 @@ class PassLimits:
 
 
 NO_LIMITS = PassLimits()
-
-
-class _Tries:
-    """The replicas that a request was sent to. It waits for one until `deadline_s`, a minute after the newest loss."""
-
-    def __init__(self, clock: Clock, *, wait_s_max: float = WAIT_S_MAX) -> None:
-        self._clock, self._wait_s_max = clock, wait_s_max
-        self.tried: set[int] = set()
-        self.refusal: web.Response | None = None  # of a busy replica, for a client that gets no better response
-        self.sent = 0
-        self.deadline_s = clock.now_s() + wait_s_max
-
-    @property
-    def are_used_up(self) -> bool:
-        """Return whether the request was sent too often: it may itself be what ends its replicas."""
-        return self.sent >= TRIES_MAX
-
-    def add_refusal(self, refusal: web.Response) -> None:
-        """Record that a replica did not take the request."""
-        self.sent += 1
-        self.refusal = refusal
-
-    def add_loss(self) -> None:
-        """Record that a replica was lost, perhaps after it had computed for long."""
-        self.sent += 1
-        self.deadline_s = self._clock.now_s() + self._wait_s_max
 
 
 class Proxy:
@@ -109,6 +87,7 @@ class Proxy:
     ) -> None:
         self._limits = limits
         self.counts = Counts()
+        self._preflights = 0
         self._queue = ReplicaQueue(self.counts, clock=clock)
         self.adopt(routing)
         self.gate = gate
@@ -132,18 +111,16 @@ class Proxy:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. It is cancelled when its client leaves, and so is the request to the replica."""
         counts = self.counts
-        key = self.gate.admit(request.headers.get("authorization", ""))
+        key = self.gate.admit(find_key(request.headers))
         if isinstance(key, KeyRefusal):
+            if self.gate.passes_preflights and asks_for_origins(request):
+                return await self._forward_preflight(request)
             return refuse_key(key)
         counts.arrivals += 1  # refused ones are no load: they must not add replicas
-        if counts.in_flight >= IN_FLIGHT_MAX:
-            return refuse(429, "too many requests", retry_s=1)
-        if not is_forwardable(request):
-            return refuse(400, "the target of the request must be a path")
-        if self._limits.paths is not None and request.path not in self._limits.paths:
-            return refuse(404, f"`balancer: {{type: {self.routing.balancer}}}` does not pass on {request.path[:100]}")
-        counts.in_flight += 1
+        if refusal := self._check(request):
+            return refusal
         request[METER] = meter = ResponseMeter(clock=self._clock)
+        counts.in_flight += 1
         status: int | None = None
         try:
             answer = await self._route(request)
@@ -160,6 +137,31 @@ class Proxy:
             self.meter.add(sample)
             if key is not None:
                 self.gate.charge(key, sample.prompt_tokens, sample.completion_tokens)
+
+    def _check(self, request: web.BaseRequest) -> web.Response | None:
+        """Return the response to a request that is not passed on."""
+        if self.counts.in_flight >= IN_FLIGHT_MAX:
+            return refuse(429, "too many requests", retry_s=1)
+        if not is_forwardable(request):
+            return refuse(400, "the target of the request must be a path")
+        if self._limits.paths is not None and request.path not in self._limits.paths:
+            return refuse(404, f"`balancer: {{type: {self.routing.balancer}}}` does not pass on {request.path[:100]}")
+        return None
+
+    async def _forward_preflight(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Let a ready replica answer a browser's question for the origins that it permits; wake none for it."""
+        if self._preflights >= PREFLIGHTS_MAX:
+            return refuse(429, "too many requests", retry_s=1)
+        if refusal := self._check(request):
+            return refusal
+        self._preflights += 1
+        request[METER] = ResponseMeter(clock=self._clock)
+        try:
+            return await self._forward(request, b"", b"", waits=False)
+        except ClientGoneError:
+            return web.Response(status=CLIENT_GONE)
+        finally:
+            self._preflights -= 1
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         if is_websocket(request):
@@ -191,10 +193,13 @@ class Proxy:
             journal.request_usage()
         return await TokenStream(self, request, journal, prompt).run()
 
-    async def _forward(self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes) -> web.StreamResponse:
+    async def _forward(
+        self, request: web.BaseRequest, body: bytes | PassedBody, prompt: bytes, *, waits: bool = True
+    ) -> web.StreamResponse:
         tries = self._begin_tries()
         for _ in range(CONNECTIONS_MAX):
-            route = await self.find(tries.tried, prompt, waits=tries.refusal is None, deadline_s=tries.deadline_s)
+            is_waiting = waits and tries.refusal is None
+            route = await self.find(tries.tried, prompt, waits=is_waiting, deadline_s=tries.deadline_s)
             if route is None:
                 break
             tries.tried.add(route.backend.number)
@@ -214,8 +219,8 @@ class Proxy:
                 break
         return tries.refusal or self.refuse_unready()
 
-    def _begin_tries(self) -> _Tries:
-        return _Tries(self._clock, wait_s_max=WAIT_S_MAX if self._limits.waits else 0.0)
+    def _begin_tries(self) -> Tries:
+        return Tries(self._clock, wait_s_max=WAIT_S_MAX if self._limits.waits else 0.0)
 
     async def _forward_websocket(self, request: web.BaseRequest) -> web.StreamResponse:
         tries = self._begin_tries()
@@ -239,7 +244,7 @@ class Proxy:
                     return failure
         return tries.refusal or self.refuse_unready()
 
-    async def _outlive(self, tries: _Tries, error: ReplicaLostError) -> web.Response | None:
+    async def _outlive(self, tries: Tries, error: ReplicaLostError) -> web.Response | None:
         """Return the response to a request whose replica is lost, or None if it is sent again, perhaps after a pause.
 
         The request then waits for a replica, because it is safe to repeat: a zone may take all of them at once.

@@ -84,12 +84,12 @@ class StandIn:
             return await self._echo(request)
         body = await request.read()
         self.seen.append((request.method, request.raw_path, body))
-        if request.path.endswith("completions"):
+        if request.method == "POST" and request.path.endswith("completions"):
             if self.refusals:
                 self.refusals -= 1
                 return web.Response(status=429)
             return await self._generate(request, json.loads(body))
-        if request.path == "/slow":
+        if request.path.startswith("/slow"):
             await self.gate.wait()
         if self.is_torn:
             return await self._tear(request, body)

@@ -139,6 +139,23 @@ def test_post_that_was_sent_is_not_sent_twice(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/embeddings", "/generate_stream"])
+def test_generation_that_was_sent_to_a_lost_replica_is_sent_to_another(tmp_path: Path, path: str) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        asked = asyncio.ensure_future(bed.client.post(f"{bed.url}/slow{path}", data=b"x"))
+        while not (busy := [each for each in bed.stands if each.seen]):
+            await asyncio.sleep(0.005)
+        await busy[0].kill()
+        for each in bed.stands:
+            each.gate.set()
+        response = await asked
+        assert (response.status, await response.read()) == (200, b"x")
+
+    play(tmp_path, scene)
+
+
 def test_request_waits_until_a_replica_is_ready(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         bed.stands[0].is_healthy = False
