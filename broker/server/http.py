@@ -43,6 +43,7 @@ from broker.server.openapi import describe_api
 from broker.server.pages import LOGIN as PAGE_LOGIN
 from broker.server.pages import ServerPages
 from broker.server.running import Running, VerbRequest
+from broker.server.store_thread import StoreThread
 from broker.server.tokens import find_token
 from broker.state.people import Role, Token
 from broker.types import Task
@@ -72,10 +73,12 @@ class Server:
         self._home = home
         self._policy = policy
         self._context = ServerContext(home, policy=policy)
+        self._lookups = StoreThread(ServerContext(home, policy=policy))
         self._files = FileStore(home / "uploads")
         self._pages = ServerPages(
             self._context,
             make_context=lambda: ServerContext(home, policy=policy),
+            lookups=self._lookups,
             authenticate=self._authenticate,
             run_verb=self._run_for_page,
         )
@@ -113,6 +116,7 @@ class Server:
         for threads in (self._threads, self._staying):
             threads.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
+        self._lookups.close()
         self._context.close()
 
     @web.middleware
@@ -121,10 +125,10 @@ class Server:
         try:
             _check_open_body(request)
             if self._pages.has(request):
-                if (refusal := self._pages.check(request)) is not None:
+                if (refusal := await self._lookups.run(lambda: self._pages.check(request))) is not None:
                     return refusal
             elif request.path not in OPEN:
-                token = self._authenticate(request)
+                token = await self._lookups.run(lambda: self._authenticate(request))
                 if token is None:
                     return make_refusal(UNKNOWN_TOKEN, 401)
                 request[TOKEN] = token
@@ -151,14 +155,14 @@ class Server:
             is_clear = len(request.headers.getall(proxy.projects.groups_header, ())) <= 1
             return proxy.find_user(request.remote, request.headers) if is_clear else None
         kind, _, value = request.headers.get("Authorization", "").partition(" ")
-        return find_token(self._context.store, value.strip()) if kind.lower() == "bearer" else None
+        return find_token(self._lookups.context.store, value.strip()) if kind.lower() == "bearer" else None
 
     async def _show_health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
         """Respond with 200 if the store can be read, else 503."""
-        self._context.store.jobs.count()
+        await self._lookups.run(lambda: self._lookups.context.store.jobs.count())
         return web.json_response({"status": "ready"})
 
     async def _show_api(self, request: web.Request) -> web.Response:

@@ -21,6 +21,7 @@ from broker.server.authorisation import has_role
 from broker.server.nonces import NONCE_S
 from broker.server.page_login import CALLBACK, START, PageLogins
 from broker.server.sessions import COOKIE, SESSION_S, Authenticate, Sessions
+from broker.server.store_thread import StoreThread
 from broker.state.people import Owned, Role, Token
 from broker.types import Job
 
@@ -37,9 +38,16 @@ class ServerPages:
     """The pages of one server, and the permissions of users there; `run_verb` runs a verb for a user."""
 
     def __init__(
-        self, context: Context, *, make_context: MakeContext, authenticate: Authenticate, run_verb: RunVerb
+        self,
+        context: Context,
+        *,
+        make_context: MakeContext,
+        lookups: StoreThread,
+        authenticate: Authenticate,
+        run_verb: RunVerb,
     ) -> None:
-        self._sessions = Sessions(context, authenticate)
+        self._lookups = lookups
+        self._sessions = Sessions(lookups.context, authenticate)
         self._logins = PageLogins(context)
         self._run_verb = run_verb
         self._dashboard = Dashboard(context, self, make_context=make_context)
@@ -71,7 +79,7 @@ class ServerPages:
         return request.match_info.route.resource in self._resources
 
     def check(self, request: web.Request) -> web.StreamResponse | None:
-        """Return the refusal of a request for a page; None if the user may see it."""
+        """Return the refusal of a request for a page; None if the user may see it. Runs in the thread of lookups."""
         if request.path in (LOGIN, START, CALLBACK) or request.path.startswith(STATIC):
             return None
         token = self._sessions.find(request)
@@ -115,7 +123,7 @@ class ServerPages:
         return job_id
 
     async def _show_login(self, request: web.Request) -> web.StreamResponse:
-        token = self._sessions.find(request)
+        token = await self._lookups.run(lambda: self._sessions.find(request))
         if token is None:
             return self._show(request, "Log in", show_login(LOGIN, self._logins.find_start()))
         request[VISITOR] = token
@@ -127,7 +135,8 @@ class ServerPages:
         if request.headers.get("Origin") != f"{request.scheme}://{request.host}":
             refused = _make_paragraph("This login was not submitted from a page of this server.")
             return self._show(request, "Refused", refused, status=403)
-        session = self._sessions.begin(str((await request.post()).get("token", "")).strip())
+        value = str((await request.post()).get("token", "")).strip()
+        session = await self._lookups.run(lambda: self._sessions.begin(value))
         if session is None:
             refused = element("p", "This token is unknown, expired or revoked.", class_="note", role="alert")
             form = show_login(LOGIN, self._logins.find_start())
@@ -161,7 +170,7 @@ class ServerPages:
         except BrokerError as error:
             answer = self._refuse_login(request, error)
         else:
-            session = self._sessions.begin(arrival.token.value, is_own=True)
+            session = await self._lookups.run(lambda: self._sessions.begin(arrival.token.value, is_own=True))
             assert session is not None, "its token was just created"
             answer = self._show(request, "Logged in", element("p", element("a", "Continue to the overview", href="/")))
             answer.headers["Refresh"] = "0; url=/"
@@ -176,7 +185,7 @@ class ServerPages:
 
     async def _log_out(self, request: web.Request) -> web.StreamResponse:
         if (await request.post()).get("ticket") == self.get_ticket(request):
-            self._sessions.end(request)
+            await self._lookups.run(lambda: self._sessions.end(request))
         return redirect(LOGIN)
 
     async def _show_users(self, request: web.Request) -> web.Response:
