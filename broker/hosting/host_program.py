@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
         add_setting,
         copy_over,
         forget,
+        forget_releases,
         last_line,
         make_environment,
         make_unit,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
         sync_tree,
         write_bytes,
         write_json,
+        write_missing,
         write_text,
     )
     from broker.runtime.node_python import NoPythonError, find_broker_python
@@ -97,7 +99,7 @@ def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
         "status": lambda: read_status(folder),
         "stop": lambda: stop(folder),
         "adopt": lambda: adopt(folder, request, content),
-        "remove": lambda: remove(folder),
+        "remove": lambda: remove(folder, is_idle_only=bool(request.get("is_idle_only"))),
     }
     return verbs[verb]()
 
@@ -130,13 +132,6 @@ def install(folder: str, request: dict[str, Any], content: bytes) -> object:
         before=lambda: stop(folder),
     )  # fmt: skip
     return {"python": python, "owner": read_text(os.path.join(state, "owner"))}
-
-
-def write_missing(state: str, files: dict[str, str]) -> None:
-    """Write the files that do not exist yet."""
-    for name, text in files.items():
-        if not os.path.exists(os.path.join(state, name)):
-            write_text(os.path.join(state, name), text)
 
 
 def restore(folder: str, release: str, python: str, url: str) -> None:
@@ -302,9 +297,18 @@ def end(find: Callable[[], list[int]]) -> None:
             found = find()
 
 
-def remove(folder: str) -> object:
-    """Stop the server and delete all its files; already gone is success."""
+def remove(folder: str, *, is_idle_only: bool = False) -> object:
+    """Stop the server and delete all its files; already gone is success.
+
+    `is_idle_only`: a server that has got work since the sender looked continues instead.
+    """
     stop(folder)
+    if is_idle_only and has_work(os.path.join(folder, "state", "state.db"), jobs="NOT is_terminal"):
+        try:
+            run(folder)
+        except RequestError:
+            pass  # its machine must not be terminated all the same
+        return {"is_installed": True, "has_work": True}
     if can_use_systemd() and os.path.exists(UNIT):
         subprocess.run(as_root("rm", "-f", UNIT), check=False)
     shutil.rmtree(folder, ignore_errors=True)
@@ -345,8 +349,8 @@ def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
     return {"is_new": True}
 
 
-def has_work(database: str) -> bool:
-    """Return whether a state has jobs, clusters or launches of its own, or services or schedules."""
+def has_work(database: str, jobs: str = "true") -> bool:
+    """Return whether a state has such jobs, clusters or launches of its own, or services or schedules."""
     if not os.path.exists(database):
         return False
     try:
@@ -356,8 +360,8 @@ def has_work(database: str) -> bool:
     connection = sqlite3.connect(database, timeout=STOP_S)
     try:
         known = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        wanted = {each: "true" for each in ("jobs", "clusters", "services", "schedules")}
-        wanted["intents"] = "closed_s IS NULL"
+        wanted = {each: "true" for each in ("clusters", "services", "schedules")}
+        wanted.update(intents="closed_s IS NULL", jobs=jobs)
         return any(
             connection.execute("SELECT EXISTS (SELECT 1 FROM %s WHERE %s)" % each).fetchone()[0]
             for each in wanted.items()
@@ -365,14 +369,6 @@ def has_work(database: str) -> bool:
         )
     finally:
         connection.close()
-
-
-def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
-    """Delete all releases but the `kept` ones: the current one and its predecessor."""
-    root = os.path.join(folder, "releases")
-    for name in os.listdir(root):
-        if name not in kept:
-            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
 
 
 def can_use_systemd() -> bool:

@@ -165,12 +165,27 @@ def read_schema(database: str) -> int:
         return 0
 
 
+def write_missing(state: str, files: dict[str, str]) -> None:
+    """Write the files that do not exist yet."""
+    for name, text in files.items():
+        if not os.path.exists(os.path.join(state, name)):
+            write_text(os.path.join(state, name), text)
+
+
 def forget(path: str) -> None:
     """Delete a file; already gone is success."""
     try:
         os.unlink(path)
     except FileNotFoundError:
         pass
+
+
+def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
+    """Delete all releases but the `kept` ones: the current one and its predecessor."""
+    root = os.path.join(folder, "releases")
+    for name in os.listdir(root):
+        if name not in kept:
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
 
 
 def make_unit(folder: str, argv: list[str]) -> str:

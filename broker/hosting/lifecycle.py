@@ -204,7 +204,7 @@ class Hosting:
                            "`broker jobs schedules remove NAME`, `broker down --all`",
                            "`broker server down --force` removes the server and leaves them running"],
                 )  # fmt: skip
-        self._end(replace(server, status=HostedStatus.ENDING), is_forced=is_forced)
+        self._end(server, is_forced=is_forced)
         return counts
 
     def _count(self, server: HostedServer, *, is_forced: bool) -> WorkCounts | None:
@@ -233,16 +233,17 @@ class Hosting:
 
     def _end(self, server: HostedServer, *, is_forced: bool) -> None:
         """Remove the server, then its machine; a cluster is terminated even if its node does not answer."""
-        self._record.write(server)
+        self._record.write(replace(server, status=HostedStatus.ENDING))
         machine = self._machines.find(server)
-        if machine is not None:
-            try:
-                asyncio.run(call(machine, {**self.make_request(server), "verb": "remove"}))
-            except BrokerError as error:
-                if server.cluster is None and not is_forced:
-                    hints = (*error.hints, "forget the server without reaching it: `broker server down --force`")
-                    raise StateError(error.message, hints=hints) from error
-                self._note(f"note: the server was not removed from its machine: {error.message}")
+        if machine is not None and self._has_new_work(machine, server, is_forced=is_forced):
+            self._record.write(replace(server, status=HostedStatus.UP))
+            raise UsageError(
+                "the server got work while it was being removed, so it continues",
+                hints=[
+                    "list the work: `broker jobs queue --all-users`, `broker status --all-users`",
+                    "if the server does not answer, start it again: `broker server up`",
+                ],
+            )
         self._machines.end(server)
         try:
             self._machines.end_login(server)
@@ -251,6 +252,18 @@ class Hosting:
                 raise
             self._note(f"note: the role `{server.login.name}` was not deleted: {error.message}")
         self._record.forget()
+
+    def _has_new_work(self, machine: HostMachine, server: HostedServer, *, is_forced: bool) -> bool:
+        """Remove the server from its machine; return whether it continues there because it has got work."""
+        request = {**self.make_request(server), "verb": "remove", "is_idle_only": not is_forced}
+        try:
+            return bool(asyncio.run(call(machine, request)).get("has_work"))
+        except BrokerError as error:
+            if server.cluster is None and not is_forced:
+                hints = (*error.hints, "forget the server without reaching it: `broker server down --force`")
+                raise StateError(error.message, hints=hints) from error
+            self._note(f"note: the server was not removed from its machine: {error.message}")
+            return False
 
     def get(self) -> HostedServer:
         """Return the record. Raises UsageError if there is no server."""

@@ -25,7 +25,7 @@ from broker.hosting.record import HostedServer, HostedStatus
 from broker.state.copies import list_copies
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Placement, ScheduleSpec, Task
+from broker.types import Cluster, ClusterStatus, JobStatus, Placement, ScheduleSpec, Task
 from tests.simulation.world import make_offer
 
 REQUEST: Mapping[str, Any] = {"word": "w1", "links": {}}
@@ -105,6 +105,31 @@ def test_empty_state_is_replaced_once(host: HostProgram) -> None:
     store.close()
     assert host.adopt() == {"is_new": False}, "the laptop repeats a move whose answer it did not receive"
     assert host.adopt("w2") == {"is_new": False, "has_work": True}, "another move"
+
+
+@pytest.mark.parametrize("add", [add_job, add_cluster, add_service, add_schedule])
+def test_server_that_has_got_work_meanwhile_is_not_removed(host: HostProgram, add: Any) -> None:
+    """The sender looked before it was stopped, and a colleague's job would have been deleted with the server."""
+    starts: list[str] = []
+    host.names["run"] = starts.append
+    store = host.open()
+    ended = store.jobs.add("ended", Task(run="true"))
+    store.jobs.set_status(ended.id, JobStatus.CANCELLED)
+    add(store)
+    store.close()
+    remove = host.names["remove"]
+    assert remove(str(host.folder), is_idle_only=True) == {"is_installed": True, "has_work": True}
+    assert starts == [str(host.folder)] and host.stops == 1
+    assert remove(str(host.folder)) == {"is_installed": False}, "by force"
+    assert not host.folder.exists()
+
+
+def test_server_with_ended_jobs_only_is_removed(host: HostProgram) -> None:
+    store = host.open()
+    store.jobs.set_status(store.jobs.add("ended", Task(run="true")).id, JobStatus.CANCELLED)
+    store.close()
+    assert host.names["remove"](str(host.folder), is_idle_only=True) == {"is_installed": False}
+    assert not host.folder.exists()
 
 
 @pytest.mark.parametrize("killed_at", ["before", "after"])

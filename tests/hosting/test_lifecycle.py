@@ -95,6 +95,16 @@ def test_own_host_that_does_not_answer_is_given_up_only_by_force(tmp_path: Path)
     assert "no answer" in notes[-1]
 
 
+@pytest.mark.parametrize("cluster", [None, "broker-server"])
+def test_server_that_gets_work_while_it_is_removed_continues(tmp_path: Path, cluster: str | None) -> None:
+    hosting, machines, record, _ = make(tmp_path, cluster=cluster)
+    machines.machine = AnsweringMachine(answer={"is_installed": True, "has_work": True})
+    with pytest.raises(UsageError, match="got work while it was being removed"):
+        hosting.take_down(is_forced=False)
+    left = record.read()
+    assert left is not None and left.status is HostedStatus.UP and not machines.has_ended
+
+
 def test_server_that_is_being_removed_is_not_upgraded(tmp_path: Path) -> None:
     """Its state may be gone: the upgrade would install an empty server, and forget that `down` was requested."""
     hosting, _, record, _ = make(tmp_path, cluster=None)
@@ -158,6 +168,7 @@ class AnsweringMachine(SilentMachine):
 
     owner: str = ""
     on_start: Callable[[], None] = lambda: None
+    answer: Mapping[str, object] | None = None
 
     async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
         sizes = [int(word) for word in argv if word.isdigit()]
@@ -166,7 +177,7 @@ class AnsweringMachine(SilentMachine):
             self.on_start()
             self.owner = self.owner or "server"
         listening = {"fingerprint": "aa", "version": "1"}
-        answer = {"owner": self.owner, "listening": listening, "token": "t", "key": ""}
+        answer = self.answer or {"owner": self.owner, "listening": listening, "token": "t", "key": ""}
         return Completed(returncode=0, stdout=json.dumps({"answer": answer}).encode(), stderr=b"")
 
 
