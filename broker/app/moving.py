@@ -84,26 +84,23 @@ def guard(store: Store, config: Config, *, clock: Clock, note: Callable[[str], N
     """Check before each write to the state file that this folder may still write; print where moved jobs are."""
     if store.is_shared:
         return
-    after = None
     if find_backup_url(config.home) is not None:
         from broker.app import backups
 
-        after = backups.make_confirm(config.home, clock=clock)
-    store.confirm = make_confirm(config.home, after)
+        store.confirm = backups.make_confirm(config.home, clock=clock)
+    store.fence = make_fence(config.home)
     if (moved := read_moved(config.home)) is not None:
         note(f"note: {explain_moved(moved).message}; this shows the state before the move")
 
 
-def make_confirm(home: Path, after: Callable[[], None] | None) -> Callable[[], None]:
-    """Return the check to run before each write: the jobs were not moved, and `after`."""
+def make_fence(home: Path) -> Callable[[], None]:
+    """Return the check to run in each transaction: the jobs were not moved."""
     path = str(home / MOVED)
 
-    def confirm() -> None:
-        if os.path.exists(path):  # noqa: PTH110 - before every transaction: faster than a Path
+    def check() -> None:
+        if os.path.exists(path):  # noqa: PTH110 - in every transaction: faster than a Path
             moved = read_moved(home)
             if moved is not None:
                 raise explain_moved(moved)
-        if after is not None:
-            after()
 
-    return confirm
+    return check

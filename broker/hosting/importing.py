@@ -12,11 +12,12 @@ import asyncio
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import IO, Any
 
-from broker.app.backups import FOLDERS, pack_state
+from broker.app.backups import DATABASE, FOLDERS, pack_state
 from broker.app.container import Context
 from broker.app.moving import MovedTo, forget_moved, read_moved, write_moved
 from broker.client.files import upload_files
@@ -28,6 +29,8 @@ from broker.hosting.lifecycle import Hosting
 from broker.hosting.machines import HostMachine, call
 from broker.hosting.record import HostedServer
 from broker.jobs.daemon_process import hold_lock
+from broker.state.database import BUSY_TIMEOUT_MS
+from broker.state.faults import explain_fault
 from broker.state.schedules import name_secrets
 from broker.state.secret_rows import KNOWN_KEY, SecretBox, load_key, read_key
 from broker.task.codec import encode_task
@@ -117,6 +120,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
                     connection, SecretBox(load_key(home)), SecretBox(read_key(status["key"], "the server's key"))
                 )
 
+        _await_writers(home)  # again: the fence may be from a move that was interrupted
         content = pack_state(home, edit=edit, folders=(*FOLDERS, LOGS, "secret.key"))
         answer = asyncio.run(call(machine, request, content))
         up = hosting.bring_up(server)
@@ -139,9 +143,21 @@ def _send_and_fence(context: Context, moved: MovedTo, send: Callable[[Mapping[st
         _write_tasks(context, found)
         sent.update(found)
         write_moved(context.config.home, moved)
+        _await_writers(context.config.home)
         if _list_tasks(context).keys() <= sent.keys():
             return
         forget_moved(context.config.home)
+
+
+def _await_writers(home: Path) -> None:
+    """Wait until transactions have ended that began before there was a fence. Raises StateError."""
+    path = home / DATABASE
+    try:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        raise explain_fault(path, error) from error
 
 
 def _list_tasks(context: Context) -> Mapping[str, Task]:

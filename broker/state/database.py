@@ -46,7 +46,10 @@ class SqliteDatabase:
         self._depth = 0
         self._after: list[Callable[[], None]] = []  # called after the commit
         self._is_durable = True
-        self.confirm: Callable[[], None] | None = None  # called before each write; raises if this folder may not write
+        # Both raise if this folder may not write: `confirm` before each transaction, which may take long, and `fence`
+        # in it, so that whoever takes the lock after changing what it reads waits for all transactions before.
+        self.confirm: Callable[[], None] | None = None
+        self.fence: Callable[[], None] | None = None
         self.epoch: int | None = None  # set while this store leads: writes are checked against the file's epoch
         try:
             self._connection = self._open()
@@ -78,6 +81,8 @@ class SqliteDatabase:
         self.execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
+            if self.fence is not None:
+                self.fence()
             self._check_epoch()
             check_claim(self)
             yield

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,4 +35,52 @@ def test_files_of_a_job_that_is_submitted_while_others_are_sent_follow(tmp_path:
     assert calls == [["1"], ["2"]]
     assert read_moved(tmp_path) == MOVED
     assert all(context.store.meta.get(f"{MOVING}{key}") for key in ("1", "2"))
+    context.close()
+
+
+def test_job_whose_transaction_began_before_the_fence_moves_too(tmp_path: Path) -> None:
+    """It was committed after the state had been read, and was lost."""
+    context = Context(tmp_path)
+    context.store.jobs.list_live_ids()
+    begun, calls = threading.Event(), list[list[str]]()
+
+    def submit() -> None:
+        other = Context(tmp_path)
+        with other.store.transaction():
+            other.store.jobs.add("late", Task(workdir="/here"))
+            begun.set()
+            while read_moved(tmp_path) is None:
+                time.sleep(0.001)
+        other.close()
+
+    submitting = threading.Thread(target=submit)
+
+    def send(tasks: Mapping[str, Task]) -> Mapping[str, Task]:
+        calls.append(sorted(tasks))
+        if len(calls) == 1:
+            submitting.start()
+            assert begun.wait(300)
+        return tasks
+
+    _send_and_fence(context, MOVED, send)
+    submitting.join()
+    assert calls == [[], ["1"]]
+    context.close()
+
+
+def test_fence_is_read_while_no_other_process_can_write(tmp_path: Path) -> None:
+    """Otherwise a transaction could begin after the move has waited for the others."""
+    context = Context(tmp_path)
+    seen: list[str] = []
+
+    def look() -> None:
+        with closing(sqlite3.connect(tmp_path / "state.db", isolation_level=None, timeout=0)) as other:
+            try:
+                other.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as error:
+                seen.append(str(error))
+
+    context.store.fence = look
+    context.store.jobs.add("first", Task(run="true"))
+    assert seen and set(seen) == {"database is locked"}
     context.close()
