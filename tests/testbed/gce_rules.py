@@ -48,6 +48,8 @@ MACHINES = {
     "a2-highgpu-8g": Machine(vcpus=96, cpu_metric="", gpu_metric="NVIDIA_A100_GPUS", gpu_count=8),
     "a3-highgpu-8g": Machine(vcpus=208, cpu_metric=""),
 }
+# Disks that Google adds to a machine without being asked.
+LOCAL_SSDS: dict[str, list[Json]] = {"a3-highgpu-8g": [{"type": "SCRATCH", "interface": "NVME"}] * 16}
 ACCELERATORS = {"nvidia-tesla-t4": "NVIDIA_T4_GPUS", "nvidia-tesla-v100": "NVIDIA_V100_GPUS"}
 METRICS = (
     *("CPUS", "N2_CPUS", "T2A_CPUS", "PREEMPTIBLE_CPUS"),
