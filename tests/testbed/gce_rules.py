@@ -182,6 +182,8 @@ def _check_scheduling(scheduling: Json, *, has_gpu: bool) -> None:
         raise invalid("scheduling.automaticRestart", "a spot machine does not restart")
     if (is_spot or has_gpu) and scheduling.get("onHostMaintenance", "MIGRATE") != "TERMINATE":
         raise invalid("scheduling.onHostMaintenance", scheduling.get("onHostMaintenance"))
+    if "instanceTerminationAction" in scheduling and not (is_spot or "maxRunDuration" in scheduling):
+        raise invalid("scheduling.instanceTerminationAction", "the machine is neither spot nor limited")
     if "maxRunDuration" in scheduling:
         seconds = int(scheduling["maxRunDuration"]["seconds"])
         if not 30 <= seconds <= 120 * 86400 or "instanceTerminationAction" not in scheduling:
