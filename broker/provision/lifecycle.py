@@ -147,6 +147,9 @@ class Provisioner:
         if nodes != cluster.nodes:
             with self._store.transaction():
                 self._failover.launcher.record(nodes)
+                for before, node in zip(cluster.nodes, nodes, strict=True):
+                    if _was_restarted(before, node):  # by its user, in the cloud's console
+                        self._store.bills.reopen(node, since_s=node.created_s)
                 current = self._store.clusters.get(cluster.name)
                 # Since the caller read the record, a node may have been replaced or the cluster taken down.
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
@@ -344,6 +347,14 @@ async def _stop_again(cloud: CanStop, ids: Sequence[str], error: CloudError, *, 
     except CloudError:
         hint = f"a part of {name} may run and cost money: `broker stop {name}`, or `broker down {name}`"
         error.hints = (hint, *error.hints)
+
+
+def _was_restarted(before: Node, node: Node) -> bool:
+    """Return whether the node has started since it was stopped; an outdated list does not show a later start."""
+    is_up = node.state in (NodeState.PENDING, NodeState.RUNNING)
+    return (
+        is_up and before.state is NodeState.STOPPED and before.ended_s is not None and node.created_s > before.ended_s
+    )
 
 
 def _is_open(node: Node) -> bool:

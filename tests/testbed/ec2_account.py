@@ -147,6 +147,8 @@ class Account:
     def boot(self, instance: Instance) -> None:
         instance.launched_s = self.clock.now_s()
         instance.state, instance.due = "pending", (instance.launched_s + self.boot_s, "running")
+        instance.reason_code = instance.reason = ""
+        instance.tags.pop("fake:ended", None)
         if not instance.private_address:
             number = int(instance.id[2:], 16)
             instance.private_address = f"172.31.{number // 250}.{number % 250 + 4}"
@@ -169,6 +171,7 @@ class Account:
         instance.state, instance.due = "stopping", (self.clock.now_s() + self.shutdown_s, "stopped")
         instance.public_address = ""
         instance.reason_code, instance.reason = "Client.UserInitiatedShutdown", "User initiated"
+        instance.tags["fake:ended"] = str(self.clock.now_s())
         self.on_ended(instance)
 
     def preempt(self, instance_id: str) -> None:

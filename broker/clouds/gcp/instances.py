@@ -116,7 +116,7 @@ def read_node(instance: Any) -> Node | None:
         token=description["token"],
         is_spot=instance.scheduling.provisioning_model == "SPOT",
         usd_hour=description["usd_hour"],
-        created_s=parse_time(instance.creation_timestamp),
+        created_s=parse_time(instance.last_start_timestamp if stopped_s else instance.creation_timestamp),
         ended_s=stopped_s if state is NodeState.STOPPED else None,
         reason=UNASKED if stands_still_unasked else "",
         handle=f"ssh://{SSH_USER}@{reached_at}:22" if reached_at else "",

@@ -189,6 +189,33 @@ def test_stopped_machines_cost_nothing_until_they_restart(world: World, bed: Aws
     bed.run(act())
 
 
+def test_a_machine_that_is_stopped_and_started_in_the_console_is_billed_while_it_runs(
+    world: World, bed: AwsBed
+) -> None:
+    plan = make_plan(ZONES[0], node_count=1, is_spot=False)
+    usd_hour = plan.choice.placement.usd_hour
+
+    async def measure_usd(hours: float) -> float:
+        await bed.clock.sleep(hours * 3600)
+        cluster = world.store.clusters.get("train")
+        assert cluster
+        await world.provisioner().refresh(cluster)
+        return world.store.bills.spend_usd(cluster="train", now_s=bed.clock.now_s())
+
+    async def act() -> None:
+        cluster = await world.provisioner().up("train", plan)
+        machine = bed.account.instances[cluster.nodes[0].id]
+        await bed.clock.sleep(3600)
+        bed.account.halt(machine)
+        assert await measure_usd(0.01) == pytest.approx(usd_hour, rel=0.02)
+        assert await measure_usd(10) == pytest.approx(usd_hour, rel=0.02)
+        bed.account.boot(machine)
+        assert await measure_usd(1) == pytest.approx(2 * usd_hour, rel=0.02)
+        assert await measure_usd(1) == pytest.approx(3 * usd_hour, rel=0.02)
+
+    bed.run(act())
+
+
 def test_preempted_node_is_seen_with_its_reason(world: World, bed: AwsBed) -> None:
     async def act() -> None:
         provisioner = world.provisioner()
