@@ -90,6 +90,7 @@ class Account:
     expired_keys: set[str] = field(default_factory=set)  # access keys
     disabled_regions: set[str] = field(default_factory=set)
     has_default_vpc: bool = True
+    image_date: str = ""  # the end of the id of the image that each public parameter names
     bare_zones: set[str] = field(default_factory=set)  # the VPC has no subnet there
     full: set[tuple[str, str]] = field(default_factory=set)  # (zone, instance type)
     room: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, instance type) -> machines; else many
