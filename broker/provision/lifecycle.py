@@ -12,7 +12,7 @@ from broker.clouds.base import CanAvoid, CanExtend, CanStop, Cloud, SupportsCons
 from broker.errors import AuthError, CapacityError, CloudError, QuotaError, TransientError, UsageError
 from broker.provision.adoption import Adopter
 from broker.provision.bring_up import ClusterBuilder, lock_name
-from broker.provision.collection import Collector, ResourceSweeper
+from broker.provision.collection import Collector, LostResources, OnFailure, ResourceSweeper
 from broker.provision.failover import Failover
 from broker.provision.hedge_timer import Answer
 from broker.provision.launch import HEDGE, LaunchSpec
@@ -260,8 +260,8 @@ class Provisioner:
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 
-    async def find_lost(self) -> tuple[Sequence[Node], Sequence[str]]:
-        """Return what `collect` would terminate: nodes, and names of clusters."""
+    async def find_lost(self) -> LostResources:
+        """Find what `collect` would terminate."""
         return await self._collector.find()
 
     def is_adopted(self) -> bool:
@@ -272,9 +272,12 @@ class Provisioner:
         """Record our running nodes that have no record; return the names of their clusters. See `adoption.py`."""
         return await self._adopter.adopt_all()
 
-    async def collect(self) -> int:
-        """Terminate resources of this installation without a record; return their number."""
-        return await self._collector.collect() + await self.sweep()
+    async def collect(self, on_failure: OnFailure | None = None) -> int:
+        """Terminate resources of this installation without a record; return their number.
+
+        `on_failure` is called with the name of each cloud and cluster that could not be collected.
+        """
+        return await self._collector.collect(on_failure) + await self.sweep()
 
     async def sweep(self) -> int:
         """Delete remaining resources of ended clusters, other than nodes; return their number."""
