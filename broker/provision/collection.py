@@ -24,7 +24,7 @@ from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, N
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-OnFailure = Callable[[str, CloudError], None]  # the name of a cloud or cluster, and why it could not be collected
+OnFailure = Callable[[str, CloudError], object]  # the name of a cloud or cluster, and why it could not be collected
 
 GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call in progress
 UP_S_MAX = 3600.0  # no `up` of a live process takes longer: an older open intent is orphaned
@@ -243,7 +243,7 @@ def _log_failure(name: str, error: CloudError) -> None:
     log.warning("cannot collect resources of %s now: %s", name, error.message)
 
 
-async def _try(end: Callable[[T], Awaitable[object]], target: T, note: Callable[[CloudError], None]) -> int:
+async def _try(end: Callable[[T], Awaitable[object]], target: T, note: Callable[[CloudError], object]) -> int:
     try:
         await end(target)
     except CloudError as error:
