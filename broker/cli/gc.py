@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -32,21 +33,26 @@ def gc(
     clouds = ", ".join(context.clouds)
     with show_wait(f"searching {clouds} for nodes of this installation") as bar:
         adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
-        nodes, names = asyncio.run(context.provisioner.find_lost())
-        if not dry_run and (nodes or names):
-            bar.describe(f"terminating {format_count(len(nodes), 'node')} and {format_count(len(names), 'cluster')}")
+        lost = asyncio.run(context.provisioner.find_lost())
+        failures = dict(lost.failures)
+        if not dry_run and (lost.nodes or lost.names):
+            counts = f"{format_count(len(lost.nodes), 'node')} and {format_count(len(lost.names), 'cluster')}"
+            bar.describe(f"terminating {counts}")
         if not dry_run:
-            asyncio.run(context.provisioner.collect())
+            asyncio.run(context.provisioner.collect(failures.setdefault))
     if not dry_run:
         _sweep_access(context)
     archives = _sweep_archives(context, is_dry=dry_run)
+    nodes = [node for node in lost.nodes if node.cloud not in failures]
+    names = [name for name in lost.names if name not in failures]
     if as_json:
         print_json(
             {
-                "nodes": to_plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run,
+                "nodes": to_plain(nodes), "clusters": names, "is_ended": not dry_run,
                 "adopted": list(adopted), "setup_archives": archives,
             }
         )  # fmt: skip
+        raise_failures(failures)
         return
     verb = "would terminate" if dry_run else "terminated"
     for node in nodes:
@@ -55,8 +61,19 @@ def gc(
         print_line(f"adopted cluster `{name}`, which was running without a record: see `broker status`")
     for name in names:
         print_line(f"{verb} cluster `{name}`")
-    if not nodes and not names and not adopted:
+    if not nodes and not names and not adopted and not failures:
         print_line("Nothing to collect: every node of this installation belongs to a cluster")
+    raise_failures(failures)
+
+
+def raise_failures(failures: Mapping[str, CloudError]) -> None:
+    """Raise CloudError if some resources could not be searched or terminated: they may still cost money."""
+    if failures:
+        raise CloudError(
+            f"could not collect everything: {' and '.join(failures)} may have nodes that cost money",
+            details=[f"{name}: {error.message}" for name, error in failures.items()],
+            hints=list(dict.fromkeys(hint for error in failures.values() for hint in error.hints)),
+        )
 
 
 def _sweep_access(context: Context) -> None:

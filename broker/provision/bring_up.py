@@ -86,6 +86,7 @@ class ClusterBuilder:
             labels=resources.labels,
             pod_config=task.pod_config,
             group=self._find_group(task, job_id),
+            is_replaceable=job_id is not None,
         )
 
     def _find_group(self, task: Task, job_id: int | None) -> str:

@@ -10,11 +10,13 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from broker.clock import Clock
 from broker.clouds.base import CanSweep, Cloud
-from broker.errors import CloudError
+from broker.errors import AuthError, CloudError
+from broker.frozen import frozen
 from broker.provision.adoption import Adopter
 from broker.provision.launcher import SurplusReleaser
 from broker.state.store import Store
@@ -22,10 +24,21 @@ from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, N
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+OnFailure = Callable[[str, CloudError], object]  # the name of a cloud or cluster, and why it could not be collected
 
 GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call in progress
 UP_S_MAX = 3600.0  # no `up` of a live process takes longer: an older open intent is orphaned
 SWEEP_EVERY_S = 3600.0  # even if no cluster has ended: the last sweep may have skipped resources in use
+
+
+@frozen
+class LostResources:
+    """Nodes without a record, and names of dead clusters. `failures`: by cloud, or cloud and region, why it was not
+    searched."""
+
+    nodes: tuple[Node, ...]
+    names: tuple[str, ...]
+    failures: Mapping[str, CloudError]
 
 
 class Collector:
@@ -72,40 +85,41 @@ class Collector:
         finally:
             self._repaired[name] -= 1
 
-    async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
-        """Return what `collect` would terminate now: unrecorded nodes and names of dead clusters. Raises CloudError."""
+    async def find(self) -> LostResources:
+        """Find what `collect` would terminate now. An error of one cloud does not affect others."""
         orphaned = {request.token for request in self._find_orphans()}
-        nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud, orphaned)]
-        return nodes, self._find_dead_names()
+        nodes: list[Node] = []
+        failures: dict[str, CloudError] = {}
+        for cloud in self._clouds.values():
+            try:
+                listed = await cloud.list_nodes(self._owner)
+            except CloudError as error:
+                failures[cloud.name] = error
+                continue
+            nodes += self._select_lost(cloud, listed, orphaned)
+            # Regions that this login may not list contain no nodes of it.
+            unseen = {region: each for region, each in listed.unseen.items() if not isinstance(each, AuthError)}
+            failures.update((f"{cloud.name} in {region}", error) for region, error in unseen.items())
+        return LostResources(nodes=tuple(nodes), names=tuple(self._find_dead_names()), failures=failures)
 
-    async def collect(self) -> int:
+    async def collect(self, on_failure: OnFailure | None = None) -> int:
         """Collect; return the number of ended nodes, launches and clusters. An error of one cloud does not affect
-        others."""
+        others: it is passed to `on_failure`, with the cloud's or the cluster's name, or else logged."""
+        note = on_failure or _log_failure
         count = 0
         for cloud in self._clouds.values():
             try:
                 await self._adopter.adopt(cloud)
                 count += await self._collect_nodes(cloud)
             except CloudError as error:
-                log.warning("cannot collect nodes of %s now: %s", cloud.name, error.message)
+                note(cloud.name, error)
         names = self._find_dead_names()
         orphans = [request for request in self._find_orphans() if request.cluster not in names]
         works = [
-            *(
-                self._try(self._terminate, orphan, f"cannot release a gang of {orphan.cluster} now")
-                for orphan in orphans
-            ),
-            *(self._try(self._down, name, f"cannot take down {name} now") for name in names),
+            *(_try(self._terminate, orphan, partial(note, orphan.cluster)) for orphan in orphans),
+            *(_try(self._down, name, partial(note, name)) for name in names),
         ]
         return count + await _sum_concurrently(works)
-
-    async def _try(self, end: Callable[[T], Awaitable[object]], target: T, failure: str) -> int:
-        try:
-            await end(target)
-        except CloudError as error:
-            log.warning("%s: %s", failure, error.message)
-            return 0
-        return 1
 
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
@@ -117,13 +131,16 @@ class Collector:
                 self._store.events.add(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
         return len(lost)
 
-    async def _find_lost_nodes(self, cloud: Cloud, orphaned: Collection[str] = ()) -> Sequence[Node]:
+    async def _find_lost_nodes(self, cloud: Cloud) -> Sequence[Node]:
+        return self._select_lost(cloud, await cloud.list_nodes(self._owner))
+
+    def _select_lost(self, cloud: Cloud, listed: Iterable[Node], orphaned: Collection[str] = ()) -> Sequence[Node]:
         """Return listed nodes without a record.
 
         In a cloud that is not adopted yet, only nodes that this store has requested: others may be in use.
         `orphaned`: tokens whose open intents do not protect their nodes.
         """
-        listed = await cloud.list_nodes(self._owner)
+        listed = list(listed)
         self._close_bills(listed)
         clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
         tokens = {intent.request.token for intent in self._store.intents.list_open()} - set(orphaned)
@@ -220,6 +237,19 @@ class ResourceSweeper:
         """Return the names of all clusters that exist or may be coming up."""
         coming = (intent.request.cluster for intent in self._store.intents.list_open())
         return frozenset((*coming, *(cluster.name for cluster in self._store.clusters.list())))
+
+
+def _log_failure(name: str, error: CloudError) -> None:
+    log.warning("cannot collect resources of %s now: %s", name, error.message)
+
+
+async def _try(end: Callable[[T], Awaitable[object]], target: T, note: Callable[[CloudError], object]) -> int:
+    try:
+        await end(target)
+    except CloudError as error:
+        note(error)
+        return 0
+    return 1
 
 
 async def _sum_concurrently(works: Sequence[Coroutine[Any, Any, int]]) -> int:

@@ -12,7 +12,7 @@ from broker.clouds.base import CanAvoid, CanExtend, CanStop, Cloud, SupportsCons
 from broker.errors import AuthError, CapacityError, CloudError, QuotaError, TransientError, UsageError
 from broker.provision.adoption import Adopter
 from broker.provision.bring_up import ClusterBuilder, lock_name
-from broker.provision.collection import Collector, ResourceSweeper
+from broker.provision.collection import Collector, LostResources, OnFailure, ResourceSweeper
 from broker.provision.failover import Failover
 from broker.provision.hedge_timer import Answer
 from broker.provision.launch import HEDGE, LaunchSpec
@@ -147,6 +147,9 @@ class Provisioner:
         if nodes != cluster.nodes:
             with self._store.transaction():
                 self._failover.launcher.record(nodes)
+                for before, node in zip(cluster.nodes, nodes, strict=True):
+                    if _was_restarted(before, node):  # by its user, in the cloud's console
+                        self._store.bills.reopen(node, since_s=node.created_s)
                 current = self._store.clusters.get(cluster.name)
                 # Since the caller read the record, a node may have been replaced or the cluster taken down.
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
@@ -257,8 +260,8 @@ class Provisioner:
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 
-    async def find_lost(self) -> tuple[Sequence[Node], Sequence[str]]:
-        """Return what `collect` would terminate: nodes, and names of clusters."""
+    async def find_lost(self) -> LostResources:
+        """Find what `collect` would terminate."""
         return await self._collector.find()
 
     def is_adopted(self) -> bool:
@@ -269,9 +272,12 @@ class Provisioner:
         """Record our running nodes that have no record; return the names of their clusters. See `adoption.py`."""
         return await self._adopter.adopt_all()
 
-    async def collect(self) -> int:
-        """Terminate resources of this installation without a record; return their number."""
-        return await self._collector.collect() + await self.sweep()
+    async def collect(self, on_failure: OnFailure | None = None) -> int:
+        """Terminate resources of this installation without a record; return their number.
+
+        `on_failure` is called with the name of each cloud and cluster that could not be collected.
+        """
+        return await self._collector.collect(on_failure) + await self.sweep()
 
     async def sweep(self) -> int:
         """Delete remaining resources of ended clusters, other than nodes; return their number."""
@@ -344,6 +350,14 @@ async def _stop_again(cloud: CanStop, ids: Sequence[str], error: CloudError, *, 
     except CloudError:
         hint = f"a part of {name} may run and cost money: `broker stop {name}`, or `broker down {name}`"
         error.hints = (hint, *error.hints)
+
+
+def _was_restarted(before: Node, node: Node) -> bool:
+    """Return whether the node has started since it was stopped; an outdated list does not show a later start."""
+    is_up = node.state in (NodeState.PENDING, NodeState.RUNNING)
+    return (
+        is_up and before.state is NodeState.STOPPED and before.ended_s is not None and node.created_s > before.ended_s
+    )
 
 
 def _is_open(node: Node) -> bool:

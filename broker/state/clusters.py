@@ -258,11 +258,12 @@ class BillRows:
             (self._database.clock.now_s(), node.cloud, node.id),
         )
 
-    def reopen(self, node: Node) -> None:
+    def reopen(self, node: Node, *, since_s: float | None = None) -> None:
         """Open a new bill for a restarted node; its cost until it was stopped moves to a separate row.
 
-        A repeated call changes nothing.
+        A repeated call changes nothing. `since_s`: time of the restart, else now.
         """
+        since_s = self._database.clock.now_s() if since_s is None else since_s
         with self._database.transaction():
             ended = self._database.row(
                 "SELECT created_s FROM nodes WHERE cloud = ? AND id = ? AND ended_s IS NOT NULL", (node.cloud, node.id)
@@ -276,7 +277,7 @@ class BillRows:
                 "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
                 "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL, ?6) "
                 "ON CONFLICT (cloud, id) DO NOTHING",
-                (node.cloud, node.id, node.cluster, node.usd_hour, self._database.clock.now_s(), node.is_spot),
+                (node.cloud, node.id, node.cluster, node.usd_hour, since_s, node.is_spot),
             )
 
     def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:

@@ -44,6 +44,7 @@ class MachineSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     pod_config: str = ""  # JSON, merged into pods; without effect on other clouds
     group: str = ""  # a connected job group: nodes of all its clusters can reach each other
+    is_replaceable: bool = True  # a managed job's: broker replaces nodes that are lost, so a cloud may limit their life
 
 
 @frozen

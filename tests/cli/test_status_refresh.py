@@ -80,3 +80,17 @@ def test_other_clouds_are_still_queried_and_the_reason_is_shown(shell: Shell, ac
 def test_answering_clouds_raise_no_error(shell: Shell, account: Account) -> None:
     found = json.loads(shell.run("status", "--refresh", "--json").stdout)
     assert found["not_asked"] == {}
+
+
+def test_gc_names_a_cloud_that_it_could_not_search_and_still_collects_the_others(
+    shell: Shell, account: Account
+) -> None:
+    account.has_login = False
+    store = Store(shell.home / "state.db", clock=SystemClock())
+    far = store.clusters.get("far")
+    assert far is not None
+    store.clusters.put(replace(far, name="dead", nodes=(), status=ClusterStatus.TERMINATING))
+    store.close()
+    done = shell.run("gc", code=5)
+    assert "terminated cluster `dead`" in done.stdout and "Nothing to collect" not in done.stdout
+    assert "aws may have nodes that cost money" in done.stderr and "hint: " in done.stderr

@@ -385,8 +385,8 @@ def test_a_command_killed_during_a_release_leaves_it_to_the_collector_and_keeps_
     world.reborn()
     late = world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud carries it out after all
     world.clock.run(lambda: world.clock.sleep(2 * 3600.0))
-    found, names = world.clock.run(lambda: world.make_provisioner().find_lost())
-    assert {node.id for node in found} == set(late) and not names
+    lost = world.clock.run(lambda: world.make_provisioner().find_lost())
+    assert {node.id for node in lost.nodes} == set(late) and not lost.names
     world.clock.run(lambda: world.make_provisioner().collect())
     assert not world.store.intents.list_open()
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}

@@ -531,12 +531,13 @@ def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:
         task = Task(num_nodes=2, resources=(replace(asked, image_id=image),))
         stage.up(f"c-{image[:1]}", make_plan(task))
     assert requests[0].spec == MachineSpec(
-        disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
-    )
+        disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"},
+        is_replaceable=False,
+    )  # fmt: skip
     assert requests[-1].spec.image_id == "docker:i", "this cloud's nodes are not hosts of ours"
     two = Task(num_nodes=2, resources=(asked, Resources(disk_size_gib=99, image_id="second")))
     plan = make_plan(two)
     second = tuple(replace(each, placement=replace(each.placement, alternative=1)) for each in plan.estimates)
     cluster = stage.up("c-two", replace(plan, estimates=second))
-    assert requests[-1].spec == MachineSpec(disk_size_gib=99, image_id="second")
+    assert requests[-1].spec == MachineSpec(disk_size_gib=99, image_id="second", is_replaceable=False)
     assert cluster.placement.get_resources(two).image_id == "second"

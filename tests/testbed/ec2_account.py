@@ -90,6 +90,7 @@ class Account:
     expired_keys: set[str] = field(default_factory=set)  # access keys
     disabled_regions: set[str] = field(default_factory=set)
     has_default_vpc: bool = True
+    image_date: str = ""  # the end of the id of the image that each public parameter names
     bare_zones: set[str] = field(default_factory=set)  # the VPC has no subnet there
     full: set[tuple[str, str]] = field(default_factory=set)  # (zone, instance type)
     room: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, instance type) -> machines; else many
@@ -147,6 +148,8 @@ class Account:
     def boot(self, instance: Instance) -> None:
         instance.launched_s = self.clock.now_s()
         instance.state, instance.due = "pending", (instance.launched_s + self.boot_s, "running")
+        instance.reason_code = instance.reason = ""
+        instance.tags.pop("fake:ended", None)
         if not instance.private_address:
             number = int(instance.id[2:], 16)
             instance.private_address = f"172.31.{number // 250}.{number % 250 + 4}"
@@ -169,6 +172,7 @@ class Account:
         instance.state, instance.due = "stopping", (self.clock.now_s() + self.shutdown_s, "stopped")
         instance.public_address = ""
         instance.reason_code, instance.reason = "Client.UserInitiatedShutdown", "User initiated"
+        instance.tags["fake:ended"] = str(self.clock.now_s())
         self.on_ended(instance)
 
     def preempt(self, instance_id: str) -> None:

@@ -33,11 +33,25 @@ def run_instances(account: Account, region: str, asked: Parameters) -> Answer:
         count = _count_available(account, region, zone, asked["InstanceType"], asked["MaxCount"], is_spot=is_spot)
         if count < asked["MinCount"]:
             raise ApiError("InsufficientInstanceCapacity", status=500)
+        _check_placement_group(account, region, zone, asked)
         data = base64.b64decode(asked.get("UserData", ""))
         ids = [_launch(account, region, zone, asked, index, is_spot, data).id for index in range(count)]
         account.launches[zone, token] = (text, ids)
     machines = [describe(account, account.instances[id]) for id in ids if id in account.instances]
     return {"ReservationId": account.make_id("r"), "OwnerId": ACCOUNT, "Instances": machines}
+
+
+def _check_placement_group(account: Account, region: str, zone: str, asked: Parameters) -> None:
+    """Refuse a group that does not exist, or whose machines are in another zone until all of them have ended."""
+    name = asked.get("Placement", {}).get("GroupName")
+    if name is None:
+        return
+    if (region, name) not in account.placement_groups:
+        raise ApiError("InvalidPlacementGroup.Unknown")
+    for each in account.instances.values():
+        is_in_group = each.region == region and each.parameters.get("Placement", {}).get("GroupName") == name
+        if is_in_group and each.state != "terminated" and each.zone != zone:
+            raise ApiError("InvalidPlacementGroup.InUse", f"{name} is in use in another availability zone: {each.zone}")
 
 
 def _check_cards(cards: Any, kind: str) -> None:
@@ -236,6 +250,7 @@ def _fill_fleet(
                 raise ApiError(account.fleet_errors[zone])
             if _count_available(account, region, zone, data["InstanceType"], count, is_spot=is_spot) < count:
                 raise ApiError("InsufficientInstanceCapacity")
+            _check_placement_group(account, region, zone, data)
         except ApiError as error:
             failed = {"ErrorCode": error.code, "ErrorMessage": error.message, "LaunchTemplateAndOverrides": chosen}
             answer["Errors"].append(failed)

@@ -226,7 +226,8 @@ def get_parameter(account: Account, region: str, asked: Parameters) -> Answer:
         raise ApiError("ParameterNotFound")
     kinds = {"deeplearning": "gpu", "neuron": "neuron", "canonical": "plain"}
     arch = "arm" if "arm64" in asked["Name"] else "x86"
-    return {"Parameter": {"Name": asked["Name"], "Value": f"ami-{kinds[asked['Name'].split('/')[3]]}-{arch}-{region}"}}
+    image = f"ami-{kinds[asked['Name'].split('/')[3]]}-{arch}-{region}{account.image_date}"
+    return {"Parameter": {"Name": asked["Name"], "Value": image}}
 
 
 def get_service_quota(account: Account, region: str, asked: Parameters) -> Answer:

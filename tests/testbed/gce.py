@@ -18,6 +18,7 @@ from tests.testbed.gce_operations import Fault, LostAnswer, Operations, stamp
 from tests.testbed.gce_rules import (
     IMAGE_FAMILIES,
     KINDS,
+    LOCAL_SSDS,
     MACHINES,
     METRICS,
     NAME,
@@ -155,7 +156,7 @@ class FakeGce(Operations):
         parts = path.split("/")
         match (method, *parts):
             case (_, "zones", _, "instances", *_):
-                return self._serve_instances(method, parts, body, fault)
+                return self._serve_instances(method, parts, query, body, fault)
             case (_, "aggregated", kind):
                 return self._list_all(kind, query)
             case ("GET", "global", "networks", name) if name in self.networks:
@@ -175,9 +176,13 @@ class FakeGce(Operations):
                 return {"name": name, "network": self.subnetworks[region, name]}
         raise missing(path)
 
-    def _serve_instances(self, method: str, parts: list[str], body: Json, fault: Fault | None) -> Json:
+    def _serve_instances(
+        self, method: str, parts: list[str], query: dict[str, str], body: Json, fault: Fault | None
+    ) -> Json:
         zone = parts[1]
         match (method, *parts[3:]):
+            case ("POST", name, "stop"):
+                return self._stop(zone, name, query, fault)
             case ("POST",):
                 return self._insert(zone, [body], fault, kind="insert")
             case ("POST", "bulkInsert"):
@@ -322,6 +327,7 @@ class FakeGce(Operations):
             "creationTimestamp": stamp(self.now()),
             "networkInterfaces": interfaces,
             "labelFingerprint": "0",
+            "disks": [*copy.deepcopy(body["disks"]), *LOCAL_SSDS.get(body["machineType"].rpartition("/")[2], ())],
             "_made_s": self.now(),
         }
         self.instances[zone, body["name"]] = instance
@@ -373,6 +379,13 @@ class FakeGce(Operations):
             instance["status"] = "STOPPING" if instance["status"] != "TERMINATED" else "TERMINATED"
         return self._operate(zone, "delete", instance, lambda: self._remove(zone, name), fault)
 
+    def _stop(self, zone: str, name: str, query: dict[str, str], fault: Fault | None) -> Json:
+        instance = self._get(zone, name)
+        if any(disk.get("type") == "SCRATCH" for disk in instance["disks"]) and "discardLocalSsd" not in query:
+            message = "VM has a Local SSD attached but an undefined value for `discard-local-ssd`"
+            raise GceError(400, "badRequest", message)
+        return self._operate(zone, "stop", instance, lambda: self._halt(instance), fault)
+
     def _change(self, zone: str, name: str, verb: str, body: Json, fault: Fault | None) -> Json:
         instance = self._get(zone, name)
         if verb == "setLabels":
@@ -383,8 +396,6 @@ class FakeGce(Operations):
             instance["labels"] = body["labels"]
             instance["labelFingerprint"] = str(int(instance["labelFingerprint"]) + 1)
             return self._operate(zone, "setLabels", instance, lambda: None, fault)
-        if verb == "stop":
-            return self._operate(zone, "stop", instance, lambda: self._halt(instance), fault)
         refusal = self._find_capacity_refusal(zone, instance)
         effect = (lambda: None) if refusal else (lambda: self._run(instance))
         return self._operate(zone, "start", instance, effect, fault, error=refusal)

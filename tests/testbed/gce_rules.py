@@ -48,6 +48,8 @@ MACHINES = {
     "a2-highgpu-8g": Machine(vcpus=96, cpu_metric="", gpu_metric="NVIDIA_A100_GPUS", gpu_count=8),
     "a3-highgpu-8g": Machine(vcpus=208, cpu_metric=""),
 }
+# Disks that Google adds to a machine without being asked.
+LOCAL_SSDS: dict[str, list[Json]] = {"a3-highgpu-8g": [{"type": "SCRATCH", "interface": "NVME"}] * 16}
 ACCELERATORS = {"nvidia-tesla-t4": "NVIDIA_T4_GPUS", "nvidia-tesla-v100": "NVIDIA_V100_GPUS"}
 METRICS = (
     *("CPUS", "N2_CPUS", "T2A_CPUS", "PREEMPTIBLE_CPUS"),
@@ -180,6 +182,8 @@ def _check_scheduling(scheduling: Json, *, has_gpu: bool) -> None:
         raise invalid("scheduling.automaticRestart", "a spot machine does not restart")
     if (is_spot or has_gpu) and scheduling.get("onHostMaintenance", "MIGRATE") != "TERMINATE":
         raise invalid("scheduling.onHostMaintenance", scheduling.get("onHostMaintenance"))
+    if "instanceTerminationAction" in scheduling and not (is_spot or "maxRunDuration" in scheduling):
+        raise invalid("scheduling.instanceTerminationAction", "the machine is neither spot nor limited")
     if "maxRunDuration" in scheduling:
         seconds = int(scheduling["maxRunDuration"]["seconds"])
         if not 30 <= seconds <= 120 * 86400 or "instanceTerminationAction" not in scheduling:

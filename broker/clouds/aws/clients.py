@@ -110,7 +110,7 @@ class Clients:
     def _call(
         self, service: str, region: str, operation: str, parameters: Mapping[str, Any], tries: int
     ) -> dict[str, Any]:
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
         from botocore.parsers import ResponseParserError
 
         client: Any = None
@@ -126,13 +126,19 @@ class Clients:
             message = str(details.get("Message", ""))
             raise ApiError(code, message, operation=operation, region=region, status=status) from error
         except (BotoCoreError, ResponseParserError) as error:
+            if (
+                isinstance(error, NoCredentialsError)
+                and client is not None
+                and self._renew_login(client, had_none=True)
+            ):
+                return self._call(service, region, operation, parameters, tries)  # the user has logged in since
             raise ApiError(name_exception(error), str(error), operation=operation, region=region) from error
         assert isinstance(answer, dict)
         if operation == "get_caller_identity":
             self._account = str(answer["Account"])
         return answer
 
-    def _renew_login(self, refused: Any) -> bool:
+    def _renew_login(self, refused: Any, *, had_none: bool = False) -> bool:
         """Read the credentials again after a refusal; return whether they differ, so that the call may be repeated.
 
         Credentials that expire by a known time renew themselves. A login for another account is not taken over: its
@@ -148,10 +154,12 @@ class Clients:
             is_new = False
             try:
                 session = self._open_session()
-                old, new = before.get_credentials(), session.get_credentials()
-                if type(new) is Credentials and (
+                # A session without credentials looks for them at each call, but its clients do not.
+                old, new = None if had_none else before.get_credentials(), session.get_credentials()
+                is_other = type(new) is Credentials and (
                     not old or new.get_frozen_credentials() != old.get_frozen_credentials()
-                ):
+                )
+                if is_other or (had_none and new is not None):
                     sts = session.client("sts", region_name=session.region_name or HOME_REGION)
                     is_new = not self._account or sts.get_caller_identity()["Account"] == self._account
             except (BotoCoreError, ClientError):

@@ -31,6 +31,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("InsufficientFreeAddressesInSubnet", "InsufficientAddressCapacity", "InsufficientVolumeCapacity"),
         *("InsufficientCapacityOnOutpost", "InsufficientCapacityOnHost", "ReservationCapacityExceeded"),
         *("InsufficientReservedInstancesCapacity", "IncompatibleHostRequirements"),
+        "InvalidPlacementGroup.InUse",  # by machines in another zone that have not ended yet
         # The zone lacks this machine type, or this is an account's first use of a region, which Amazon reviews.
         *("Unsupported", "PendingVerification"),
     ),
@@ -76,7 +77,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("InvalidLaunchTemplateId.Malformed", "InvalidLaunchTemplateId.VersionNotFound", "InvalidState"),
         *("InvalidGroup.Duplicate", "InvalidGroup.InUse", "InvalidGroup.Reserved", "InvalidGroupId.Malformed"),
         *("InvalidPermission.Duplicate", "InvalidPermission.Malformed", "InvalidPermission.NotFound"),
-        *("InvalidPlacementGroup.Duplicate", "InvalidPlacementGroup.InUse", "InvalidSecurity.RequestHasExpired"),
+        *("InvalidPlacementGroup.Duplicate", "InvalidSecurity.RequestHasExpired"),
         *("IncorrectInstanceState", "IncorrectState", "IncorrectSpotRequestState", "InvalidInstanceID.Malformed"),
         *("InvalidInstanceID.NotLinkable", "InvalidID", "OperationNotPermitted", "InvalidNetworkInterface.InUse"),
         *("InvalidIamInstanceProfileName.NotFound", "InvalidKeyPair.NotFound", "InvalidPaginationToken"),

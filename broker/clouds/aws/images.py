@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.image_rules import choose_parameter
 from broker.clouds.aws.settings import Settings
@@ -10,6 +11,7 @@ from broker.frozen import frozen
 from broker.types import MachineSpec, Offer
 
 PARAMETER = "ssm:"
+KNOWN_S = 600.0  # a parameter names a newer image from time to time, and the older one may be deleted then
 
 
 @frozen
@@ -24,18 +26,19 @@ class Image:
 class Images:
     """Choose the image of a machine, and look it up in its region."""
 
-    def __init__(self, clients: Clients, settings: Settings) -> None:
+    def __init__(self, clients: Clients, settings: Settings, *, clock: Clock) -> None:
         self._clients = clients
         self._settings = settings
-        self._found: dict[tuple[str, str], Image] = {}
+        self._clock = clock
+        self._found: dict[tuple[str, str], tuple[float, Image]] = {}  # with the time of the lookup
 
     async def find(self, offer: Offer, spec: MachineSpec) -> Image:
         """Look the image up. Raises InvalidRequestError if it does not exist."""
         image_id = self.choose(offer, spec)
-        key = (offer.region, image_id)
-        if key not in self._found:
-            self._found[key] = await self._look_up(offer.region, image_id)
-        return self._found[key]
+        key, now_s = (offer.region, image_id), self._clock.now_s()
+        if key not in self._found or not 0.0 <= now_s - self._found[key][0] < KNOWN_S:
+            self._found[key] = (now_s, await self._look_up(offer.region, image_id))
+        return self._found[key][1]
 
     def choose(self, offer: Offer, spec: MachineSpec) -> str:
         """Choose the task's image, else the settings', else AWS's. Raises InvalidRequestError if none has a driver."""

@@ -29,7 +29,7 @@ class NodeLauncher:
         self._settings = settings
         self._quotas = quotas
         self._network = Network(clients, settings)
-        self._images = Images(clients, settings)
+        self._images = Images(clients, settings, clock=clock)
         self._scores = Scores(clients, clock=clock)
         self._fleets = Fleets(clients, quotas, self._scores, clock=clock)
         self._efa_counts: dict[str, int] = {}

@@ -1,8 +1,9 @@
-"""The network of nodes: VPC, subnet, one security group per cluster and job group, one placement group per GPU gang."""
+"""The network of nodes: VPC, subnet, one security group per cluster and job group, placement groups of GPU gangs."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -167,8 +168,8 @@ class Network:
         return (f"{address}/{address.max_prefixlen}",)
 
     async def ensure_placement_group(self, request: NodeRequest, region: str) -> str:
-        """Return the name of the cluster's placement group, which keeps its nodes close together."""
-        name = name_group(request)
+        """Return the name of the gang's placement group, which keeps its nodes close together."""
+        name = name_placement_group(request)
         try:
             await self._clients.change(
                 region,
@@ -186,6 +187,22 @@ class Network:
 def name_group(request: NodeRequest) -> str:
     """Return the name of the cluster's security group, the same for all of its attempts."""
     return _join_name(request.owner, request.cluster)
+
+
+def name_placement_group(request: NodeRequest) -> str:
+    """Return the name of a gang's placement group.
+
+    A placement group is in the zone of its first machine until all of them have ended: in any other zone, EC2 refuses
+    it (`InvalidPlacementGroup.InUse`). A search may have gangs in two zones at once, so each zone has its own group,
+    and so does each fleet, which chooses its zone. A repeated search uses the same ones, as an account may have 500.
+    """
+    placement = request.placement
+    place = placement.offer.zone
+    if place is None or placement.other_zones:
+        zones = sorted((place or "", *placement.other_zones))
+        text = "\0".join((*zones, placement.offer.instance_type, str(placement.is_spot)))
+        place = f"fleet-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{name_group(request)}-{place}"
 
 
 def _join_name(owner: str, cluster: str) -> str:

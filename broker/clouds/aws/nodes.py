@@ -85,7 +85,7 @@ def read_node(instance: Mapping[str, Any], *, rank: int, region: str, user: str)
         is_spot=instance.get("InstanceLifecycle") == "spot",
         usd_hour=float(found.get(tags.USD_HOUR, "0")),
         created_s=read_time_s(instance.get("LaunchTime")),
-        ended_s=find_end_s(instance) if is_ended else None,
+        ended_s=find_end_s(instance) if is_ended or state is NodeState.STOPPED else None,  # neither is billed
         reason=find_reason(instance) if is_ended else "",
         handle=f"ssh://{user}@{reachable}:22" if reachable else "",
     )

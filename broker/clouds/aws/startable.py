@@ -30,7 +30,8 @@ async def judge_types(
         home = await clients.find_home()
         listed = (await clients.read("ec2", home, "describe_regions"))["Regions"]
     enabled = {each["RegionName"] for each in listed} & set(settings.regions or (each["RegionName"] for each in listed))
-    judge = _Judge(Images(clients, settings), Quotas(clients, clock=clock), settings, enabled)
+    images = Images(clients, settings, clock=clock)
+    judge = _Judge(images, Quotas(clients, clock=clock), settings, enabled)
     groups = group_offers(offers)
     return await asyncio.gather(*(judge.judge(name, found) for name, found in groups.items()))
 

@@ -15,7 +15,7 @@ from broker.clouds.gcp.names import (
 )
 from broker.clouds.gcp.operations import parse_time, wait_zone
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, read_scopes
-from broker.errors import CloudError, DeniedError
+from broker.errors import CloudError, DeniedError, InvalidRequestError
 from broker.types import Node, NodeRequest, NodeState
 
 # Every state of https://cloud.google.com/compute/docs/instances/instance-lifecycle. A machine that is shutting down is
@@ -36,6 +36,7 @@ STATES = {
     "UNDEFINED_STATUS": NodeState.PENDING,
 }
 SSH_USER = "ubuntu"
+LOCAL_SSD = "SCRATCH"  # type of disks that are lost with the host
 UNASKED = "stopped"  # reason of a node that stopped for an unknown reason
 
 
@@ -115,7 +116,7 @@ def read_node(instance: Any) -> Node | None:
         token=description["token"],
         is_spot=instance.scheduling.provisioning_model == "SPOT",
         usd_hour=description["usd_hour"],
-        created_s=parse_time(instance.creation_timestamp),
+        created_s=parse_time(instance.last_start_timestamp if stopped_s else instance.creation_timestamp),
         ended_s=stopped_s if state is NodeState.STOPPED else None,
         reason=UNASKED if stands_still_unasked else "",
         handle=f"ssh://{SSH_USER}@{reached_at}:22" if reached_at else "",
@@ -136,12 +137,21 @@ def delete(clients: Clients, where: NodeId) -> None:
 
 
 def stop(clients: Clients, where: NodeId) -> None:
-    """Label, then stop: a stopped node without the label counts as one that ended itself."""
-    relabel(clients, where, is_stopped=True)
-    operation = clients.get("Instances").stop_unary(
-        project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
-    )
-    wait_zone(clients, where.project, where.zone, operation)
+    """Label, then stop: a stopped node without the label counts as one that ended itself.
+
+    A refusal removes the label: a running node with it would keep its disk when it ends itself.
+    """
+    instance = relabel(clients, where, is_stopped=True)
+    request = clients.types.StopInstanceRequest(project=where.project, zone=where.zone, instance=where.name)
+    if any(disk.type_ == LOCAL_SSD for disk in instance.disks):
+        request.discard_local_ssd = True  # "required if the instance has any": a3, a4 and a2-ultragpu come with them
+    try:
+        operation = clients.get("Instances").stop_unary(request=request, timeout=TIMEOUT_S)
+        wait_zone(clients, where.project, where.zone, operation)
+    except Exception as error:
+        if isinstance(as_cloud_error(error), InvalidRequestError):
+            relabel(clients, where, is_stopped=False)
+        raise
 
 
 def start(clients: Clients, where: NodeId) -> None:
@@ -153,14 +163,15 @@ def start(clients: Clients, where: NodeId) -> None:
     relabel(clients, where, is_stopped=False)
 
 
-def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
-    """Replace the labels. Raises BusyError if another writer changed them meanwhile."""
+def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> Any:
+    """Replace the labels; return the instance before that. Raises BusyError if another writer changed them
+    meanwhile."""
     client = clients.get("Instances")
     instance = client.get(project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S)
     labels = {key: value for key, value in instance.labels.items() if key != STOP_LABEL}
     new_labels = labels | ({STOP_LABEL: "yes"} if is_stopped else {})
     if new_labels == dict(instance.labels):
-        return
+        return instance
     body = clients.types.InstancesSetLabelsRequest(labels=new_labels, label_fingerprint=instance.label_fingerprint)
     try:
         operation = client.set_labels_unary(
@@ -172,9 +183,10 @@ def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
         )
         wait_zone(clients, where.project, where.zone, operation)
     except Exception as error:
-        if isinstance(instance := as_cloud_error(error), DeniedError):  # the labels' fingerprint is outdated
-            raise BusyError(instance.message) from error
+        if isinstance(refusal := as_cloud_error(error), DeniedError):  # the labels' fingerprint is outdated
+            raise BusyError(refusal.message) from error
         raise
+    return instance
 
 
 def as_cloud_error(error: Exception) -> CloudError | None:

@@ -17,9 +17,10 @@ from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
-# Google deletes a node after this time, even if broker is gone: the last of the dead man's switches. GPU machines
-# limited to 7 days may also draw on the preemptible quota, which is often the larger one:
+# Google deletes a node of a managed job after this time, even if broker is gone: the last of the dead man's switches.
+# GPU machines limited to 7 days may also draw on the preemptible quota, which is often the larger one:
 # https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+# Nodes that broker does not replace have no limit: Google would delete a user's cluster, or a server, with its disk.
 MAX_RUN_S, MAX_RUN_CPU_S = 7 * 86400, 30 * 86400
 # Accelerators that are attached to a machine of the n1 family; in all other families they are built in.
 # https://cloud.google.com/compute/docs/gpus
@@ -151,14 +152,17 @@ def make_scheduling(request: NodeRequest) -> dict[str, Any]:
     """Make the scheduling options. No machine restarts automatically: a node that is gone stays gone; retries
     are ours."""
     is_spot, has_gpu = request.placement.is_spot, bool(request.placement.offer.accelerator)
-    return {
+    scheduling: dict[str, Any] = {
         "provisioning_model": "SPOT" if is_spot else "STANDARD",
-        "instance_termination_action": "DELETE",
-        "max_run_duration": {"seconds": MAX_RUN_S if is_spot or has_gpu else MAX_RUN_CPU_S},
         "automatic_restart": False,
         # A machine with GPUs cannot migrate while it runs, and a spot machine may not.
         "on_host_maintenance": "TERMINATE" if is_spot or has_gpu else "MIGRATE",
     }
+    if request.spec.is_replaceable:
+        scheduling["max_run_duration"] = {"seconds": MAX_RUN_S if is_spot or has_gpu else MAX_RUN_CPU_S}
+    if is_spot or request.spec.is_replaceable:
+        scheduling["instance_termination_action"] = "DELETE"
+    return scheduling
 
 
 def _describe_disk(request: NodeRequest) -> dict[str, Any]:

@@ -62,13 +62,17 @@ class QuotaNeed:
 
 
 def list_needs(request: NodeRequest) -> list[QuotaNeed]:
-    """List the quotas that a gang draws on in a region. A spot machine draws on the preemptible quota if there is one,
-    else on the ordinary one; cores of accelerator machines are not counted."""
+    """List the quotas that a gang draws on in a region.
+
+    A spot machine draws on the preemptible quota if there is one, else on the ordinary one, and an on-demand machine
+    with GPUs on either if its life is limited; cores of accelerator machines are not counted.
+    """
     offer, is_spot, count = request.placement.offer, request.placement.is_spot, request.placement.node_count
     needs = []
     metric = GPU_METRICS.get(offer.accelerator or "")
     if metric:
-        metrics = (f"PREEMPTIBLE_{metric}", metric) if is_spot else (metric, f"PREEMPTIBLE_{metric}")
+        preemptible = (f"PREEMPTIBLE_{metric}",) if is_spot or request.spec.is_replaceable else ()
+        metrics = (*preemptible, metric) if is_spot else (metric, *preemptible)
         needs.append(
             QuotaNeed(what=f"{offer.accelerator} GPUs", metrics=metrics, amount=offer.accelerator_count * count)
         )

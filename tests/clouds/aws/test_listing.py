@@ -141,7 +141,7 @@ def test_sweep_deletes_what_a_cluster_left_and_spares_living_and_foreign_things(
         assert await bed.adapter.sweep(OWNER, ("live",)) == 0
         names = {group["GroupName"] for group in bed.account.groups.values()}
         assert names == {f"broker-{OWNER}-live", "broker-somebody-else-dead"}
-        assert {name for _, name in bed.account.placement_groups} == {f"broker-{OWNER}-live"}
+        assert {name for _, name in bed.account.placement_groups} == {f"broker-{OWNER}-live-us-east-1b"}
         assert len([each for each in bed.account.instances.values() if each.state == "running"]) == 3
 
     bed.run(act())

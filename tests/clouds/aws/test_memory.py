@@ -290,6 +290,35 @@ def test_renewed_credentials_are_read_again_in_the_middle_of_a_run(
     bed.run(act())
 
 
+def test_a_login_after_the_first_refusal_needs_no_restart(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon or server keeps its clients for weeks, and botocore would keep having no credentials."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+
+    async def act() -> None:
+        with pytest.raises(AuthError):
+            await bed.cloud.list_nodes(OWNER)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, bed.aws.environment[name])
+        assert (await bed.cloud.list_nodes(OWNER)).unseen == {}
+
+    bed.run(act())
+
+
+def test_a_process_that_lives_for_days_launches_the_image_that_a_parameter_names_now(bed: AwsBed) -> None:
+    """The older image may be deleted, and then every launch would be refused until a restart."""
+
+    async def act() -> None:
+        for number, date in enumerate(("-2026-11-01", "-2026-11-02")):
+            bed.account.image_date = date
+            await bed.cloud.create_nodes(make_request(bed, cluster=f"c{number}"))
+            await bed.clock.sleep(86400)
+
+    bed.run(act())
+    launched = [given["ImageId"] for name, _, given in bed.account.calls if name == "ec2:RunInstances"]
+    assert [image[-2:] for image in launched] == ["01", "02"]
+
+
 def test_a_renewed_login_for_another_account_is_not_taken_over(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lists lack our nodes, which would seem to be gone, and their programs would be started twice."""
 

@@ -60,11 +60,13 @@ def test_every_field_is_read() -> None:
         ("something-new", NodeState.PENDING),
     ],
 )  # fmt: skip
-def test_only_a_running_machine_is_reachable_and_only_a_terminated_one_has_ended(state: str, wanted: NodeState) -> None:
+def test_only_a_running_machine_is_reachable_and_only_one_that_is_off_has_ended(state: str, wanted: NodeState) -> None:
     reason = {"StateReason": {"Code": "Client.UserInitiatedShutdown"}, "PublicIpAddress": "198.51.100.4"}
     (node,) = read(make_instance(1, State={"Name": state}, StateTransitionReason="(2026-03-04 06:07:08 GMT)", **reason))
     assert node.state is wanted
-    assert bool(node.handle) == (state == "running") and (node.ended_s is not None) == (state == "terminated")
+    assert bool(node.handle) == (state == "running") and (node.ended_s is not None) == (
+        state in ("stopped", "terminated")
+    )
     assert node.reason == ("terminated" if state == "terminated" else "")
 
 

@@ -70,7 +70,7 @@ def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
                 await bed.adapter.start_nodes(ids)
             await bed.cloud.terminate_nodes(nodes)
             await wait_state(bed, request.token, NodeState.TERMINATED, 2)
-        assert await bed.adapter.sweep(OWNER, ()) == 4
+        assert await bed.adapter.sweep(OWNER, ()) == 5
 
     bed.run(act())
     listed = {action for statement in make_policy(OWNER)["Statement"] for action in statement["Action"]}

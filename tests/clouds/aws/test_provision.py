@@ -16,6 +16,7 @@ from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan
 from broker.wording import describe_event
 from tests.clouds.aws.bed import OFFER, AwsBed, open_session
 from tests.clouds.contract import OWNER, count_living
+from tests.testbed.ec2_account import Instance
 from tests.tiers import spread
 
 ZONES = ("us-east-1a", "us-east-1b", "us-east-1c")
@@ -79,8 +80,33 @@ def test_full_zone_is_skipped_and_down_leaves_nothing(world: World, bed: AwsBed)
         }
         await world.provisioner().down("train")
         assert await count_living(bed) == 0
-        assert await world.provisioner().collect() == 2  # the security group and the placement group
+        assert await world.provisioner().collect() == 3  # the security group, and a placement group per requested zone
         assert (bed.account.groups, bed.account.placement_groups) == ({}, {})
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize("zones", [ZONES[:2], (ZONES[0], None)], ids=["zones", "zone and fleet"])
+def test_gang_that_boots_late_does_not_keep_others_out_of_another_zone(
+    world: World, bed: AwsBed, zones: tuple[str | None, ...]
+) -> None:
+    """EC2 keeps a placement group in the zone of its first machine until all of them have ended."""
+
+    def delay(instance: Instance) -> None:
+        if instance.zone == ZONES[0]:
+            instance.due = (bed.clock.now_s() + 500.0, "running")
+
+    bed.account.on_started = delay
+    bed.account.scores = {ZONES[0]: 5, ZONES[1]: 9}
+
+    async def act() -> None:
+        provisioner = world.provisioner()
+        cluster = await provisioner.up("train", make_plan(*zones))
+        assert {node.zone for node in cluster.nodes} == {ZONES[1]}
+        await provisioner.finish()
+        await provisioner.down("train")
+        await provisioner.sweep()
+        assert bed.account.placement_groups == {}
 
     bed.run(act())
 
@@ -159,6 +185,33 @@ def test_stopped_machines_cost_nothing_until_they_restart(world: World, bed: Aws
         assert world.store.bills.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(
             3 * usd_hour, rel=0.02
         )
+
+    bed.run(act())
+
+
+def test_a_machine_that_is_stopped_and_started_in_the_console_is_billed_while_it_runs(
+    world: World, bed: AwsBed
+) -> None:
+    plan = make_plan(ZONES[0], node_count=1, is_spot=False)
+    usd_hour = plan.choice.placement.usd_hour
+
+    async def measure_usd(hours: float) -> float:
+        await bed.clock.sleep(hours * 3600)
+        cluster = world.store.clusters.get("train")
+        assert cluster
+        await world.provisioner().refresh(cluster)
+        return world.store.bills.spend_usd(cluster="train", now_s=bed.clock.now_s())
+
+    async def act() -> None:
+        cluster = await world.provisioner().up("train", plan)
+        machine = bed.account.instances[cluster.nodes[0].id]
+        await bed.clock.sleep(3600)
+        bed.account.halt(machine)
+        assert await measure_usd(0.01) == pytest.approx(usd_hour, rel=0.02)
+        assert await measure_usd(10) == pytest.approx(usd_hour, rel=0.02)
+        bed.account.boot(machine)
+        assert await measure_usd(1) == pytest.approx(2 * usd_hour, rel=0.02)
+        assert await measure_usd(1) == pytest.approx(3 * usd_hour, rel=0.02)
 
     bed.run(act())
 

@@ -258,6 +258,26 @@ def test_a_disk_that_cannot_be_deleted_does_not_fail_the_list(bench: Any, reques
     assert bench.gce.list_names() == []
 
 
+def test_nodes_with_local_disks_stop_and_start(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
+    """SkyPilot's issue 2586: Google refuses a stop that does not state what happens to the local disks."""
+    offer = offer_of("a3-highgpu-8g", accelerator="H100", accelerator_count=8)
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(offer, is_spot=False)))
+    bench.run(bench.cloud.stop_nodes([node.id]))
+    assert [each.state for each in bench.run(bench.cloud.list_nodes(node.owner))] == [NodeState.STOPPED]
+    bench.run(bench.cloud.start_nodes([node.id]))
+    assert [each.state for each in bench.run(bench.cloud.list_nodes(node.owner))] == [NodeState.RUNNING]
+
+
+def test_a_refused_stop_leaves_a_node_that_ends_with_its_disk(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=False)))
+    bench.gce.fail("POST", "/stop", code="UNSUPPORTED_OPERATION")
+    with pytest.raises(InvalidRequestError):
+        bench.run(bench.cloud.stop_nodes([node.id]))
+    bench.gce.shut_down(node.id.rpartition("/")[2])
+    bench.run(bench.cloud.list_nodes(node.owner))
+    assert bench.gce.list_names() == []
+
+
 def test_stopped_nodes_keep_their_disk_and_start_again(bench: Any, request_of: Make) -> None:
     assert isinstance(bench.cloud, CanStop)
     nodes = bench.run(bench.cloud.create_nodes(request_of(is_spot=False, node_count=2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,23 @@ def make_plan(offer: Offer, zones: Sequence[str], *, is_spot: bool = True, node_
         Estimate(placement=Placement(offer=each, is_spot=is_spot, node_count=node_count)) for each in offers
     )
     return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-09-01", reason="it is cheapest")
+
+
+@pytest.mark.parametrize("is_spot", [False, True])
+def test_only_nodes_of_a_job_are_deleted_by_google_after_some_days(life: Life, is_spot: bool) -> None:
+    """Google would delete the disk of a user's cluster, or of a server, in the middle of its work."""
+    plan = make_plan(life.bed.offer, ["us-central1-a"], is_spot=is_spot, node_count=1)
+
+    async def act() -> None:
+        await life.provisioner.up("mine", plan)
+        await life.provisioner.up("job-7-1", plan, job_id=7)
+
+    life.run(act())
+    limits = {
+        json.loads(each["description"])["cluster"]: each["scheduling"].get("maxRunDuration")
+        for each in map(life.bed.gce.find, life.standing)
+    }
+    assert limits == {"mine": None, "job-7-1": {"seconds": str(7 * 86400)}}
 
 
 def test_restarted_nodes_are_billed_again(life: Life) -> None:

@@ -210,6 +210,17 @@ def test_quotas_are_counted_by_what_the_gang_draws_on(request_of: Make, offer_of
     assert needs("a3-highgpu-8g", **(a100 | {"accelerator": "H100"})) == {}  # counted where regions do not report it
 
 
+def test_only_gpus_with_a_limited_life_may_draw_on_preemptible_quota_as_well(
+    request_of: Make, offer_of: MakeOffer
+) -> None:
+    def draw(spec: MachineSpec) -> set[str]:
+        request = request_of(offer_of("n1-standard-4+1xT4"), is_spot=False, spec=spec)
+        return {metric for need in list_needs(request) for metric in need.metrics}
+
+    assert "PREEMPTIBLE_NVIDIA_T4_GPUS" in draw(MachineSpec())
+    assert draw(MachineSpec(is_replaceable=False)) == {"NVIDIA_T4_GPUS", "CPUS"}
+
+
 def test_unknown_quota_is_not_treated_as_zero(request_of: Make, offer_of: MakeOffer) -> None:
     needs = list_needs(request_of(offer_of("n1-standard-4+1xT4")))
     check_quotas(needs, {}, project="p")

@@ -263,9 +263,9 @@ def collector_ends_foreign_nodes() -> Patches:
     """Treat a node without a local record as lost, whatever its owner."""
     find = Collector._find_lost_nodes
 
-    async def find_any(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
+    async def find_any(self: Any, cloud: Any) -> Sequence[Node]:
         foreign = await cloud.list_nodes(FOREIGN.owner)
-        return [*await find(self, cloud, left), *(node for node in foreign if node.state is NodeState.RUNNING)]
+        return [*await find(self, cloud), *(node for node in foreign if node.state is NodeState.RUNNING)]
 
     return (patch.object(Collector, "_find_lost_nodes", find_any),)
 
@@ -276,7 +276,7 @@ def collector_ends_foreign_nodes() -> Patches:
 def collector_reads_records_first() -> Patches:
     """Collect without sparing young nodes, which hides the bug: nodes recorded while the list is read count as lost."""
 
-    async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
+    async def find(self: Any, cloud: Any) -> Sequence[Node]:
         recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
         tokens = {intent.request.token for intent in self._store.intents.list_open()}
         await self._clock.sleep(4.0)
@@ -292,7 +292,7 @@ def collector_reads_records_first() -> Patches:
 def collector_blind_to_intents() -> Patches:
     """Treat a node without a record as lost although its intent is open; young nodes are not spared either."""
 
-    async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
+    async def find(self: Any, cloud: Any) -> Sequence[Node]:
         recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
         listed = await cloud.list_nodes(self._owner)
         return [node for node in listed if node.id not in recorded and node.state is not NodeState.TERMINATED]
