@@ -17,7 +17,7 @@ from broker.spot.durations import MET_HOURS, NOTHING_SEEN, Durations
 from broker.spot.policies.base import EPSILON_HOURS, Candidate, Decision, JobView, Move, SpotPolicy, Wait
 
 PATIENCE = 3.0
-DECISIONS_MAX = 200_000
+DECISIONS_MAX, DECISIONS_HOUR_MAX = 200_000, 500  # at least; and per hour up to `PATIENCE` times the deadline
 MODES = ("waiting", "spot", "on-demand")
 
 
@@ -78,7 +78,7 @@ def replay(
     An oracle knows when each open interval will end; a learner knows the history of the markets since submission.
     """
     life = Life(case, from_hour, is_oracle=is_oracle, is_learner=is_learner, keeps_timeline=keeps_timeline)
-    for _ in range(DECISIONS_MAX):
+    for _ in range(max(DECISIONS_MAX, math.ceil(DECISIONS_HOUR_MAX * PATIENCE * case.deadline_hours))):
         if life.is_over:
             return life.sum_up()
         view, candidates = life.observe()

@@ -65,6 +65,13 @@ def test_a_job_that_never_gets_spot_is_finished_on_demand_at_a_multiple_of_its_d
     assert found.hours == pytest.approx(PATIENCE * 20.0 + 0.5 + 4.0)
 
 
+def test_a_job_of_a_year_on_a_market_that_changes_every_ten_minutes_ends() -> None:
+    trace = Trace(name="t", gap_hours=1 / 6, counts=(1, 0))
+    site = make_site(trace, start_hours=0.01, spot_usd_hour=SPOT)
+    found = replay(Case(sites=(site,), work_hours=20_000, deadline_hours=50_000), load_policy("greedy"))
+    assert found.preemptions > 120_000 and not found.is_late
+
+
 def test_prices_follow_the_recording() -> None:
     trace = Trace(name="t", gap_hours=1.0, counts=(1,) * 4, prices=(1.0, 1.0, 2.0, 2.0))
     site = make_site(trace, start_hours=0.0, spot_usd_hour=SPOT)

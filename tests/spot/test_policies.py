@@ -300,6 +300,16 @@ def make_spots(*prices: float, **facts: object) -> list[Candidate]:
     ]
 
 
+@pytest.mark.parametrize("spare", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("minutes", [1, 3, 5, 10])
+def test_a_job_of_a_few_minutes_does_not_wait_while_spot_is_open(minutes: int, spare: float) -> None:
+    """Values without work are 0, those of the least of it are a start: between them, waiting must not look cheap."""
+    work = minutes / 60
+    found = live((1,) * 60, "adaptive", slack=1 + (0.1 + spare) / work, work=work, save_every_hours=0.1)
+    assert found.spot_hours == pytest.approx(work + 0.1) and found.ondemand_hours == 0
+    assert found.hours == pytest.approx(work + 0.1)
+
+
 def test_the_cheaper_of_two_like_markets_is_taken_and_a_much_cheaper_one_is_moved_to() -> None:
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     spots = make_spots(0.5, 0.3)
