@@ -71,6 +71,7 @@ def format_hours(hours: float | None) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds with their two largest units, such as `2h 05m`."""
+    seconds = round(seconds, 3)  # 50 minutes in hours, times 3600, may be 2,999.9999999
     if seconds < 60:
         return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
     minutes = int(seconds // 60)

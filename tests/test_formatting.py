@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.formatting import format_usd, join_choices
+from broker.formatting import format_hours, format_usd, join_choices
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,16 @@ def test_displayed_amount_is_the_amount_within_half_of_its_last_decimal(amount: 
     shown = format_usd(amount)
     assert "e" not in shown
     assert float(shown.replace(",", "")) == pytest.approx(amount, abs=0.51 * 10.0 ** -len(shown.partition(".")[2]))
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [(5 * (600 / 3600), "50m 00s"), (0.1, "6m 00s"), (40 + 5 / 60, "40h 05m"), (1.99 / 60, "1m 59s"), (None, "-")],
+)
+def test_whole_minutes_are_not_shown_as_a_second_less(hours: float | None, shown: str) -> None:
+    assert format_hours(hours) == shown
+    if hours is not None:
+        assert format_hours(hours - 1e-13) == shown, "the rounding error of a sum of hours"
 
 
 @pytest.mark.parametrize(("choices", "shown"), [(["a"], "a"), (["a", "b"], "a or b"), (["a", "b", "c"], "a, b or c")])

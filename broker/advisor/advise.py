@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from broker.advisor.infeasible import explain_deadline, explain_memory, explain_prices
@@ -281,14 +282,20 @@ def _price_all(
             chosen.append(bound)
     options = []
     for _, hours, layout, sold in chosen:
-        option = _price(wish, layout, sold, hours, prices_as_of)
+        option = _price(wish, layout, sold, hours, prices_as_of, hour_value_usd)
         if option is not None:
             options.append(option)
     return options
 
 
-def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, prices_as_of: str) -> Option | None:
-    """Plan as `broker plan` does; with a deadline, choose the cheapest place that meets it, if any."""
+def _price(
+    wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, prices_as_of: str, hour_value_usd: float
+) -> Option | None:
+    """Plan as `broker plan` does; with a deadline, choose the cheapest place that meets it, if any.
+
+    A gang of several nodes stays on one cloud, as in its task file: it neither moves to places of others, nor falls
+    back on their on-demand machines.
+    """
     hardware = layout.hardware
     task = Task(
         resources=(
@@ -304,12 +311,17 @@ def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, pric
         checkpoint=write_checkpoint(wish.training, layout),
     )
     assert task.goal is not None
+    by_cloud = dict[str, list[Offer]]()
+    for offer in sold:
+        by_cloud.setdefault(offer.cloud if layout.node_count > 1 else "", []).append(offer)
     for goal in (task.goal, replace(task.goal, deadline_hours=None)):
-        try:
-            plan = make_plan(replace(task, goal=goal), sold, prices_as_of=prices_as_of)
-        except NoOfferError:
-            continue
-        return Option(layout=layout, task=task, work_hours=hours, estimate=plan.choice)
+        found = list[Option]()
+        for own in by_cloud.values():
+            with suppress(NoOfferError):
+                plan = make_plan(replace(task, goal=goal), own, prices_as_of=prices_as_of)
+                found.append(Option(layout=layout, task=task, work_hours=hours, estimate=plan.choice))
+        if found:
+            return prefer_faster(found, hour_value_usd)
     return None
 
 

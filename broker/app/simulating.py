@@ -63,7 +63,7 @@ def simulate(
     from broker.spot.policies import POLICIES
 
     names = choose_policies(request.policies, tuple(POLICIES))
-    traces = read_traces(request.traces)
+    traces = [_require_nodes(each, task.num_nodes) for each in read_traces(request.traces)]
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
     study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress, workers=request.workers)
@@ -164,10 +164,16 @@ def read_traces(path: Path | None) -> list[Trace]:
     return list(make_default_traces()) if path is None else read_traces(path)
 
 
+def _require_nodes(trace: Trace, node_count: int) -> Trace:
+    """Return the trace as a market for that many nodes, if it counts more instances than its own gang needs."""
+    return replace(trace, gang=max(trace.gang, node_count)) if max(trace.counts) > trace.gang else trace
+
+
 def measure_job(
     context: Context, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
 ) -> SimulatedJob:
     """Plan the task. Raises UsageError if it specifies no work, NoOfferError if no offer has both prices."""
+    from broker.jobs.deadline import HAZARD_MIN
     from broker.spot.interval import best_interval_s
 
     task = context.resolve(task)
@@ -186,7 +192,9 @@ def measure_job(
     placement = estimate.placement
     work = estimate.breakdown.work_hours
     deadline = deadline_hours or task.goal.deadline_hours
-    every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, _mean_hazard(traces))
+    # Jobs with a deadline expect preemptions in a market without any; else all their work would be at risk on spot.
+    hazard = max(_mean_hazard(traces), HAZARD_MIN)
+    every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, hazard)
     every = min(every_s / 3600, work)
     speed = every / (every + task.checkpoint.stall_s / 3600)
     assert placement.offer.ondemand_usd_hour is not None
@@ -263,11 +271,12 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
     from broker.lab.replay import Case
     from broker.types import Offer, Placement
 
-    # The catalog's price applies to the cheapest zone; differences between zones and over time are as recorded.
-    least = min((each.prices[0] for each in traces if each.prices and each.prices[0] > 0), default=1.0)
+    # The catalog's price is the mean of the cheapest zone; differences between zones and over time are as recorded.
+    least = min((each.open_usd_hour for each in traces if each.open_usd_hour), default=1.0)
 
     def place(trace: Trace, kind: SimulatedKind) -> Site:
-        spot = kind.spot_usd_hour * (trace.prices[0] / least if trace.prices and not is_apart else 1.0)
+        mean = trace.open_usd_hour if is_apart else least
+        spot = kind.spot_usd_hour * (trace.prices[0] / mean if trace.prices and mean else 1.0)
         base = kind.estimate.placement.offer
         offer = Offer(
             cloud=base.cloud, region=trace.name, zone=trace.name, instance_type=base.instance_type, vcpus=base.vcpus,

@@ -129,10 +129,10 @@ def _name_source(traces: Sequence[Trace], source: Path | None) -> str:
 
 
 def _list_cells(score: Score, base: float) -> list[str]:
-    over = "-" if score.over_optimum is None else f"{score.over_optimum:+.1%}"
+    over = "-" if score.over_optimum is None else f"{score.over_optimum:+z.1%}"
     return [
         score.policy + ("*" if score.is_oracle else ""), _show_cost(score.usd_mean), _show_cost(score.usd_p95),
-        f"{1 - score.usd_mean / base:.0%}", over, format_hours(score.hours_mean), format_hours(score.hours_p95),
+        f"{1 - score.usd_mean / base:z.0%}", over, format_hours(score.hours_mean), format_hours(score.hours_p95),
         f"{score.preemptions_mean:.1f}", f"{score.late / score.replays:.0%}" if score.late else "0",
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from broker.spot.durations import MET_HOURS, NOTHING_SEEN, Durations
 from broker.spot.policies.base import EPSILON_HOURS, Candidate, Decision, JobView, Move, SpotPolicy, Wait
 
 PATIENCE = 3.0
-DECISIONS_MAX = 200_000
+DECISIONS_MAX, DECISIONS_HOUR_MAX = 200_000, 500  # at least; and per hour up to `PATIENCE` times the deadline
 MODES = ("waiting", "spot", "on-demand")
 
 
@@ -78,7 +78,7 @@ def replay(
     An oracle knows when each open interval will end; a learner knows the history of the markets since submission.
     """
     life = Life(case, from_hour, is_oracle=is_oracle, is_learner=is_learner, keeps_timeline=keeps_timeline)
-    for _ in range(DECISIONS_MAX):
+    for _ in range(max(DECISIONS_MAX, math.ceil(DECISIONS_HOUR_MAX * PATIENCE * case.deadline_hours))):
         if life.is_over:
             return life.sum_up()
         view, candidates = life.observe()
@@ -186,16 +186,18 @@ class Life:
 
     def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
         """Carry out the decision until the next change."""
-        target = self.current
-        if self.hour >= PATIENCE * self.case.deadline_hours and not self._is_on_demand:
+        target, patience_hours = self.current, PATIENCE * self.case.deadline_hours
+        if self.hour >= patience_hours and not self._is_on_demand:
             target = 1 + 2 * self.data
         elif isinstance(decision, Move):
             target = next(index for index, candidate in enumerate(candidates) if candidate is decision.target)
         elif isinstance(decision, Wait):
             target = None
         self._pursue(target, 0.0 if target is None else candidates[target].move_usd)
-        requested = self.hour + max(decision.hours, 1e-6)
-        self._run_until(min(requested, self._next_event()))
+        until = min(self.hour + max(decision.hours, 1e-6), self._next_event())
+        if self.hour < patience_hours:
+            until = min(until, patience_hours)
+        self._run_until(until)
 
     def _pursue(self, target: int | None, move_usd: float) -> None:
         """Begin to switch. If starts overlap, a move of a working job to spot begins with the machines."""

@@ -2,7 +2,8 @@
 
 A recording is JSON text: {"metadata": {"gap_seconds": 600, "gang": 1, ...}, "data": [1, 1, 0, ...]}, where data[i] is
 the number of available instances at tick i; the gang can run while it is at least `gang`. `prices` (USD per hour and
-instance, one per tick) and `metadata.on_demand_price` are optional.
+instance, one per tick) and `metadata.on_demand_price` are optional. A price of 0 or null is unknown: the last one
+before it applies.
 """
 
 from __future__ import annotations
@@ -67,6 +68,13 @@ class Trace:
         counts, prices = self.counts[begin:] + self.counts[:begin], self.prices[begin:] + self.prices[:begin]
         return replace(self, name=name, counts=counts, prices=prices)
 
+    @cached_property
+    def open_usd_hour(self) -> float | None:
+        """Return the mean price while the market is open (of all ticks if it never is); None without prices."""
+        opened = [price for count, price in zip(self.counts, self.prices, strict=False) if count >= self.gang]
+        found = opened or self.prices
+        return sum(found) / len(found) if found else None
+
     @property
     def open_share(self) -> float:
         """Share of ticks with capacity for the whole gang."""
@@ -124,15 +132,15 @@ def parse_trace(text: str | bytes, name: str) -> Trace:
         metadata, data = recording["metadata"], recording["data"]
         gap_s, gang = float(metadata["gap_seconds"]), int(metadata.get("gang", 1))
         counts = tuple(int(count) for count in data)
-        prices = tuple(float(price) for price in recording.get("prices") or ())
-        ondemand = metadata.get("on_demand_price")
-        started = metadata.get("started_s")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        is_whole = all(count == float(given) for count, given in zip(counts, data, strict=True))
+        prices = tuple(float(price or 0.0) for price in recording.get("prices") or ())
+        ondemand, started = (_read_number(metadata.get(name)) for name in ("on_demand_price", "started_s"))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _unreadable(name, f"{type(error).__name__}: {error}") from None
     if not 0 < gap_s < 86400 * 7 or gang < 1:
         raise _unreadable(name, f"`gap_seconds` is {gap_s:g} and `gang` is {gang}")
-    if not 0 < len(counts) <= TICKS_MAX or min(counts) < 0:
-        raise _unreadable(name, f"`data` must hold 1 to {TICKS_MAX:,} counts, none below 0")
+    if not 0 < len(counts) <= TICKS_MAX or min(counts) < 0 or not is_whole:
+        raise _unreadable(name, f"`data` must hold 1 to {TICKS_MAX:,} whole counts, none below 0")
     if prices and (len(prices) != len(counts) or not all(0 <= price < math.inf for price in prices)):
         raise _unreadable(name, f"`prices` must hold one price for each of the {len(counts)} ticks")
     return Trace(
@@ -140,10 +148,32 @@ def parse_trace(text: str | bytes, name: str) -> Trace:
         gap_hours=gap_s / 3600,
         counts=counts,
         gang=gang,
-        prices=prices,
-        ondemand_usd_hour=None if ondemand is None else float(ondemand),
-        started_s=None if started is None else float(started),
+        prices=_fill_unknown(prices),
+        ondemand_usd_hour=ondemand,
+        started_s=started,
     )
+
+
+def _read_number(value: float | str | None) -> float | None:
+    """Return an optional number of the metadata. Raises ValueError if it is negative or not finite."""
+    if value is None:
+        return None
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{number} is not a price or a time")
+    return number
+
+
+def _fill_unknown(prices: Sequence[float]) -> tuple[float, ...]:
+    """Return the prices with each 0 replaced by the last price before it, or by the first one; empty if all are 0."""
+    last = next((price for price in prices if price > 0), None)
+    if last is None:
+        return ()
+    filled = []
+    for price in prices:
+        last = price if price > 0 else last
+        filled.append(last)
+    return tuple(filled)
 
 
 def write_trace(trace: Trace) -> str:

@@ -28,7 +28,7 @@ from broker.optimizer.ranking import RankedOffer
 from broker.optimizer.throughput import scale_work
 from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.market_model import NOTHING, MarketEvidence
-from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
+from broker.types import AcceleratorFigures, EgressPrice, Estimate, Goal, Offer, Placement, Resources, Task
 
 # Preemptions observed by (cloud, region, zone, instance type).
 History = Mapping[tuple[str, str, str | None, str], Observation]
@@ -198,14 +198,15 @@ class CostModel:
         evidence: MarketEvidence,
         fallback: Fallback | None,
     ) -> tuple[RunForecast, GangPrices]:
-        """Choose the number of candidate places at which the mean cost is lowest.
+        """Choose the number of candidate places at which the mean cost is lowest, of those that are in time.
 
-        More places wait less but cost more. A job stays where it starts until that place closes, so half of its hours
+        More places wait less but cost more: a few cheap ones may miss a deadline that more of them keep. Where none is
+        in time, the most punctual is chosen. A job stays where it starts until that place closes, so half of its hours
         on spot have the price of the choice, and half the mean of all candidate places.
         """
         work, usd_hour = self._find_work(offer), self._task.num_nodes * (offer.spot_usd_hour or 0.0)
         fallback_usd_hour = 0.0 if fallback is None or work <= 0 else self._price_fallback(offer, fallback) / work
-        data, best, least = self._find_data(offer), None, math.inf
+        data, best, least = self._find_data(offer), None, (math.inf, math.inf)
         has_fallback = fallback is not None
         seen = None if evidence is NOTHING else evidence  # None has a faster hash
         forecasts = self._spot.setdefault((work, seen, offer.cloud, offer.interruption_band, has_fallback), {})
@@ -219,9 +220,9 @@ class CostModel:
             # Both are USD of all the work, data included.
             more = 0.0 if work <= 0 else (mean - base) / work
             prices = GangPrices(usd_hour + more, fallback_usd_hour)  # spot, on-demand
-            usd = price_run(forecast, prices, data, forecast.checkpoints)
-            if usd < least:
-                best, least = (forecast, prices), usd
+            score = (self._find_missing_chance(forecast), price_run(forecast, prices, data, forecast.checkpoints))
+            if best is None or score < least:
+                best, least = (forecast, prices), score
         assert best is not None
         forecast, prices = best
         return self._add_chance(forecast), prices
@@ -260,6 +261,14 @@ class CostModel:
         if whole is None:
             whole = self._chosen[id(forecast)] = replace(forecast, deadline_chance=self._find_chance(forecast))
         return whole
+
+    def _find_missing_chance(self, forecast: RunForecast) -> float:
+        """Return how far the chance of the deadline is below the required one; 0 with a fallback, which keeps it."""
+        goal, given = self._task.goal, forecast.inputs
+        if goal is None or given is None or given.deadline_hours is None or given.has_fallback:
+            return 0.0
+        required = goal.confidence or Goal.confidence  # plans without one show the chances of what others reject
+        return max(required - (self._find_chance(forecast) or 0.0), 0.0)
 
     def _find_chance(self, forecast: RunForecast) -> float | None:
         given = forecast.inputs

@@ -89,10 +89,19 @@ class ReplayedMarket:
 
     def find_recording(self, offer: Offer) -> tuple[Trace, float]:
         """Return a recording and its hour at the market's start: 0 for the zone's own, so that zones stay in sync."""
-        own = [trace for trace in self.traces if offer.zone and offer.zone in re.split(r"[^a-z0-9-]", trace.name)]
+        own = self._list_own(offer)
         draw = random.Random(f"{self.seed}:{'/'.join(name_place(offer))}")
         trace = draw.choice(own or list(self.traces))
         return trace, draw.uniform(0, trace.hours) if not own or self.seed else 0.0
+
+    def _list_own(self, offer: Offer) -> list[Trace]:
+        """List the recordings of the zone, or of a region without zones: of these machines if there are any.
+
+        `broker traces record` names them `aws-us-east-1a-p3.2xlarge`, public collections `us-east-1a_v100_1`.
+        """
+        place = re.compile(rf"(?<![a-z0-9]){re.escape(offer.zone or offer.region)}(?![a-z0-9])")
+        own = [trace for trace in self.traces if place.search(trace.name)]
+        return [trace for trace in own if trace.name.endswith(f"-{offer.instance_type}".replace("/", "-"))] or own
 
 
 def _find_change(trace: Trace, hour: float) -> tuple[float, float, bool]:

@@ -110,6 +110,12 @@ class Scale:
         """Return the expected cost to the end of starting at the on-demand fallback now."""
         return self._weigh_options(None, 0.0)[ONDEMAND]
 
+    def is_fallback_cheaper(self, current: Candidate) -> bool:
+        """Return whether a job that runs on spot there saves more than the move if it continues on-demand."""
+        here = next(each for each in self.markets if each.candidate is current)
+        away, cost = self._consider(here).weigh_fallback(), self.fallback.start_hours + self._fallback_price
+        return self._weigh_run(here) - away > (MOVE_GAIN - 1) * cost
+
     def find_entry(self, current: Candidate | None) -> Scale:
         """Choose the place by expected cost to the end, each by its own value function.
 

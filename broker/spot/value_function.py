@@ -105,14 +105,19 @@ class ValueFunction:
     def wait_usd(self, age_class: int, work: float, spare: float, *, is_open: bool) -> float:
         """Return the value of waiting without machines.
 
-        Below the first node of work it is extrapolated: without work the tables hold 0, but a job that waits still has
-        to start for the least of it.
+        Without work the tables hold 0, but a job that waits still has to start for the least of it. Below the first
+        node of work, waiting is therefore as much better than a start on spot as at that node. Where no start is
+        possible, it is extrapolated, and costs at least as much as a run without preemptions.
         """
         table, (first, second) = self.wait_open if is_open else self.wait_closed, self.work[1:3]
         if work >= first:
             return table.read(age_class, self.locate(work, spare))
         near, far = (table.read(age_class, self.locate(each, spare)) for each in (first, second))
-        return near - (first - work) * (far - near) / (second - first)
+        given = self.parameters
+        if is_open and spare >= given.start_hours:
+            return near + self.enter_usd(age_class, work, spare) - self.enter_usd(age_class, first, spare)
+        on_spot = given.start_hours * given.spot_hour_price + work * given.spot_price
+        return max(near - (first - work) * (far - near) / (second - first), min(on_spot, given.start_hours + work))
 
     def lost_usd(self, work: float, spare: float) -> float:
         """Return the value just after the loss of spot, when another place may be open."""

@@ -249,6 +249,24 @@ def test_the_task_file_loads_plans_as_promised_and_the_trainer_takes_its_flags(
     assert ranks == option.gpu_count
 
 
+def test_the_price_of_a_gang_counts_only_on_the_cloud_that_its_task_file_names() -> None:
+    """Another cloud has the cheaper machines to fall back on, which a gang of several nodes does not move to."""
+    offers = [
+        sell("H100", 8, 90, 20),
+        replace(sell("H100", 8, 30, 25, cloud="oci", kind="BM.GPU.H100.8"), spot_usd_hour=None),
+    ]
+    wish = Wish(training=train(30e9, 20e9), deadline_hours=48.0)
+    option = next(
+        each for each in make_advice(wish, offers, CARDS, prices_as_of="").options if each.layout.node_count > 1
+    )
+    (task,) = load_tasks_text(write_task(wish, option), "t.yaml")
+    cloud = option.estimate.placement.offer.cloud
+    made = make_plan(task, [each for each in offers if each.cloud == cloud], prices_as_of="")
+    assert task.resources[0].cloud == cloud
+    assert made.choice.expected_usd == pytest.approx(option.usd, rel=0.01)
+    assert made.choice.deadline_chance == option.estimate.deadline_chance
+
+
 def test_learning_rate_is_near_gpt3s() -> None:
     # Brown 2020, table 2.1: 6.0e-4 at 125M, 2.0e-4 at 1.3B.
     assert find_learning_rate(125e6) == pytest.approx(6.0e-4, rel=0.1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broker.app.simulating import SimulatedJob, measure_job, set_scenes
+from broker.app.simulating import SimulatedJob, SimulationRequest, measure_job, set_scenes, simulate
 from broker.errors import UsageError
 from broker.lab.replay import replay
-from broker.lab.traces import Trace
+from broker.lab.traces import Trace, write_trace
 from broker.spot.policies import load_policy
 from broker.task.accelerators import resolve_accelerators
 from broker.types import AcceleratorFigures, Plan, Task
@@ -86,3 +87,42 @@ def test_no_policy_is_late_if_on_demand_stalls_too() -> None:
     for name in ("greedy", "uniform-progress", "adaptive"):
         found = replay(scene.case, load_policy(name))
         assert not found.is_late and found.hours > 42.6, name
+
+
+def test_spot_is_used_in_a_market_that_never_closed() -> None:
+    """Without preemptions, the best interval between checkpoints is infinite, and all work would be at risk on spot."""
+    job = measure("")
+    assert job.save_every_hours < 1.0
+    (scene,) = set_scenes(job, [OPEN], 1, is_apart=False)
+    for name in ("greedy", "uniform-progress", "adaptive"):
+        found = replay(scene.case, load_policy(name))
+        assert found.ondemand_hours == 0 and found.usd < 0.5 * job.work_hours * job.ondemand_usd_hour
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_the_catalogs_price_is_the_mean_of_the_cheapest_zone(is_apart: bool) -> None:
+    """The first tick of a recording may be a spike, and prices while spot is unavailable are not paid."""
+    spiky = Trace(name="a", gap_hours=1.0, counts=(1,) * 199 + (0,), prices=(21.0, *[2.0] * 199))
+    cheap = Trace(name="b", gap_hours=1.0, counts=(1,) * 199 + (0,), prices=(5.0, *[1.0] * 199))
+    job = measure("")
+    scenes = set_scenes(job, [spiky, cheap], 2, is_apart=is_apart)
+    sites = [site for scene in scenes for site in scene.case.sites][:2]
+    means = [sum(site.read_step(site.find_step(hour))[2].usd_hour for hour in range(199)) / 199 for site in sites]
+    ratio = 1.0 if is_apart else sum(spiky.prices[:199]) / sum(cheap.prices[:199])
+    assert means == [pytest.approx(job.spot_usd_hour * ratio), pytest.approx(job.spot_usd_hour)]
+
+
+def test_a_market_that_counts_instances_is_open_only_with_room_for_all_nodes(tmp_path: Path) -> None:
+    context: Any = Planned()
+    text = TEXT.replace("}\ngoal", "}\nnum_nodes: %d\ngoal", 1) % (4, "60h", "")
+
+    def find_shares(counts: tuple[int, ...], gang: int) -> list[float]:
+        file = tmp_path / "trace.json"
+        file.write_text(write_trace(Trace(name="t", gap_hours=1.0, counts=counts, gang=gang)))
+        request = SimulationRequest(traces=file, policies=("greedy",), starts=1, optima=0)
+        return [each.spot_share for each in simulate(context, read(text), request).study.scores]
+
+    assert find_shares((3,) * 200, 1) == [0.0, 0.0]
+    assert find_shares((4,) * 200, 1) == [0.0, 1.0]
+    assert find_shares((1,) * 200, 1) == [0.0, 1.0], "1 means available"
+    assert find_shares((2,) * 200, 2) == [0.0, 1.0], "recorded with a gang of its own"

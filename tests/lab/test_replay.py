@@ -17,7 +17,7 @@ from broker.lab.benchmark import (
     spread_starts,
 )
 from broker.lab.markets import make_site
-from broker.lab.replay import Case, ReplayOutcome, replay
+from broker.lab.replay import PATIENCE, Case, ReplayOutcome, replay
 from broker.lab.traces import Trace, make_default_traces, make_trace
 from broker.spot.policies import MEMORYLESS, ORACLES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
@@ -56,6 +56,20 @@ def test_a_job_submitted_later_meets_the_market_of_that_hour_and_recordings_repe
     # open for two hours, shut for one, and again
     assert found.hours == pytest.approx(2 + 1 + 2 + 1 + 0.5 + 1.0)
     assert found.preemptions == 2
+
+
+@pytest.mark.parametrize("length", [1, 100, 1000])
+def test_a_job_that_never_gets_spot_is_finished_on_demand_at_a_multiple_of_its_deadline(length: int) -> None:
+    """The length of the recording, at whose end nothing changes, does not matter."""
+    found = replay(case_of(*[0] * length), load_policy("failover"))
+    assert found.hours == pytest.approx(PATIENCE * 20.0 + 0.5 + 4.0)
+
+
+def test_a_job_of_a_year_on_a_market_that_changes_every_ten_minutes_ends() -> None:
+    trace = Trace(name="t", gap_hours=1 / 6, counts=(1, 0))
+    site = make_site(trace, start_hours=0.01, spot_usd_hour=SPOT)
+    found = replay(Case(sites=(site,), work_hours=20_000, deadline_hours=50_000), load_policy("greedy"))
+    assert found.preemptions > 120_000 and not found.is_late
 
 
 def test_prices_follow_the_recording() -> None:

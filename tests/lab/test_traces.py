@@ -39,6 +39,13 @@ def test_a_written_trace_is_read_back() -> None:
         ('{"metadata": {"gap_seconds": 60}, "data": [1, -1]}', "below 0"),
         ('{"metadata": {"gap_seconds": 60}, "data": [1, 1], "prices": [0.5]}', "one price"),
         ('{"metadata": {"gap_seconds": 60}, "data": [1], "prices": [NaN]}', "one price"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [0.9, 0.9]}', "whole counts"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [1, Infinity]}', "OverflowError"),
+        ('{"metadata": {"gap_seconds": 60, "gang": 1e400}, "data": [1]}', "OverflowError"),
+        ('{"metadata": {"gap_seconds": 60, "on_demand_price": "3 USD"}, "data": [1]}', "3 USD"),
+        ('{"metadata": {"gap_seconds": 60, "on_demand_price": NaN}, "data": [1]}', "nan is not a price"),
+        ('{"metadata": {"gap_seconds": 60, "started_s": "2026-01-01"}, "data": [1]}', "2026-01-01"),
+        ("[" * 100_000, "RecursionError"),
     ],
 )
 def test_an_invalid_trace_is_refused_with_the_reason(text: str, why: str) -> None:
@@ -46,6 +53,19 @@ def test_an_invalid_trace_is_refused_with_the_reason(text: str, why: str) -> Non
         parse_trace(text, "zone-a")
     assert "zone-a" in caught.value.message and why in caught.value.message
     assert caught.value.hints
+
+
+@pytest.mark.parametrize(
+    ("given", "prices"),
+    [
+        ([0, 2.0, 0, None, 3.0], (2.0, 2.0, 2.0, 2.0, 3.0)),
+        ([0, 0, None, 0, 0], ()),
+        ([], ()),
+    ],
+)
+def test_the_last_price_applies_while_the_price_is_unknown(given: list[float | None], prices: tuple[float]) -> None:
+    text = json.dumps({"metadata": {"gap_seconds": 60}, "data": [1] * 5, "prices": given})
+    assert parse_trace(text, "t").prices == prices
 
 
 def test_synthetic_traces_are_reproducible_and_distinct() -> None:

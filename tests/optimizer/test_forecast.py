@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from broker.errors import NoOfferError
+from broker.optimizer.explain import lift_limits
 from broker.optimizer.forecast import (
     CostForecast,
     ForecastEstimates,
@@ -138,6 +139,20 @@ def test_spot_alone_that_would_often_be_late_is_refused_with_its_chance() -> Non
     error = explain_infeasible(caught.value, task, lambda changed: plan(changed, [offer()]))
     assert error.hints[0].startswith("extend the deadline")
     assert error.hints[1].startswith("drop `use_spot: true`, so that on-demand can take over in time: 2 placements fit")
+
+
+def test_cheap_spot_is_not_refused_for_the_deadline_that_it_keeps_with_more_places() -> None:
+    """One place is the cheapest strategy, and too often late; six places keep the deadline for little more."""
+    cheap = [offer(zone=f"us-east-1{zone}", spot_usd_hour=10.0 + number) for number, zone in enumerate("abcdef")]
+    dear = [offer(region="eu-west-1", zone=f"eu-west-1{zone}", spot_usd_hour=25.0) for zone in "abcdef"]
+    task = SPOT_ONLY.replace("0.3", "0.9").replace("deadline: 60h", "deadline: 60h, hour_value: 0")
+    made = plan(task, [*cheap, *dear])
+    assert made.choice.placement.usd_hour == 10.0 and (made.choice.deadline_chance or 0.0) >= 0.9
+    assert (made.choice.expected_usd or 0.0) < plan(task, dear).choice.expected_usd  # type: ignore[operator]
+    listed = plan(lift_limits(read(task)), [*cheap, *dear])
+    assert listed.choice.deadline_chance == made.choice.deadline_chance, "both show the chance of the same strategy"
+    relaxed = plan(task.replace("0.9", "0.3"), [*cheap, *dear]).choice
+    assert (relaxed.expected_usd or 0.0) <= (made.choice.expected_usd or 0.0)
 
 
 def test_the_chances_of_a_deadline_are_those_of_the_plan_made_for_it() -> None:

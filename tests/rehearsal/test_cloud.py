@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -269,6 +269,20 @@ def test_periods_follow_each_other_without_a_gap() -> None:
 
 def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
     return Trace(name=name, gap_hours=1.0, counts=tuple(counts), gang=gang)
+
+
+def test_own_recordings_are_found_by_zone_and_machine() -> None:
+    """As `broker traces record` names them: a cloud, a zone or region, and an instance type."""
+    names = ("aws-us-east-1a-p3.2xlarge", "aws-us-east-1a-p4d.24xlarge", "aws-us-east-1b-p3.2xlarge", "nebius-eu-1-gpu")
+    market = ReplayedMarket(traces=[make_trace(name, [1, 0]) for name in names])
+    for zone, region, kind, name in (
+        ("us-east-1a", "us-east-1", "p3.2xlarge", names[0]),
+        ("us-east-1a", "us-east-1", "p4d.24xlarge", names[1]),
+        ("us-east-1b", "us-east-1", "p4d.24xlarge", names[2]),
+        (None, "eu-1", "gpu", names[3]),
+    ):
+        trace, begin_hours = market.find_recording(replace(make_offer(), region=region, zone=zone, instance_type=kind))
+        assert (trace.name, begin_hours) == (name, 0.0)
 
 
 def test_a_zone_plays_its_own_recording_from_its_start() -> None:

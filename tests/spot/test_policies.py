@@ -293,11 +293,44 @@ def test_an_open_market_is_used_from_the_first_hour() -> None:
     assert found.moves == 1
 
 
+def replay_prices(*zones: tuple[float, ...], work: float = 20.0) -> ReplayOutcome:
+    """Replay the adaptive policy in zones that never close, with a price for each hour; on-demand costs 1."""
+    sites = tuple(
+        make_site(
+            Trace(name=f"z{index}", gap_hours=1.0, counts=(1,) * len(prices), prices=prices), start_hours=0.1,
+            ondemand_usd_hour=1.0, spot_usd_hour=prices[0],
+        )
+        for index, prices in enumerate(zones)
+    )  # fmt: skip
+    case = Case(sites=sites, work_hours=work, deadline_hours=2 * work, save_every_hours=0.2)
+    return replay(case, load_policy("adaptive"))
+
+
+def test_spot_whose_price_rises_above_on_demand_is_left() -> None:
+    risen = replay_prices((0.3,) * 4 + (3.0,) * 200)
+    assert risen.usd == pytest.approx(4 * 0.3 + 16.1 + 0.1, abs=0.3) and risen.ondemand_hours > 15
+    back = replay_prices((0.3,) * 4 + (3.0,) * 2 + (0.3,) * 200)
+    assert back.usd < 10 and back.ondemand_hours < 4, "and taken again when it has fallen"
+    both = replay_prices((0.3,) * 2 + (5.0,) * 200, (2.0,) * 202)
+    assert both.usd < 20.5, "another location that costs more than on-demand is no better"
+    assert replay_prices((0.3,) * 4 + (0.9,) * 200).ondemand_hours == 0
+
+
 def make_spots(*prices: float, **facts: object) -> list[Candidate]:
     return [
         make_candidate(f"z{index}", is_spot=True, usd=price, age_hours=MET_HOURS, met_hours=MET_HOURS, **facts)
         for index, price in enumerate(prices)
     ]
+
+
+@pytest.mark.parametrize("spare", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("minutes", [1, 3, 5, 10])
+def test_a_job_of_a_few_minutes_does_not_wait_while_spot_is_open(minutes: int, spare: float) -> None:
+    """Values without work are 0, those of the least of it are a start: between them, waiting must not look cheap."""
+    work = minutes / 60
+    found = live((1,) * 60, "adaptive", slack=1 + (0.1 + spare) / work, work=work, save_every_hours=0.1)
+    assert found.spot_hours == pytest.approx(work + 0.1) and found.ondemand_hours == 0
+    assert found.hours == pytest.approx(work + 0.1)
 
 
 def test_the_cheaper_of_two_like_markets_is_taken_and_a_much_cheaper_one_is_moved_to() -> None:

@@ -162,14 +162,14 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
         hours = safe_hours(view, current, fallback)
         if hours <= 0:
             return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
-        if len(spots) == 1:
+        if len(spots) == 1 and not _is_dearer(view, current, fallback):
             return Stay(hours=hours, reason="on spot")
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
     scale = Scale.of(view, fallback, markets, prior)
     if current is not None and current.is_spot:
-        return scale.choose_on_spot(current)
+        return _choose_on_spot(scale, current)
     if current is not None and _may_be_cheaper_elsewhere(view, current, fallback):
         if _is_cheaper_elsewhere(view, current, fallback, spots, prior):
             return Move(target=fallback, reason="on-demand is cheaper elsewhere, including the move")
@@ -181,6 +181,21 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
     beside = Scale.of(view, near, [read_market(each, near, prior) for each in spots], prior)
     entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
     return min(entries, key=lambda each: each.find_usd(current)).choose(current)
+
+
+def _choose_on_spot(scale: Scale, current: Candidate) -> Decision:
+    """Stay, move to another place, or continue on-demand if spot, whose price has risen, costs more than that."""
+    decision = scale.choose_on_spot(current)
+    place = decision.target if isinstance(decision, Move) else current
+    if _is_dearer(scale.view, place, scale.fallback) and scale.is_fallback_cheaper(current):
+        return Move(target=scale.fallback, reason="on-demand is cheaper than spot, including the move")
+    return decision
+
+
+def _is_dearer(view: JobView, current: Candidate, fallback: Candidate) -> bool:
+    """Return whether work on spot costs more than on-demand that has a price: own machines without one may be busy."""
+    free_usd_hour = view.hour_value_usd or FREE_USD_HOUR  # `weigh` has added it
+    return current.usd_work_hour > fallback.usd_work_hour and fallback.placement.usd_hour > free_usd_hour
 
 
 def _find_near_fallback(
