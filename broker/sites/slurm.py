@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 from broker.frozen import frozen
@@ -87,6 +88,7 @@ class Partition:
     grace_s: float = 0.0
     time_limit: str = ""
     gres: str = ""  # the site's name for the type of its cards
+    is_exclusive: bool = False  # every job gets whole nodes, and is charged for them
 
 
 def read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
@@ -137,7 +139,10 @@ def write_partitions(path: Path, found: Mapping[str, Sequence[Partition]]) -> No
 
 
 def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[Offer]:
-    """Return offers of whole nodes, and of their halves, quarters and so on, as far as their units can be halved."""
+    """Return offers of whole nodes, and of their halves, quarters and so on, as far as their units can be halved.
+
+    A partition that gives every job whole nodes offers only those.
+    """
     known = read_partitions(facts)
     offers = {
         (offer.region, offer.zone, offer.instance_type): offer
@@ -152,7 +157,7 @@ def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[O
 
 def _list_partition_offers(cluster: SlurmCluster, partition: Partition) -> Iterator[Offer]:
     usd_hour = cluster.get_usd_hour(partition.name)
-    for share, machine in split_machine(partition.machine):
+    for share, machine in islice(split_machine(partition.machine), 1 if partition.is_exclusive else None):
         price = round(usd_hour * share, 6)
         for zone, is_preemptible in [
             (partition.name, partition.is_preemptible),

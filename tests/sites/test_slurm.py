@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.clouds.slurm.check import parse_partitions
 from broker.errors import TaskError
 from broker.sites.facts import Machine
 from broker.sites.slurm import Partition, SlurmCluster, list_offers, read_clusters, split_machine, write_partitions
@@ -81,6 +82,15 @@ def test_parts_of_a_node_are_offered_at_their_share_of_its_price(tmp_path: Path)
     assert [(each.accelerator_count, each.vcpus, each.ondemand_usd_hour) for each in offers] == [
         (8, 96, 16.0), (4, 48, 8.0), (2, 24, 4.0), (1, 12, 2.0),
     ]  # fmt: skip
+
+
+def test_partition_that_gives_whole_nodes_offers_no_part_at_a_part_of_the_price(tmp_path: Path) -> None:
+    rules = "PartitionName=gpu OverSubscribe=EXCLUSIVE State=UP\nPartitionName=shared OverSubscribe=NO State=UP\n"
+    nodes = "".join(f"{name}|96|1024000|gpu:h100:8|4|up|infinite\n" for name in ("gpu", "shared"))
+    write_partitions(tmp_path / "slurm.json", {"hpc": parse_partitions(nodes, rules)})
+    offers = list_offers(read(tmp_path, "hpc: {usd_hour: 16}\n"), tmp_path / "slurm.json")
+    assert [each.ondemand_usd_hour for each in offers if each.zone == "gpu"] == [16.0]
+    assert len([each for each in offers if each.zone == "shared"]) == 4
 
 
 def test_only_the_named_partitions_are_offered(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None 
         "SLURM_TIME_FORMAT=%s",
         "squeue",
         "--local",
+        "--noconvert",
         "--me",
         "-h",
         "-a",

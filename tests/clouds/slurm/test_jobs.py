@@ -46,6 +46,7 @@ class Controller:
         text = ""
         if "squeue" in argv:
             assert "--local" in argv, "other clusters of a federation have jobs with the same name"
+            assert "--noconvert" in argv, "1024 nodes would be `1K`, which is no number"
             text = "".join(
                 f"{number}|{state}|None|1|n0|1|2|low|{json.dumps(make_comment(request, now_s=0.0))}\n"
                 for number, state, request in self.jobs
