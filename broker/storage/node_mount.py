@@ -59,6 +59,8 @@ def main(mode: str, url: str, target: str, access: str = "") -> None:
     `read-only`. Raises MountError."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     if scheme == "file":
         source = pathlib.Path("/" + rest.lstrip("/"))
         (copy_folder if mode == "COPY" else link_folder)(source, place)
@@ -91,10 +93,8 @@ def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
     """Link a folder of this machine to the target."""
     if not source.is_dir():
         raise MountError(f"`file://{source}` is not a folder")
-    if place.is_symlink():
-        place.unlink()
-    elif place.is_dir():
-        place.rmdir()
+    if place.is_symlink() or place.is_dir():
+        (place.unlink if place.is_symlink() else place.rmdir)()
     place.symlink_to(source)
 
 
@@ -124,7 +124,8 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
         raise MountError(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
     names = [each["path"][len(path) :].lstrip("/") for each in entries]
-    files = [(each, find_inside(place, name)) for each, name in zip(entries, names) if name and name[-1] != "/"]
+    folders = {"", *(str(each) for name in names for each in pathlib.PurePosixPath(name).parents)}
+    files = [(one, find_inside(place, name)) for one, name in zip(entries, names) if one["size"] or name not in folders]
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(lambda pair: fetch(obstore, store, *pair), files))
     print(f"{len(files)} files, {sum(each['size'] for each in entries) / 2**30:.2f} GiB from `{url}`", flush=True)
@@ -152,6 +153,10 @@ def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
     for attempt in range(1, ATTEMPTS_MAX + 1):
         try:
             return fetch_whole(file, fill)
+        except FileNotFoundError:
+            if size:
+                raise
+            return file.mkdir(exist_ok=True)  # `sub/`, by which consoles mark a folder, is listed as `sub`
         except obstore.exceptions.GenericError:  # the connection broke during the response
             if attempt == ATTEMPTS_MAX:
                 raise
@@ -205,8 +210,7 @@ def open_store(url: str) -> tuple[Any, str]:
 def find_s3_options(bucket: str) -> dict[str, Any]:
     """Return the S3 endpoint or the bucket's region, and the login granted by broker, if any."""
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
     elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
         options = {"region": region} if (region := find_region(bucket)) else {}
@@ -335,9 +339,6 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
     has_control = find_rclone_version() >= RC_SOCKET_VERSION and len(os.fsencode(control)) <= SOCKET_PATH_BYTES_MAX
     remote_control = ["--rc", "--rc-addr", f"unix://{control}"] if has_control else []
     control.unlink(missing_ok=True)
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if scheme == "s3" and endpoint:
-        os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     # Register before mounting, so that the agent waits for all writes to the mount.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
     about.update(socket=str(control) if remote_control else "", access="read-only" if is_read_only else "")
@@ -380,8 +381,7 @@ def unmount(place: pathlib.Path, *flags: str) -> bool:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    """Run a command without the run's mark, by which processes are terminated: a mount outlives the run. Raises
-    MountError if it fails."""
+    """Run a command without the run's mark, so that a mount outlives the run. Raises MountError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:

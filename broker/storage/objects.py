@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from broker.errors import AuthError, BrokerError, InvalidRequestError, MissingPackageError, TransientError
@@ -52,7 +52,8 @@ class ObjectBucket:
         self._store, self._library, self._url, self._login = store, obstore, url, login
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
-        """List all pages below the prefix. Raises CloudError."""
+        """List all pages below the prefix, without the empty objects `FOLDER/` by which consoles mark folders that have
+        keys, as the library lists them as `FOLDER`. Raises CloudError."""
 
         def list_pages() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)
@@ -61,7 +62,9 @@ class ObjectBucket:
         keys = self._call("list", list_pages)
         if not keys and prefix and (found := self._call("list", lambda: self._look_up(prefix))) is not None:
             keys = [found]  # a listing excludes the object of that exact name
-        return sorted(keys, key=lambda each: each.key)
+        folders = {str(folder) for each in keys for folder in PurePosixPath(each.key).parents} | {""}
+        files = [each for each in keys if each.size_bytes or each.key not in folders]
+        return sorted(files, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
         """Return the content; None if there is no such object. Raises CloudError."""

@@ -16,7 +16,7 @@ from broker.storage import BUCKETS, open_bucket
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
-from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+from tests.testbed.s3 import BUCKET, S3Server, put_marker, serve_s3
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,20 @@ def test_written_objects_are_read_listed_and_deleted(bucket: Bucket) -> None:
     bucket.delete("a/b")
     bucket.delete("a/b")
     assert [each.key for each in bucket.list_keys()] == ["a/c/d", "ab"]
+
+
+def test_empty_objects_by_which_a_console_marks_folders_are_no_keys(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    prefix = uuid.uuid4().hex
+    bucket = open_bucket(f"s3://{BUCKET}/{prefix}")
+    bucket.write("deep/b", b"")
+    for name in ("", "deep/"):
+        put_marker(server, f"{prefix}/{name}")
+    assert [each.key for each in bucket.list_keys()] == ["deep/b"]
+    assert [each.key for each in open_bucket(f"s3://{BUCKET}").list_keys(prefix)] == [f"{prefix}/deep/b"]
 
 
 def test_of_many_writers_at_once_one_is_first(bucket: Bucket) -> None:

@@ -20,7 +20,7 @@ from broker.optimizer.egress import GB_PER_GIB, EgressTable
 from broker.storage import node_mount, open_bucket
 from broker.storage.mounts import MountStep, add_mounts, make_script, measure_mounts, plan_mounts, price_mounts
 from broker.types import EgressPrice, Origin, RunStatus, StorageMount, Task
-from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+from tests.testbed.s3 import BUCKET, S3Server, put_marker, serve_s3
 
 WRITABLE = "mount-s3 --allow-delete --allow-overwrite"
 
@@ -87,6 +87,14 @@ def test_prefix_is_copied_whole_and_again_only_where_it_changed(node: Node, url:
 def test_one_object_becomes_one_file(node: Node, url: str) -> None:
     assert node.run(copy_to("~/in/name", f"{url}/data/a")).returncode == 0
     assert (node.home / "in/name").read_bytes() == b"one" and len(node.files("in")) == 1
+
+
+def test_empty_objects_by_which_a_console_marks_folders_become_folders(node: Node, url: str, server: S3Server) -> None:
+    for name in ("data", "data/deep", "data/none"):
+        put_marker(server, f"{url.removeprefix(f's3://{BUCKET}/')}/{name}/")
+    assert node.run(copy_to("~/in", f"{url}/data")).stdout.endswith("done\n")
+    assert node.files("in") == {"a": 3, "deep/b": 3_000_000, "c d": 0} and (node.home / "in/none").is_dir()
+    assert node.run(copy_to("~/in", f"{url}/data/")).returncode == 0, "again"
 
 
 def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url: str) -> None:
