@@ -27,7 +27,7 @@ def import_script(
     from broker.task.sbatch import import_sbatch
 
     try:
-        imported = import_sbatch(script.read_text(encoding="utf-8"))
+        imported = import_sbatch(decode_script(script.read_bytes()))
     except OSError as error:
         raise UsageError(f"cannot read `{script}`: {(error.strerror or 'unknown').lower()}") from None
     except ValueError as error:
@@ -48,6 +48,14 @@ def import_script(
     print_note(f"try it: `broker plan {output}`")
 
 
+def decode_script(content: bytes) -> str:
+    """Return the text of a script, without a byte order mark: in UTF-8, or in Latin-1 if it is not valid UTF-8."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
 def write_task_file(source: str, task: object, notes: tuple[str, ...]) -> str:
     """Return the YAML, with the notes as comments and the program as a literal block."""
     import yaml
@@ -60,4 +68,4 @@ def write_task_file(source: str, task: object, notes: tuple[str, ...]) -> str:
 
     Dumper.add_representer(str, represent)
     comments = [f"# From {source}, by `broker jobs import`.", *(f"# - {note}" for note in notes)]
-    return "\n".join(comments) + "\n" + yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000)
+    return "\n".join(comments) + "\n" + yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True)

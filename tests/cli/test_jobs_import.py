@@ -17,3 +17,15 @@ def test_imported_script_is_planned_as_it_is_and_no_file_is_overwritten(shell: S
     assert "Task sim:" in shell.run("plan", target).stdout
     refused = shell.run("jobs", "import", script, "-o", target, code=2)
     assert "exists" in refused.stderr
+
+
+def test_script_of_another_editor_keeps_its_options(shell: Shell) -> None:
+    """Windows writes a byte order mark, and old comments are in Latin-1."""
+    script = shell.folder / "sim.sbatch"
+    for content in (
+        b"\xef\xbb\xbf#!/bin/bash\r\n#SBATCH --nodes=2\r\nsrun ./a\r\n",
+        b"#SBATCH -N 2\n# f\xfcr\nsrun ./a\n",
+    ):
+        script.write_bytes(content)
+        printed = shell.run("jobs", "import", str(script)).stdout
+        assert "num_nodes: 2\n" in printed and "./a\n" in printed
