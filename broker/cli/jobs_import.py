@@ -10,6 +10,8 @@ import typer
 from broker.cli.render import print_line, print_note
 from broker.errors import UsageError
 
+TAB = "\ue000"  # PyYAML writes no block with tabs, although YAML admits them there
+
 
 def import_script(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Slurm batch script.")],
@@ -64,8 +66,11 @@ def write_task_file(source: str, task: object, notes: tuple[str, ...]) -> str:
         pass
 
     def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        if "\n" not in text:
+            return dumper.represent_scalar("tag:yaml.org,2002:str", text)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("\t", TAB), style="|")
 
     Dumper.add_representer(str, represent)
     comments = [f"# From {source}, by `broker jobs import`.", *(f"# - {note}" for note in notes)]
-    return "\n".join(comments) + "\n" + yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    text = yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return "\n".join(comments) + "\n" + text.replace(TAB, "\t")

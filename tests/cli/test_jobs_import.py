@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from broker.task.loader import load_tasks
 from tests.cli.conftest import Shell
 
 SCRIPT = "#!/bin/bash\n#SBATCH -J sim -t 30 --qos=high\nsrun python sim.py\n"
@@ -29,3 +32,11 @@ def test_script_of_another_editor_keeps_its_options(shell: Shell) -> None:
         script.write_bytes(content)
         printed = shell.run("jobs", "import", str(script)).stdout
         assert "num_nodes: 2\n" in printed and "./a\n" in printed
+
+
+def test_program_with_tabs_stays_a_readable_block(shell: Shell) -> None:
+    script = shell.write("sim.sbatch", "#!/bin/bash\nif true; then\n\tcat <<-END\n\t\ta\n\tEND\nfi\n")
+    printed = shell.run("jobs", "import", script).stdout
+    assert "run: |\n  if true; then\n  \tcat <<-END\n  \t\ta\n  \tEND\n  fi\n" in printed
+    (task,) = load_tasks(Path(shell.write("task.yaml", printed)))
+    assert task.run == "if true; then\n\tcat <<-END\n\t\ta\n\tEND\nfi\n"
