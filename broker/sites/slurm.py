@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -29,6 +30,12 @@ from broker.types import Offer
 
 # Folder of a node on its host: private, and local so that sockets and locks work; `{user}` is the UID on that host.
 NODE_ROOT = "/tmp/broker-slurm-{user}"
+# On some login nodes only a login shell finds Slurm, by /etc/profile.d or a module in ~/.bash_profile; the output of
+# those files is dropped.
+FIND_SLURM = (
+    'command -v sinfo >/dev/null 2>&1 && exec "$@"; '
+    r'exec bash -lc "exec \"\$@\" >&3 2>&4 3>&- 4>&-" bash "$@" 3>&1 4>&2 >/dev/null 2>&1'
+)
 PRICE = Number(above=None)
 OPTION = re.compile(r"--([a-z][a-z-]*)(=.*)?", re.DOTALL)
 # Options by which broker finds its jobs again, or that would start them more than once, or elsewhere.
@@ -114,6 +121,11 @@ def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
         time=section.get("time"),
         is_off=section.get("is_off", False),
     )
+
+
+def join_command(argv: Sequence[str]) -> str:
+    """Return the shell command that runs one of Slurm's commands on a login node, whatever the user's shell is."""
+    return shlex.join(["sh", "-c", FIND_SLURM, "sh", *argv])
 
 
 def is_reserved(name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 from broker.clouds.slurm.check import parse_partitions
 from broker.errors import TaskError
 from broker.sites.facts import Machine
-from broker.sites.slurm import Partition, SlurmCluster, list_offers, read_clusters, split_machine, write_partitions
+from broker.sites.slurm import (
+    Partition,
+    SlurmCluster,
+    join_command,
+    list_offers,
+    read_clusters,
+    split_machine,
+    write_partitions,
+)
 
 NODE = Machine(vcpus=96, memory_gib=1000, accelerator="H100", accelerator_count=8)
 
@@ -27,6 +37,23 @@ def test_cluster_without_a_login_is_this_machine(tmp_path: Path) -> None:
     assert found["here"].login is None
     login = found["hpc"].login
     assert login and (login.host, login.user, found["hpc"].options) == ("login1", "alice", ("--account=lab",))
+
+
+@pytest.mark.parametrize("is_in_path", [True, False])
+def test_command_is_found_where_only_a_login_shell_knows_slurm(tmp_path: Path, is_in_path: bool) -> None:
+    folder = tmp_path / "opt/slurm/bin"
+    folder.mkdir(parents=True)
+    (folder / "sinfo").write_text('#!/bin/sh\ncat\nprintf "<%s>" "$@"\necho problem >&2\nexit 3\n')
+    (folder / "sinfo").chmod(0o755)
+    (tmp_path / ".bash_profile").write_text(f'echo "Welcome"\nexport PATH="{folder}:$PATH"\n')
+    for name in ("sh", "bash", "cat"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    path = f"{tmp_path}:{folder}" if is_in_path else str(tmp_path)
+    done = subprocess.run(
+        ["sh", "-c", join_command(["sinfo", "-o", "%R|%c", "a b", "it's"])],
+        env={"HOME": str(tmp_path), "PATH": path}, input="script\n", capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (3, "script\n<-o><%R|%c><a b><it's>", "problem\n")
 
 
 def test_unknown_option_is_reported_with_its_position(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from broker.clouds.slurm.states import GONE, find_error
 from broker.errors import InvalidRequestError, TransientError, UnknownOutcomeError
 from broker.frozen import frozen
 from broker.sites.openssh import Completed, call
-from broker.sites.slurm import SlurmCluster
+from broker.sites.slurm import SlurmCluster, join_command
 
 CALL_S = 60.0
 SSH_S = 15.0
@@ -44,7 +43,7 @@ async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes =
     """Run a command on the machine that has the cluster's commands. Raises TransientError, or AuthError for a refused
     login."""
     if cluster.login is not None:
-        return await cluster.login.run(shlex.join(argv), stdin=stdin, timeout_s=CALL_S)
+        return await cluster.login.run(join_command(argv), stdin=stdin, timeout_s=CALL_S)
     env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
     try:
         return await call(argv, stdin=stdin, timeout_s=CALL_S, what=f"`{argv[0]}`", env=env)
