@@ -9,6 +9,7 @@ preempt    Slurm sends SIGTERM, which is passed on as a notice, and kills the no
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from broker.clouds.slurm.commands import (
     show_job,
 )
 from broker.clouds.slurm.script import find_partition, make_argv, make_script, name_job, read_comment
-from broker.clouds.slurm.states import EXIT_REASONS, GONE, find_error, find_state
+from broker.clouds.slurm.states import EXIT_REASONS, GONE, HOPELESS, find_error, find_state
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -43,6 +44,8 @@ from broker.sites.facts import find_facts
 from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions
 from broker.types import Node, NodeList, NodeRequest, NodeState
 from broker.user_files import UserFile
+
+log = logging.getLogger(__name__)
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL where a partition has no grace time
 Read = Callable[[], tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]]
@@ -104,9 +107,12 @@ class SlurmCloud:
             raise UnknownOutcomeError(f"the job was submitted, but cannot be queried: {error.message}") from error
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region."""
+        """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region.
+
+        Jobs of the owner that Slurm keeps, but never starts, are cancelled.
+        """
         clusters = self._list_clusters()
-        answers = await asyncio.gather(*map(self._try_list, clusters))
+        answers = await asyncio.gather(*(self._try_list(cluster, owner) for cluster in clusters))
         unseen = {
             cluster.name: answer
             for cluster, answer in zip(clusters, answers, strict=True)
@@ -203,10 +209,12 @@ class SlurmCloud:
                 error = find_error(text)
                 raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
 
-    async def _try_list(self, cluster: SlurmCluster) -> Sequence[Node] | CloudError:
+    async def _try_list(self, cluster: SlurmCluster, owner: str = "") -> Sequence[Node] | CloudError:
         try:
             jobs = await list_jobs(self._run, cluster)
             self._forget_others(cluster, {job.id for job in jobs})
+            for job in jobs:
+                await self._give_up(cluster, job, owner)
             return [node for job in jobs for node in await self._make_nodes(cluster, job)]
         except CloudError as error:
             return error
@@ -217,6 +225,20 @@ class SlurmCloud:
             key: value for key, value in self._addresses.items() if key[0] != cluster.name or key[1] in jobs
         }
         self._ends = {key: value for key, value in self._ends.items() if key[0] != cluster.name or key[1] in jobs}
+
+    async def _give_up(self, cluster: SlurmCluster, job: QueuedJob, owner: str) -> None:
+        """Cancel a job of the owner that never starts; the next list reports it with the reason."""
+        tags = read_comment(job.comment)
+        if tags is None or tags["o"] != owner or find_state(job.state)[0] is not NodeState.PENDING:
+            return
+        if not HOPELESS.fullmatch(job.reason):
+            return
+        try:
+            await self._cancel(cluster, job.id, name_job(owner, tags["t"]))
+        except CloudError as error:  # it must not hide the other jobs; the next list tries again
+            log.warning("job %d of cluster `%s`, which never starts, stays: %s", job.id, cluster.name, error.message)
+        else:
+            self._ends[(cluster.name, job.id)] = (f"Slurm never starts it: {job.reason}", self._clock.now_s())
 
     async def _make_nodes(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[Node]:
         """Return a node for each rank of one of our jobs; nothing for others."""

@@ -50,6 +50,11 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
     "OUT_OF_MEMORY": (NodeState.TERMINATED, NodeEnd.OUT_OF_MEMORY),
     "REVOKED": (NodeState.TERMINATED, "revoked"),
 }
+# Reasons of pending jobs that Slurm keeps, but never starts: they exceed a limit that holds for each single job. Limits
+# of all jobs together, and of nodes that are down, pass.
+HOPELESS = re.compile(
+    r"(QOS|Assoc)(Max\w+Per(Job|Node)(Limit)?|Min(GRES|Memory|CpuNotSatisfied))|PartitionTimeLimit|Invalid(Account|QOS)"
+)
 # Exit codes of the machine (`EXIT_CODES` in local_machine.py), and of the search for its Python.
 EXIT_REASONS = {
     71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED,

@@ -38,6 +38,8 @@ class Controller:
         self.submitted: list[Sequence[str]] = []
         self.shown_node = Completed(returncode=0, stdout=b"NodeName=n0 NodeAddr=10.0.0.7 State=MIXED\n", stderr=b"")
         self.federation = ""
+        self.reason = "None"
+        self.cancelled: list[str] = []
         self.next_request = ask("first")
         files = {"here": SlurmCluster(name="here")}, {"here": [Partition(name="low", machine=MACHINE, node_count=1)]}
         self.cloud = SlurmCloud(lambda: files, clock=SystemClock(), run=self.run)
@@ -48,12 +50,15 @@ class Controller:
             assert "--local" in argv, "other clusters of a federation have jobs with the same name"
             assert "--noconvert" in argv, "1024 nodes would be `1K`, which is no number"
             text = "".join(
-                f"{number}|{state}|None|1|n0|1|2|low|{json.dumps(make_comment(request, now_s=0.0))}\n"
+                f"{number}|{state}|{self.reason}|1|n0|1|2|low|{json.dumps(make_comment(request, now_s=0.0))}\n"
                 for number, state, request in self.jobs
             )
         elif argv[0] == "sbatch" and "--test-only" not in argv:
             self.submitted.append(argv)
             self.jobs.append((7, "RUNNING", self.next_request))
+        elif argv[0] == "scancel" and "--signal=USR1" not in argv:
+            self.cancelled.append(argv[-1])
+            self.jobs = [(number, "CANCELLED", request) for number, _, request in self.jobs if str(number) == argv[-1]]
         elif argv[-2:] == ["show", "federation"]:
             text = self.federation
         elif "node" in argv:
@@ -116,3 +121,29 @@ def test_gang_is_submitted_to_no_other_cluster_of_a_federation(federation: str, 
     asyncio.run(controller.cloud.create_nodes(controller.next_request))
     ((*_, last),) = controller.submitted
     assert [word for word in controller.submitted[0] if word.startswith("--clusters")] == expected, last
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxWallDurationPerJobLimit", "AssocMaxGRESPerJob", "PartitionTimeLimit"])
+def test_job_that_slurm_never_starts_ends_with_the_reason(reason: str) -> None:
+    """It would wait for 45 minutes, and so would the next one."""
+    controller = Controller()
+    controller.jobs, controller.reason = [(1, "PENDING", ask("first"))], reason
+    controller.list_nodes()
+    assert controller.cancelled == ["1"]
+    (node,) = controller.list_nodes()
+    assert (node.state, node.reason) == (NodeState.TERMINATED, f"Slurm never starts it: {reason}")
+
+
+@pytest.mark.parametrize("reason", ["Resources", "Priority", "AssocGrpGRES", "QOSMaxGRESPerUser", "PartitionNodeLimit"])
+def test_job_that_waits_for_others_stays_in_the_queue(reason: str) -> None:
+    controller = Controller()
+    controller.jobs, controller.reason = [(1, "PENDING", ask("first"))], reason
+    assert [node.state for node in controller.list_nodes()] == [NodeState.PENDING] and not controller.cancelled
+
+
+def test_jobs_of_another_owner_are_left_alone() -> None:
+    controller = Controller()
+    controller.jobs, controller.reason = [(1, "PENDING", ask("first"))], "PartitionTimeLimit"
+    asyncio.run(controller.cloud.list_nodes("another-owner"))
+    asyncio.run(controller.cloud.check())
+    assert not controller.cancelled
