@@ -258,9 +258,8 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
     if endpoint:
         options["endpoint"] = endpoint
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
-    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
-        region = find_region(bucket)
-        options |= {"region": region} if region else {}
+    elif region := find_region(bucket):
+        options["region"] = region  # not AWS_REGION, which is often that of other work
     provider = find_s3_provider()
     if provider is not None:
         options["credential_provider"] = provider

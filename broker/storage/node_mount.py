@@ -212,8 +212,8 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
-    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
-        options = {"region": region} if (region := find_region(bucket)) else {}
+    elif region := find_region(bucket):
+        options = {"region": region}  # not AWS_REGION, which is often that of other work
     granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
     if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
         options["credential_provider"] = lambda: read_granted(granted)

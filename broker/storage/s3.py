@@ -28,9 +28,8 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
     if endpoint:
         options |= {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
-    elif bucket and not (variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION")):
-        region = find_region(bucket)
-        options |= {"region": region} if region else {}
+    elif bucket and (region := find_region(bucket)):
+        options |= {"region": region}  # AWS_REGION is often that of other work; the library follows no redirect
     if "AWS_ACCESS_KEY_ID" not in variables:
         with contextlib.suppress(ImportError):
             import boto3

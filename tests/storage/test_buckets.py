@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import BUCKETS, open_bucket
+from broker.storage import BUCKETS, open_bucket, s3
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
@@ -167,3 +167,13 @@ def test_a_file_that_is_deleted_during_a_listing_does_not_fail_it(
 
     monkeypatch.setattr(Path, "stat", delete_and_look)
     assert {"kept"} <= {each.key for each in FolderBucket(tmp_path).list_keys()} <= {"kept", "after"}
+
+
+def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS_REGION is often that of other work, and S3 answers such requests with a redirect that the library refuses."""
+    monkeypatch.setattr(s3, "find_region", {"b": "eu-central-1"}.get)
+    login = {"AWS_ACCESS_KEY_ID": "key", "AWS_REGION": "us-west-2"}
+    assert s3.find_options("b", login) == {"region": "eu-central-1"}
+    assert s3.find_options("unreachable", login) == {}, "the library reads the variable"
+    endpoint = s3.find_options("b", {**login, "AWS_ENDPOINT_URL": "https://storage.example"})
+    assert endpoint["endpoint"] == "https://storage.example" and "region" not in endpoint
