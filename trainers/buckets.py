@@ -268,7 +268,9 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 def find_region(bucket: str) -> str | None:
     """Return a bucket's region, which S3 names in a header of every response."""
-    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    # The certificate of S3 does not cover names with dots.
+    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"
+    request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             headers = answer.headers

@@ -27,9 +27,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 EX_UNAVAILABLE = 69
-WORKERS = 16
+WORKERS, ATTEMPTS_MAX = 16, 3
 PART_BYTES = 8 << 20
-ATTEMPTS_MAX = 3
 REGION_S = 10.0
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of bucket providers, with the machine's own login.
@@ -231,7 +230,8 @@ def read_granted(path: pathlib.Path) -> dict[str, Any]:
 
 def find_region(bucket: str) -> str | None:
     """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
-    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"  # as its certificate
+    request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_S) as answer:
             headers = answer.headers

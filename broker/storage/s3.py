@@ -43,7 +43,9 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 def find_region(bucket: str) -> str | None:
     """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
-    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    # The certificate of S3 does not cover names with dots.
+    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"
+    request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             headers = answer.headers

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+import urllib.error
+import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import BUCKETS, open_bucket, s3
+from broker.storage import BUCKETS, node_mount, open_bucket, s3
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
 from tests.testbed.s3 import BUCKET, S3Server, put_marker, serve_s3
+from trainers import buckets
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +181,22 @@ def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatc
     assert s3.find_options("unreachable", login) == {}, "the library reads the variable"
     endpoint = s3.find_options("b", {**login, "AWS_ENDPOINT_URL": "https://storage.example"})
     assert endpoint["endpoint"] == "https://storage.example" and "region" not in endpoint
+
+
+@pytest.mark.parametrize("find_region", [s3.find_region, node_mount.find_region, buckets.find_region])
+@pytest.mark.parametrize(
+    ("bucket", "url"),
+    [("data", "https://data.s3.amazonaws.com/"), ("my.data", "https://s3.amazonaws.com/my.data")],
+)
+def test_region_is_asked_at_an_address_that_the_certificate_covers(
+    bucket: str, url: str, *, find_region: Callable[[str], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = Message()
+    headers["x-amz-bucket-region"] = "eu-central-1"
+
+    def refuse(request: urllib.request.Request, timeout: float) -> None:
+        assert request.full_url == url
+        raise urllib.error.HTTPError(url, 403, "Forbidden", headers, None)
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert find_region(bucket) == "eu-central-1"
