@@ -54,12 +54,11 @@ class MountError(Exception):
 
 
 def main(mode: str, url: str, target: str, access: str = "") -> None:
-    """Copy or mount a bucket or folder to `target`; `mode` is COPY, MOUNT or MOUNT_CACHED, `access` of a mount may be
-    `read-only`. Raises MountError."""
+    """Copy or mount a bucket or folder to `target`; `access` of a mount may be `read-only`. Raises MountError."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
+        os.environ.update({"RCLONE_S3_ENDPOINT": endpoint, **os.environ, "AWS_ENDPOINT_URL": endpoint})  # for mount-s3
     if scheme == "file":
         source = pathlib.Path("/" + rest.lstrip("/"))
         (copy_folder if mode == "COPY" else link_folder)(source, place)
@@ -268,7 +267,8 @@ def use_r2_login() -> None:
     """Configure endpoint and login for tools that use the S3 API."""
     login = find_r2_login()
     os.environ.update(AWS_ACCESS_KEY_ID=login["key"], AWS_SECRET_ACCESS_KEY=login["secret"], AWS_REGION="auto")
-    os.environ.update(AWS_ENDPOINT_URL=login["endpoint"], RCLONE_S3_ENDPOINT=login["endpoint"])
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT")
+    os.environ.update(dict.fromkeys(names, login["endpoint"]))
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:

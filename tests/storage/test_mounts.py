@@ -311,3 +311,28 @@ def test_nodes_of_a_gang_see_the_data_and_a_missing_source_fails_the_run(rig: Ri
         assert f"error: `file://{tmp_path}/gone` does not exist" in await rig.read_log(cluster, run_id=2)
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("variable", "scheme", "expected"),
+    [
+        ("AWS_ENDPOINT_URL_S3", "s3", "https://minio.example https://minio.example https://minio.example"),
+        ("AWS_ENDPOINT_URL_S3", "r2", "https://r2.example https://r2.example https://r2.example"),
+    ],
+)
+def test_tools_use_the_address_of_another_s3_service(
+    node: Node, tmp_path: Path, variable: str, scheme: str, expected: str
+) -> None:
+    """mount-s3 reads AWS_ENDPOINT_URL only, the AWS CLI prefers AWS_ENDPOINT_URL_S3, and rclone has its own."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("mount-s3", "rclone"):
+        script = '#!/bin/sh\necho "$AWS_ENDPOINT_URL $AWS_ENDPOINT_URL_S3 $RCLONE_S3_ENDPOINT" > "$HOME/seen"\n'
+        (tmp_path / "bin" / tool).write_text(script)
+        (tmp_path / "bin" / tool).chmod(0o755)
+    keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ENDPOINT_URL": "https://r2.example"}
+    path = f"{tmp_path}/bin:{node.environment['PATH']}"
+    environment = {"PATH": path, variable: "https://minio.example", **keys}
+    step = MountStep(target="~/see", url=f"{scheme}://b", mode="MOUNT")
+    done = replace(node, environment=environment).run(step)
+    assert done.returncode == 0, done.stderr
+    assert (node.home / "seen").read_text().strip() == expected
