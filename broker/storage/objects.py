@@ -12,7 +12,9 @@ from broker.errors import AuthError, BrokerError, InvalidRequestError, MissingPa
 from broker.storage.base import StoredKey
 
 Answer = TypeVar("Answer")
-PART_BYTES = 32 << 20  # S3 allows 10,000 parts, which limits a file to 312 GiB
+PARTS_MAX = 10_000  # of an object, in S3's limits
+PART_BYTES_MIN = 8 << 20
+PARTS_AT_ONCE = 4  # of each file: parts are held in memory, and many files are sent at once
 READ_BYTES = 8 << 20
 
 # obstore.exceptions -> ours. FileNotFoundError is obstore's NotFoundError, of an object or of the bucket.
@@ -95,7 +97,9 @@ class ObjectBucket:
 
     def upload(self, source: Path, key: str) -> None:
         """Upload a file in parts. Raises CloudError."""
-        self._call("write to", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
+        part_bytes = max(PART_BYTES_MIN, -(-source.stat().st_size // PARTS_MAX))
+        limits = {"chunk_size": part_bytes, "max_concurrency": PARTS_AT_ONCE}
+        self._call("write to", lambda: self._library.put(self._store, key, source, **limits))
 
     def download(self, key: str, target: Path) -> bool:
         """Stream the object to a file, which is replaced atomically; return False if there is no object."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import BUCKETS, node_mount, open_bucket, s3
+from broker.storage import BUCKETS, node_mount, open_bucket, s3, upload
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
@@ -171,6 +172,24 @@ def test_a_file_that_is_deleted_during_a_listing_does_not_fail_it(
 
     monkeypatch.setattr(Path, "stat", delete_and_look)
     assert {"kept"} <= {each.key for each in FolderBucket(tmp_path).list_keys()} <= {"kept", "after"}
+
+
+@pytest.mark.parametrize("size_gib", [0, 1, 312, 2048])
+def test_upload_of_many_large_files_needs_little_memory_and_few_parts(size_gib: int, tmp_path: Path) -> None:
+    """By default the library holds 12 parts of each file: 16 files in parts of 32 MiB took 6 GiB."""
+    seen: dict[str, int] = {}
+    bucket = open_memory()
+    assert isinstance(bucket, ObjectBucket)
+    bucket._library = SimpleNamespace(  # type: ignore[assignment]
+        put=lambda store, key, source, **limits: seen.update(limits), exceptions=bucket._library.exceptions
+    )
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(size_gib << 30)
+    bucket.upload(tmp_path / "large", "key")
+    parts = (size_gib << 30) / seen["chunk_size"]
+    assert parts <= 10_000
+    if parts < 10_000 / 4:  # up to 20 GiB, as files of which there are many
+        assert upload.WORKERS * seen["max_concurrency"] * seen["chunk_size"] <= 512 << 20
 
 
 def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
