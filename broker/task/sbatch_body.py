@@ -69,6 +69,8 @@ HOST_ADDRESS = re.compile(
 OWN_HOST = re.compile(
     r"""(?P<name>(?<![\w$-])[A-Za-z_]\w*=)"?(?:\$\(\s*hostname(?:\s[^()]*)?\)|`\s*hostname(?:\s[^`]*)?`)"?(?=[\s;&]|$)"""
 )
+# Values that a script determines once, and `run` on each node: a free port, a time, a draw.
+OWN_VALUE = re.compile(r"\s*(?:export\s+)?[A-Za-z_]\w*=.*(?:\bshuf\s|getsockname|uuid|\$\(date\b|`date\b)")
 RANDOM = re.compile(r"^[^#\n]*\bRANDOM\b(?!=)", re.MULTILINE)
 HOST = re.compile(r"""(?:-w|--nodelist)[\s=]?\s*(?P<host>"[^"]+"|[^\s"]+)""")
 SEPARATOR = re.compile(r"&&|\|\||[;|]")
@@ -185,8 +187,11 @@ def _note_first_node(body: list[str], nodes: int) -> Iterator[str]:
         if "srun" not in line
         for part in SEPARATOR.split(line)
     )
-    if any(re.search(r"\bshuf\s", line) for line in body):
-        yield "`shuf` draws other numbers on each node: replace those that all nodes must share, such as a port"
+    if own := next((line.strip() for line in body if OWN_VALUE.match(line)), None):
+        yield (
+            f"`{own[:60]}` has another value on each node: replace one that all nodes must share, such as a port or "
+            "the id of a rendezvous"
+        )
     if found := [part for part in parts if PROGRAM.match(f"{part} ")]:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         yield (

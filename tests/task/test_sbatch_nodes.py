@@ -49,6 +49,16 @@ def test_random_numbers_of_the_script_are_the_same_on_all_nodes() -> None:
     assert "RANDOM=" not in import_sbatch(ONE + script).task["run"]
 
 
-def test_other_draws_are_noted() -> None:
-    notes = import_sbatch(f"{TWO}export MASTER_PORT=$(shuf -i 20000-30000 -n 1)\nsrun ./a\n").notes
-    assert any("`shuf` draws other numbers on each node" in note for note in notes)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export MASTER_PORT=$(shuf -i 20000-30000 -n 1)",
+        "export RUN_ID=$(date +%s)",
+        "PORT=$(python -c 'import socket; s=socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')",
+    ],
+)
+def test_value_that_each_node_would_determine_by_itself_is_noted(line: str) -> None:
+    notes = import_sbatch(f"{TWO}{line}\nsrun ./a\n").notes
+    assert notes[0].startswith(f"`{line[:60]}` has another value on each node")
+    assert not import_sbatch(f"{ONE}{line}\nsrun ./a\n").notes
+    assert not import_sbatch(f"{TWO}echo started at $(date)\nsrun ./a\n").notes
