@@ -258,9 +258,8 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
     if endpoint:
         options["endpoint"] = endpoint
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
-    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
-        region = find_region(bucket)
-        options |= {"region": region} if region else {}
+    elif region := find_region(bucket):
+        options["region"] = region  # not AWS_REGION, which is often that of other work
     provider = find_s3_provider()
     if provider is not None:
         options["credential_provider"] = provider
@@ -269,7 +268,9 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 def find_region(bucket: str) -> str | None:
     """Return a bucket's region, which S3 names in a header of every response."""
-    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    # The certificate of S3 does not cover names with dots.
+    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"
+    request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             headers = answer.headers

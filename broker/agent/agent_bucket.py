@@ -36,6 +36,7 @@ TRIES, PAUSE_S = 3, 1.0
 LOG_BYTES_MAX = 64 << 20  # per object; only the head and the tail of a longer log are kept
 LOG_HEAD_BYTES = 16 << 20
 CUT = "[broker: {} bytes of the log were cut here]\n"
+KNOWN_REGION = "BROKER_BUCKET_REGION"  # the result of `find_region` for a caller's one bucket
 SCHEMES = ("s3://", "gs://", "az://")
 AZURE_VERSION = "2021-08-06"
 # As obstore reads them, with which the trainers write to the same bucket.
@@ -127,7 +128,7 @@ def send(url: str, content: bytes | None, variables: Mapping[str, str]) -> bytes
     bucket, _, key = rest.partition("/")
     if scheme == "s3":
         login = agent_login.find_s3_login(variables)
-        region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or find_region(bucket, variables)
+        region = variables.get(KNOWN_REGION) or find_region(bucket, variables)
         request = make_s3_request(bucket, key, content, variables=variables, login=login, region=region)
     elif scheme == "gs":
         request = make_google_request(bucket, key, content, variables)
@@ -154,9 +155,13 @@ def send(url: str, content: bytes | None, variables: Mapping[str, str]) -> bytes
 
 
 def find_region(bucket: str, variables: Mapping[str, str]) -> str:
-    """Return a bucket's region, which S3 sends in a header of any answer, even without a login."""
+    """Return a bucket's region, which S3 sends in a header of any answer, even without a login.
+
+    The variables name another one where the bucket is not in the region of other work.
+    """
+    named = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1"
     if find_endpoint(variables):
-        return "us-east-1"
+        return named
     try:
         request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
@@ -164,8 +169,8 @@ def find_region(bucket: str, variables: Mapping[str, str]) -> str:
     except urllib.error.HTTPError as error:
         headers = error.headers
     except OSError:
-        return "us-east-1"
-    return headers.get("x-amz-bucket-region") or "us-east-1"
+        return named
+    return headers.get("x-amz-bucket-region") or named
 
 
 def find_endpoint(variables: Mapping[str, str]) -> str:

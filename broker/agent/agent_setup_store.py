@@ -46,10 +46,9 @@ class BucketStore:
 
     def __init__(self, url: str, variables: Mapping[str, str]) -> None:
         self._url, self._variables = url.rstrip("/"), dict(variables)
-        names = ("AWS_REGION", "AWS_DEFAULT_REGION")
-        if url.startswith("s3://") and not any(self._variables.get(name) for name in names):  # asked once, not per part
+        if url.startswith("s3://"):  # asked once, not per part
             bucket = url[len("s3://") :].partition("/")[0]
-            self._variables["AWS_REGION"] = agent_bucket.find_region(bucket, self._variables)
+            self._variables[agent_bucket.KNOWN_REGION] = agent_bucket.find_region(bucket, self._variables)
 
     def get(self, name: str) -> bytes | None:
         """Return an object; None if there is none. Raises Refused."""

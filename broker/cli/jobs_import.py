@@ -10,6 +10,8 @@ import typer
 from broker.cli.render import print_line, print_note
 from broker.errors import UsageError
 
+TAB = "\ue000"  # PyYAML writes no block with tabs, although YAML admits them there
+
 
 def import_script(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Slurm batch script.")],
@@ -27,7 +29,7 @@ def import_script(
     from broker.task.sbatch import import_sbatch
 
     try:
-        imported = import_sbatch(script.read_text(encoding="utf-8"))
+        imported = import_sbatch(decode_script(script.read_bytes()))
     except OSError as error:
         raise UsageError(f"cannot read `{script}`: {(error.strerror or 'unknown').lower()}") from None
     except ValueError as error:
@@ -48,6 +50,14 @@ def import_script(
     print_note(f"try it: `broker plan {output}`")
 
 
+def decode_script(content: bytes) -> str:
+    """Return the text of a script, without a byte order mark: in UTF-8, or in Latin-1 if it is not valid UTF-8."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
 def write_task_file(source: str, task: object, notes: tuple[str, ...]) -> str:
     """Return the YAML, with the notes as comments and the program as a literal block."""
     import yaml
@@ -56,8 +66,11 @@ def write_task_file(source: str, task: object, notes: tuple[str, ...]) -> str:
         pass
 
     def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        if "\n" not in text:
+            return dumper.represent_scalar("tag:yaml.org,2002:str", text)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("\t", TAB), style="|")
 
     Dumper.add_representer(str, represent)
     comments = [f"# From {source}, by `broker jobs import`.", *(f"# - {note}" for note in notes)]
-    return "\n".join(comments) + "\n" + yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000)
+    text = yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return "\n".join(comments) + "\n" + text.replace(TAB, "\t")

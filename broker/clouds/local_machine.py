@@ -242,7 +242,7 @@ def run_command(header: dict[str, Any], files: list[int]) -> int:
     signal.setitimer(signal.ITIMER_REAL, 0)
     if is_late:
         raise TimeoutError
-    return os.waitstatus_to_exitcode(status)
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)  # of Python 3.8, too
 
 
 def open_unlinked() -> int:

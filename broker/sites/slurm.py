@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 from broker.frozen import frozen
@@ -28,6 +30,12 @@ from broker.types import Offer
 
 # Folder of a node on its host: private, and local so that sockets and locks work; `{user}` is the UID on that host.
 NODE_ROOT = "/tmp/broker-slurm-{user}"
+# On some login nodes only a login shell finds Slurm, by /etc/profile.d or a module in ~/.bash_profile; the output of
+# those files is dropped.
+FIND_SLURM = (
+    'command -v sinfo >/dev/null 2>&1 && exec "$@"; '
+    r'exec bash -lc "exec \"\$@\" >&3 2>&4 3>&- 4>&-" bash "$@" 3>&1 4>&2 >/dev/null 2>&1'
+)
 PRICE = Number(above=None)
 OPTION = re.compile(r"--([a-z][a-z-]*)(=.*)?", re.DOTALL)
 # Options by which broker finds its jobs again, or that would start them more than once, or elsewhere.
@@ -87,6 +95,7 @@ class Partition:
     grace_s: float = 0.0
     time_limit: str = ""
     gres: str = ""  # the site's name for the type of its cards
+    is_exclusive: bool = False  # every job gets whole nodes, and is charged for them
 
 
 def read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
@@ -114,6 +123,11 @@ def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
     )
 
 
+def join_command(argv: Sequence[str]) -> str:
+    """Return the shell command that runs one of Slurm's commands on a login node, whatever the user's shell is."""
+    return shlex.join(["sh", "-c", FIND_SLURM, "sh", *argv])
+
+
 def is_reserved(name: str) -> bool:
     """Return whether an option, or an abbreviation that sbatch would accept for it, is one of RESERVED_OPTIONS."""
     return any(each == name or (len(name) > 2 and each.startswith(name)) for each in RESERVED_OPTIONS)
@@ -137,7 +151,10 @@ def write_partitions(path: Path, found: Mapping[str, Sequence[Partition]]) -> No
 
 
 def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[Offer]:
-    """Return offers of whole nodes, and of their halves, quarters and so on, as far as their units can be halved."""
+    """Return offers of whole nodes, and of their halves, quarters and so on, as far as their units can be halved.
+
+    A partition that gives every job whole nodes offers only those.
+    """
     known = read_partitions(facts)
     offers = {
         (offer.region, offer.zone, offer.instance_type): offer
@@ -152,7 +169,7 @@ def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[O
 
 def _list_partition_offers(cluster: SlurmCluster, partition: Partition) -> Iterator[Offer]:
     usd_hour = cluster.get_usd_hour(partition.name)
-    for share, machine in split_machine(partition.machine):
+    for share, machine in islice(split_machine(partition.machine), 1 if partition.is_exclusive else None):
         price = round(usd_hour * share, 6)
         for zone, is_preemptible in [
             (partition.name, partition.is_preemptible),

@@ -27,9 +27,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 EX_UNAVAILABLE = 69
-WORKERS = 16
+WORKERS, ATTEMPTS_MAX = 16, 3
 PART_BYTES = 8 << 20
-ATTEMPTS_MAX = 3
 REGION_S = 10.0
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of bucket providers, with the machine's own login.
@@ -55,10 +54,11 @@ class MountError(Exception):
 
 
 def main(mode: str, url: str, target: str, access: str = "") -> None:
-    """Copy or mount a bucket or folder to `target`; `mode` is COPY, MOUNT or MOUNT_CACHED, `access` of a mount may be
-    `read-only`. Raises MountError."""
+    """Copy or mount a bucket or folder to `target`; `access` of a mount may be `read-only`. Raises MountError."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        os.environ.update({"RCLONE_S3_ENDPOINT": endpoint, **os.environ, "AWS_ENDPOINT_URL": endpoint})  # for mount-s3
     if scheme == "file":
         source = pathlib.Path("/" + rest.lstrip("/"))
         (copy_folder if mode == "COPY" else link_folder)(source, place)
@@ -91,10 +91,8 @@ def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
     """Link a folder of this machine to the target."""
     if not source.is_dir():
         raise MountError(f"`file://{source}` is not a folder")
-    if place.is_symlink():
-        place.unlink()
-    elif place.is_dir():
-        place.rmdir()
+    if place.is_symlink() or place.is_dir():
+        (place.unlink if place.is_symlink() else place.rmdir)()
     place.symlink_to(source)
 
 
@@ -124,7 +122,8 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
         raise MountError(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
     names = [each["path"][len(path) :].lstrip("/") for each in entries]
-    files = [(each, find_inside(place, name)) for each, name in zip(entries, names) if name and name[-1] != "/"]
+    folders = {"", *(str(each) for name in names for each in pathlib.PurePosixPath(name).parents)}
+    files = [(one, find_inside(place, name)) for one, name in zip(entries, names) if one["size"] or name not in folders]
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(lambda pair: fetch(obstore, store, *pair), files))
     print(f"{len(files)} files, {sum(each['size'] for each in entries) / 2**30:.2f} GiB from `{url}`", flush=True)
@@ -152,6 +151,10 @@ def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
     for attempt in range(1, ATTEMPTS_MAX + 1):
         try:
             return fetch_whole(file, fill)
+        except FileNotFoundError:
+            if size:
+                raise
+            return file.mkdir(exist_ok=True)  # `sub/`, by which consoles mark a folder, is listed as `sub`
         except obstore.exceptions.GenericError:  # the connection broke during the response
             if attempt == ATTEMPTS_MAX:
                 raise
@@ -205,11 +208,10 @@ def open_store(url: str) -> tuple[Any, str]:
 def find_s3_options(bucket: str) -> dict[str, Any]:
     """Return the S3 endpoint or the bucket's region, and the login granted by broker, if any."""
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
-    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
-        options = {"region": region} if (region := find_region(bucket)) else {}
+    elif region := find_region(bucket):
+        options = {"region": region}  # not AWS_REGION, which is often that of other work
     granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
     if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
         options["credential_provider"] = lambda: read_granted(granted)
@@ -227,7 +229,8 @@ def read_granted(path: pathlib.Path) -> dict[str, Any]:
 
 def find_region(bucket: str) -> str | None:
     """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
-    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"  # as its certificate
+    request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_S) as answer:
             headers = answer.headers
@@ -264,7 +267,8 @@ def use_r2_login() -> None:
     """Configure endpoint and login for tools that use the S3 API."""
     login = find_r2_login()
     os.environ.update(AWS_ACCESS_KEY_ID=login["key"], AWS_SECRET_ACCESS_KEY=login["secret"], AWS_REGION="auto")
-    os.environ.update(AWS_ENDPOINT_URL=login["endpoint"], RCLONE_S3_ENDPOINT=login["endpoint"])
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT")
+    os.environ.update(dict.fromkeys(names, login["endpoint"]))
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:
@@ -335,9 +339,6 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
     has_control = find_rclone_version() >= RC_SOCKET_VERSION and len(os.fsencode(control)) <= SOCKET_PATH_BYTES_MAX
     remote_control = ["--rc", "--rc-addr", f"unix://{control}"] if has_control else []
     control.unlink(missing_ok=True)
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if scheme == "s3" and endpoint:
-        os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     # Register before mounting, so that the agent waits for all writes to the mount.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
     about.update(socket=str(control) if remote_control else "", access="read-only" if is_read_only else "")
@@ -380,8 +381,7 @@ def unmount(place: pathlib.Path, *flags: str) -> bool:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    """Run a command without the run's mark, by which processes are terminated: a mount outlives the run. Raises
-    MountError if it fails."""
+    """Run a command without the run's mark, so that a mount outlives the run. Raises MountError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from broker.errors import AuthError, BrokerError, InvalidRequestError, MissingPackageError, TransientError
 from broker.storage.base import StoredKey
 
 Answer = TypeVar("Answer")
-PART_BYTES = 32 << 20  # S3 allows 10,000 parts, which limits a file to 312 GiB
+PARTS_MAX = 10_000  # of an object, in S3's limits
+PART_BYTES_MIN = 8 << 20
+PARTS_AT_ONCE = 4  # of each file: parts are held in memory, and many files are sent at once
 READ_BYTES = 8 << 20
 
 # obstore.exceptions -> ours. FileNotFoundError is obstore's NotFoundError, of an object or of the bucket.
@@ -52,7 +54,8 @@ class ObjectBucket:
         self._store, self._library, self._url, self._login = store, obstore, url, login
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
-        """List all pages below the prefix. Raises CloudError."""
+        """List all pages below the prefix, without the empty objects `FOLDER/` by which consoles mark folders that have
+        keys, as the library lists them as `FOLDER`. Raises CloudError."""
 
         def list_pages() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)
@@ -61,7 +64,9 @@ class ObjectBucket:
         keys = self._call("list", list_pages)
         if not keys and prefix and (found := self._call("list", lambda: self._look_up(prefix))) is not None:
             keys = [found]  # a listing excludes the object of that exact name
-        return sorted(keys, key=lambda each: each.key)
+        folders = {str(folder) for each in keys for folder in PurePosixPath(each.key).parents} | {""}
+        files = [each for each in keys if each.size_bytes or each.key not in folders]
+        return sorted(files, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
         """Return the content; None if there is no such object. Raises CloudError."""
@@ -92,7 +97,9 @@ class ObjectBucket:
 
     def upload(self, source: Path, key: str) -> None:
         """Upload a file in parts. Raises CloudError."""
-        self._call("write to", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
+        part_bytes = max(PART_BYTES_MIN, -(-source.stat().st_size // PARTS_MAX))
+        limits = {"chunk_size": part_bytes, "max_concurrency": PARTS_AT_ONCE}
+        self._call("write to", lambda: self._library.put(self._store, key, source, **limits))
 
     def download(self, key: str, target: Path) -> bool:
         """Stream the object to a file, which is replaced atomically; return False if there is no object."""

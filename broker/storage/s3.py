@@ -28,9 +28,8 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
     if endpoint:
         options |= {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
-    elif bucket and not (variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION")):
-        region = find_region(bucket)
-        options |= {"region": region} if region else {}
+    elif bucket and (region := find_region(bucket)):
+        options |= {"region": region}  # AWS_REGION is often that of other work; the library follows no redirect
     if "AWS_ACCESS_KEY_ID" not in variables:
         with contextlib.suppress(ImportError):
             import boto3
@@ -44,7 +43,9 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 def find_region(bucket: str) -> str | None:
     """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
-    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    # The certificate of S3 does not cover names with dots.
+    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"
+    request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             headers = answer.headers

@@ -38,7 +38,7 @@ FLAGS = {
 USED = {
     "nodes", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "mem", "mem-per-cpu", "time", "array",
     "job-name", "ntasks", "ntasks-per-node", "chdir", "requeue", "no-requeue", "partition", "dependency", "signal",
-    "constraint", "container-image", "cpus-per-gpu", "mem-per-gpu", "mail-type", "mail-user",
+    "constraint", "container-image", "export", "cpus-per-gpu", "mem-per-gpu", "mail-type", "mail-user",
 }  # fmt: skip
 # Options without an effect on the work: broker keeps logs and runs each job on its own machines.
 SILENT = {
@@ -89,7 +89,9 @@ def import_sbatch(text: str) -> Imported:
     if "array" in options:
         first = _note_array(options["array"], task.get("name", "task"), notes)
         task["envs"] = {name: value for name, value in first.items() if name.endswith("_ID") or name in text}
-    run, modules = convert_body(body, tasks=tasks)
+    if exported := _read_export(options.get("export", "")):
+        task["envs"] = {**exported, **task.get("envs", {})}
+    run, modules = convert_body(body, tasks=tasks, nodes=nodes)
     if "name" in task and re.search(r"\bSLURM_JOB_NAME\b", run):
         task["envs"] = {**task.get("envs", {}), "SLURM_JOB_NAME": task["name"]}
     if run.strip():
@@ -98,6 +100,8 @@ def import_sbatch(text: str) -> Imported:
         notes.append("the script has no commands; add `run`")
     notes += note_body(body, run, nodes, known=task.get("envs", {}).keys())
     _note_rest(options, tasks, modules, notes)
+    if late := next((line for line in body if line.startswith("#SBATCH")), None):
+        notes.append(f"`{late.strip()[:60]}` follows a command, so Slurm ignores it, and so does the task")
     if found := next(filter(OTHER_SYSTEMS.match, body), None):
         notes.append(f"only `#SBATCH` lines are converted, not `{found.strip()[:60]}`")
     return Imported(task=task, notes=tuple(notes))
@@ -223,6 +227,12 @@ def _read_image(options: Mapping[str, str], notes: list[str]) -> str | None:
         notes.append(f"`--container-image={image}`: name an image of a registry, `image_id: docker:IMAGE`")
         return None
     return f"docker:{image.replace('#', '/', 1)}"
+
+
+def _read_export(text: str) -> dict[str, str]:
+    """Return the variables that `--export=ALL,NAME=value` sets; names alone are of the submitting shell."""
+    found = (re.fullmatch(r"([A-Za-z_]\w*)=(.*)", each, re.DOTALL) for each in text.split(","))
+    return {each[1]: each[2] for each in found if each}
 
 
 def _read_mib(name: str, text: str) -> float:

@@ -14,6 +14,7 @@ SRUN_FLAGS = re.compile(
     r"|oversubscribe|preserve-env|disable-status|no-allocate|hold|immediate|contiguous|spread-job|use-min-nodes|reboot"
     r"|whole|interactive|propagate|bcast|compress|x11|nice|resv-ports|send-libs|test-only|mpi-combine))$"
 )
+FIRST_HOST = '$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
 # Slurm's variables that a program reads -> shell expressions for broker's counterparts; `{tasks}` run on each node.
 VARIABLES = {
     "SLURM_JOB_ID": "${BROKER_JOB_ID:-0}",
@@ -37,6 +38,9 @@ VARIABLES = {
     "SLURM_JOB_NODELIST": "$SKYPILOT_NODE_IPS",
     "SLURM_NODELIST": "$SKYPILOT_NODE_IPS",
     "SLURM_SUBMIT_DIR": "$PWD",
+    # In a batch script these are of the first node.
+    "SLURM_LAUNCH_NODE_IPADDR": FIRST_HOST,
+    "SLURMD_NODENAME": FIRST_HOST,
 }
 ONE_TASK = {
     "SLURM_PROCID": "$SKYPILOT_NODE_RANK",
@@ -45,7 +49,7 @@ ONE_TASK = {
     "SLURM_CPUS_PER_TASK": "$(nproc)",
 }
 HOST_NAMES = re.compile(r'scontrol\s+show\s+hostnames?(\s+"?\$\{?SLURM_(JOB_)?NODELIST\}?"?)?')
-SLURM_NAME = re.compile(r"\bSLURM_[A-Z_]+\b")
+SLURM_NAME = re.compile(r"\bSLURMD?_[A-Z_]+\b")
 # The arguments of the script: anywhere as a whole; one of them outside functions, which are indented.
 ARGUMENTS = re.compile(r"""\$[@*]|\$\{[@*]|^[^\s#'][^#'\n]*\$(?:\{[1-9][:}-]|[1-9]\b)""", re.MULTILINE)
 SPACE = r"(?:\s|\\\n)"  # between the words of a command, which may continue in the next line
@@ -61,6 +65,13 @@ SRUN_UNSERVED = {"--chdir", "--container-mounts", "--container-workdir", "--mult
 HOST_ADDRESS = re.compile(
     r"\$\(\s*srun\s(?P<options>[^()|;]*?)\s*\bhostname\s+(?:--ip-address|--all-ip-addresses|-i|-I)(?:\s*\|[^()]*)?\s*\)"
 )
+# `export MASTER_ADDR=$(hostname -s)`, without `srun`: a batch script runs on the first node.
+OWN_HOST = re.compile(
+    r"""(?P<name>(?<![\w$-])[A-Za-z_]\w*=)"?(?:\$\(\s*hostname(?:\s[^()]*)?\)|`\s*hostname(?:\s[^`]*)?`)"?(?=[\s;&]|$)"""
+)
+# Values that a script determines once, and `run` on each node: a free port, a time, a draw.
+OWN_VALUE = re.compile(r"\s*(?:export\s+)?[A-Za-z_]\w*=.*(?:\bshuf\s|getsockname|uuid|\$\(date\b|`date\b)")
+RANDOM = re.compile(r"^[^#\n]*\bRANDOM\b(?!=)", re.MULTILINE)
 HOST = re.compile(r"""(?:-w|--nodelist)[\s=]?\s*(?P<host>"[^"]+"|[^\s"]+)""")
 SEPARATOR = re.compile(r"&&|\|\||[;|]")
 # Programs that a script starts once, on its first node, although nothing in the script says so.
@@ -74,10 +85,10 @@ ACTIVATES = re.compile(r"\s*((?:source|\.)\s+\S*activate\b.*|(?:conda|mamba|micr
 COMMANDS = re.compile(r"(?:^|[;&|(]\s*|\s)(sbatch|scancel|squeue|sacct|sinfo|sbcast|sattach|scontrol)\s")
 
 
-def convert_body(lines: list[str], *, tasks: int = 1) -> tuple[str, list[str]]:
+def convert_body(lines: list[str], *, tasks: int = 1, nodes: int = 1) -> tuple[str, list[str]]:
     """Return `run`, which defines the Slurm variables that it reads, and the `module` lines, which become comments.
 
-    `tasks` is the number of tasks per node.
+    `tasks` is the number of tasks per node. With several nodes, the name of the script's host is that of the first.
     """
     modules, kept = [], []
     for line in _join_lines(lines, SRUN_LINE):
@@ -85,12 +96,17 @@ def convert_body(lines: list[str], *, tasks: int = 1) -> tuple[str, list[str]]:
             modules.append(line.strip())
             line = f"# {line.strip()}"
         line = HOST_ADDRESS.sub(_name_host, line)
+        if nodes > 1 and "srun" not in line:
+            line = OWN_HOST.sub(lambda found: found["name"] + FIRST_HOST, line)
         kept.append(_drop_srun(HOST_NAMES.sub('echo "$SKYPILOT_NODE_IPS"', line)))
     text = re.sub(r"[ \t]+$", "", "\n".join(kept).strip("\n"), flags=re.MULTILINE) + "\n"
     text = re.sub(r"\A(?:#?\n)+", "", text)
     values = VARIABLES | (ONE_TASK if tasks == 1 else {})
     read = [name for name in VARIABLES if re.search(rf"\b{name}\b", text)]
-    exports = "".join(f'export {name}="{values[name].replace("{tasks}", str(tasks))}"\n' for name in read)
+    # A batch script draws a port or a rendezvous id once, for all nodes; an assignment seeds bash's generator.
+    seed = 'RANDOM="${BROKER_JOB_ID:-1}"  # the same numbers on every node\n'
+    exports = seed if nodes > 1 and RANDOM.search(text) else ""
+    exports += "".join(f'export {name}="{values[name].replace("{tasks}", str(tasks))}"\n' for name in read)
     return exports + text, modules
 
 
@@ -109,7 +125,7 @@ def _join_lines(lines: list[str], begins: re.Pattern[str]) -> Iterator[str]:
 def _name_host(found: re.Match[str]) -> str:
     """Return the host whose address the command asks for: the one that `srun` names, or the first one."""
     host = HOST.search(found["options"])
-    return f"$(echo {host['host']})" if host else '$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
+    return f"$(echo {host['host']})" if host else FIRST_HOST
 
 
 def _drop_srun(line: str) -> str:
@@ -171,6 +187,11 @@ def _note_first_node(body: list[str], nodes: int) -> Iterator[str]:
         if "srun" not in line
         for part in SEPARATOR.split(line)
     )
+    if own := next((line.strip() for line in body if OWN_VALUE.match(line)), None):
+        yield (
+            f"`{own[:60]}` has another value on each node: replace one that all nodes must share, such as a port or "
+            "the id of a rendezvous"
+        )
     if found := [part for part in parts if PROGRAM.match(f"{part} ")]:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         yield (
@@ -182,7 +203,7 @@ def _note_first_node(body: list[str], nodes: int) -> Iterator[str]:
 def _note_run(body: list[str], run: str, known: Set[str]) -> Iterator[str]:
     """Note what the program needs of Slurm and would miss without an error."""
     code = "\n".join(line for line in run.splitlines() if not line.lstrip().startswith("#"))
-    own = set(re.findall(r"\b(SLURM_[A-Z_]+)=", code))
+    own = set(re.findall(r"\b(SLURMD?_[A-Z_]+)=", code))
     if unset := sorted(set(SLURM_NAME.findall(code)) - set(VARIABLES) - known - own):
         yield f"`{'`, `'.join(unset)}`: only Slurm sets {'it' if len(unset) == 1 else 'them'}; replace in `run`"
     if ARGUMENTS.search(code):

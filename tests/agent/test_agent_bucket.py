@@ -206,9 +206,18 @@ def test_azures_own_address_is_the_accounts() -> None:
     assert request.full_url == "https://acme.blob.core.windows.net/c/a/b.json"
 
 
-@pytest.mark.parametrize(("region", "expected"), [("eu-central-1", "eu-central-1"), (None, "us-east-1")])
+@pytest.mark.parametrize(
+    ("region", "named", "expected"),
+    [
+        ("eu-central-1", {}, "eu-central-1"),
+        ("eu-central-1", {"AWS_REGION": "us-west-2"}, "eu-central-1"),
+        (None, {"AWS_DEFAULT_REGION": "us-west-2"}, "us-west-2"),
+        (None, {}, "us-east-1"),
+        (None, {"AWS_REGION": "eu-north1", "AWS_ENDPOINT_URL": "https://storage.example"}, "eu-north1"),
+    ],
+)
 def test_the_region_of_a_bucket_is_read_from_any_answer_of_s3(
-    region: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    region: str | None, named: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = Message()
     if region:
@@ -218,7 +227,7 @@ def test_the_region_of_a_bucket_is_read_from_any_answer_of_s3(
         raise urllib.error.HTTPError(request.full_url, 403, "Forbidden", headers, None)
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    assert agent_bucket.find_region("b", {}) == expected
+    assert agent_bucket.find_region("b", named) == expected
 
 
 def test_refusal_is_reported_in_one_line(metadata: Metadata) -> None:

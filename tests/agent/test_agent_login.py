@@ -99,7 +99,7 @@ def test_damaged_keys_are_distinguished(content: bytes) -> None:
 
 
 def test_copy_from_another_region_asks_s3_where_the_bucket_is(tmp_path: Path) -> None:
-    """A node runs it as a program of its own, with no variable that names a region."""
+    """A node runs it as a program of its own; a variable may name the region of other work."""
     program = Path(agent_login.__file__).parents[1] / "storage" / "node_mount.py"
     script = f"""
 import runpy, sys, os
@@ -109,6 +109,7 @@ module["find_s3_options"].__globals__["find_region"] = lambda bucket: "eu-centra
 assert module["find_s3_options"]("b") == {{"region": "eu-central-1"}}, module["find_s3_options"]("b")
 assert module["find_s3_options"]("c") == {{}}
 os.environ["AWS_REGION"] = "us-west-2"
-assert module["find_s3_options"]("b") == {{}}
+assert module["find_s3_options"]("b") == {{"region": "eu-central-1"}}
+assert module["find_s3_options"]("c") == {{}}, "the library reads the variable"
 """
     subprocess.run(["python3", "-c", script], check=True, env={"PATH": "/usr/bin:/bin:/usr/local/bin"})

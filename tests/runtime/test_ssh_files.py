@@ -6,12 +6,14 @@ import asyncio
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from broker.runtime.transports import ssh_files
+from broker.runtime.transports.local import copy
 from broker.runtime.transports.ssh_files import RSYNC_BYTES_MIN, Remote, list_remote, put_files
 from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
@@ -45,7 +47,7 @@ def test_a_folder_is_listed_by_what_lies_below_it(tmp_path: Path) -> None:
 def test_listing_a_file_returns_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("abc")
     found = look(tmp_path / "file", is_folder=False)
-    assert not found.is_folder and {name: size for name, (size, _, _) in found.files.items()} == {"": 3}
+    assert not found.is_folder and {name: size for name, (size, *_) in found.files.items()} == {"": 3}
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -71,6 +73,25 @@ class There(Here):
         data = stdin if isinstance(stdin, bytes) else stdin.read()
         done = subprocess.run(["sh", "-c", command], input=data, capture_output=True, check=True)
         return Completed(returncode=0, stdout=done.stdout, stderr=done.stderr)
+
+
+def send(source: Path, target: Path) -> None:
+    asyncio.run(put_files(There(), NODE, source, str(target)))
+
+
+@pytest.mark.parametrize("put", [send, copy])
+def test_program_that_became_executable_is_sent_again(tmp_path: Path, *, put: Callable[[Path, Path], None]) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    (source / "run.sh").write_text("#!/bin/sh\n")
+    put(source, target)
+    assert not os.access(target / "run.sh", os.X_OK)
+    (source / "run.sh").chmod(0o755)
+    put(source, target)
+    assert os.access(target / "run.sh", os.X_OK)
+    sent_ns = (target / "run.sh").stat().st_ctime_ns
+    put(source, target)
+    assert (target / "run.sh").stat().st_ctime_ns == sent_ns, "it is not sent without a change"
 
 
 @pytest.mark.parametrize("has_rsync", [False, True])

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.clouds.slurm.check import parse_partitions
 from broker.errors import TaskError
 from broker.sites.facts import Machine
-from broker.sites.slurm import Partition, SlurmCluster, list_offers, read_clusters, split_machine, write_partitions
+from broker.sites.slurm import (
+    Partition,
+    SlurmCluster,
+    join_command,
+    list_offers,
+    read_clusters,
+    split_machine,
+    write_partitions,
+)
 
 NODE = Machine(vcpus=96, memory_gib=1000, accelerator="H100", accelerator_count=8)
 
@@ -26,6 +37,23 @@ def test_cluster_without_a_login_is_this_machine(tmp_path: Path) -> None:
     assert found["here"].login is None
     login = found["hpc"].login
     assert login and (login.host, login.user, found["hpc"].options) == ("login1", "alice", ("--account=lab",))
+
+
+@pytest.mark.parametrize("is_in_path", [True, False])
+def test_command_is_found_where_only_a_login_shell_knows_slurm(tmp_path: Path, is_in_path: bool) -> None:
+    folder = tmp_path / "opt/slurm/bin"
+    folder.mkdir(parents=True)
+    (folder / "sinfo").write_text('#!/bin/sh\ncat\nprintf "<%s>" "$@"\necho problem >&2\nexit 3\n')
+    (folder / "sinfo").chmod(0o755)
+    (tmp_path / ".bash_profile").write_text(f'echo "Welcome"\nexport PATH="{folder}:$PATH"\n')
+    for name in ("sh", "bash", "cat"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    path = f"{tmp_path}:{folder}" if is_in_path else str(tmp_path)
+    done = subprocess.run(
+        ["sh", "-c", join_command(["sinfo", "-o", "%R|%c", "a b", "it's"])],
+        env={"HOME": str(tmp_path), "PATH": path}, input="script\n", capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (3, "script\n<-o><%R|%c><a b><it's>", "problem\n")
 
 
 def test_unknown_option_is_reported_with_its_position(tmp_path: Path) -> None:
@@ -81,6 +109,15 @@ def test_parts_of_a_node_are_offered_at_their_share_of_its_price(tmp_path: Path)
     assert [(each.accelerator_count, each.vcpus, each.ondemand_usd_hour) for each in offers] == [
         (8, 96, 16.0), (4, 48, 8.0), (2, 24, 4.0), (1, 12, 2.0),
     ]  # fmt: skip
+
+
+def test_partition_that_gives_whole_nodes_offers_no_part_at_a_part_of_the_price(tmp_path: Path) -> None:
+    rules = "PartitionName=gpu OverSubscribe=EXCLUSIVE State=UP\nPartitionName=shared OverSubscribe=NO State=UP\n"
+    nodes = "".join(f"{name}|96|1024000|gpu:h100:8|4|up|infinite\n" for name in ("gpu", "shared"))
+    write_partitions(tmp_path / "slurm.json", {"hpc": parse_partitions(nodes, rules)})
+    offers = list_offers(read(tmp_path, "hpc: {usd_hour: 16}\n"), tmp_path / "slurm.json")
+    assert [each.ondemand_usd_hour for each in offers if each.zone == "gpu"] == [16.0]
+    assert len([each for each in offers if each.zone == "shared"]) == 4
 
 
 def test_only_the_named_partitions_are_offered(tmp_path: Path) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
+import urllib.error
+import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import BUCKETS, open_bucket
+from broker.storage import BUCKETS, node_mount, open_bucket, s3, upload
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
-from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+from tests.testbed.s3 import BUCKET, S3Server, put_marker, serve_s3
+from trainers import buckets
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +60,20 @@ def test_written_objects_are_read_listed_and_deleted(bucket: Bucket) -> None:
     bucket.delete("a/b")
     bucket.delete("a/b")
     assert [each.key for each in bucket.list_keys()] == ["a/c/d", "ab"]
+
+
+def test_empty_objects_by_which_a_console_marks_folders_are_no_keys(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    prefix = uuid.uuid4().hex
+    bucket = open_bucket(f"s3://{BUCKET}/{prefix}")
+    bucket.write("deep/b", b"")
+    for name in ("", "deep/"):
+        put_marker(server, f"{prefix}/{name}")
+    assert [each.key for each in bucket.list_keys()] == ["deep/b"]
+    assert [each.key for each in open_bucket(f"s3://{BUCKET}").list_keys(prefix)] == [f"{prefix}/deep/b"]
 
 
 def test_of_many_writers_at_once_one_is_first(bucket: Bucket) -> None:
@@ -153,3 +172,50 @@ def test_a_file_that_is_deleted_during_a_listing_does_not_fail_it(
 
     monkeypatch.setattr(Path, "stat", delete_and_look)
     assert {"kept"} <= {each.key for each in FolderBucket(tmp_path).list_keys()} <= {"kept", "after"}
+
+
+@pytest.mark.parametrize("size_gib", [0, 1, 312, 2048])
+def test_upload_of_many_large_files_needs_little_memory_and_few_parts(size_gib: int, tmp_path: Path) -> None:
+    """By default the library holds 12 parts of each file: 16 files in parts of 32 MiB took 6 GiB."""
+    seen: dict[str, int] = {}
+    bucket = open_memory()
+    assert isinstance(bucket, ObjectBucket)
+    bucket._library = SimpleNamespace(  # type: ignore[assignment]
+        put=lambda store, key, source, **limits: seen.update(limits), exceptions=bucket._library.exceptions
+    )
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(size_gib << 30)
+    bucket.upload(tmp_path / "large", "key")
+    parts = (size_gib << 30) / seen["chunk_size"]
+    assert parts <= 10_000
+    if parts < 10_000 / 4:  # up to 20 GiB, as files of which there are many
+        assert upload.WORKERS * seen["max_concurrency"] * seen["chunk_size"] <= 512 << 20
+
+
+def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS_REGION is often that of other work, and S3 answers such requests with a redirect that the library refuses."""
+    monkeypatch.setattr(s3, "find_region", {"b": "eu-central-1"}.get)
+    login = {"AWS_ACCESS_KEY_ID": "key", "AWS_REGION": "us-west-2"}
+    assert s3.find_options("b", login) == {"region": "eu-central-1"}
+    assert s3.find_options("unreachable", login) == {}, "the library reads the variable"
+    endpoint = s3.find_options("b", {**login, "AWS_ENDPOINT_URL": "https://storage.example"})
+    assert endpoint["endpoint"] == "https://storage.example" and "region" not in endpoint
+
+
+@pytest.mark.parametrize("find_region", [s3.find_region, node_mount.find_region, buckets.find_region])
+@pytest.mark.parametrize(
+    ("bucket", "url"),
+    [("data", "https://data.s3.amazonaws.com/"), ("my.data", "https://s3.amazonaws.com/my.data")],
+)
+def test_region_is_asked_at_an_address_that_the_certificate_covers(
+    bucket: str, url: str, *, find_region: Callable[[str], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = Message()
+    headers["x-amz-bucket-region"] = "eu-central-1"
+
+    def refuse(request: urllib.request.Request, timeout: float) -> None:
+        assert request.full_url == url
+        raise urllib.error.HTTPError(url, 403, "Forbidden", headers, None)
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert find_region(bucket) == "eu-central-1"

@@ -93,7 +93,9 @@ def test_a_bare_node_copies_with_a_library_that_it_installs(tmp_path: Path) -> N
     (tmp_path / "bin").mkdir()
     environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path / "lib")}
     argv = [sys.executable, "-S", node_mount.__file__, "COPY", "s3://b/a", "~/a"]  # without installed packages
-    done = subprocess.run(argv, env={**environment, "AWS_REGION": "x"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        argv, env={**environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a").read_text() == "one"
 

@@ -20,7 +20,7 @@ from broker.optimizer.egress import GB_PER_GIB, EgressTable
 from broker.storage import node_mount, open_bucket
 from broker.storage.mounts import MountStep, add_mounts, make_script, measure_mounts, plan_mounts, price_mounts
 from broker.types import EgressPrice, Origin, RunStatus, StorageMount, Task
-from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+from tests.testbed.s3 import BUCKET, S3Server, put_marker, serve_s3
 
 WRITABLE = "mount-s3 --allow-delete --allow-overwrite"
 
@@ -87,6 +87,14 @@ def test_prefix_is_copied_whole_and_again_only_where_it_changed(node: Node, url:
 def test_one_object_becomes_one_file(node: Node, url: str) -> None:
     assert node.run(copy_to("~/in/name", f"{url}/data/a")).returncode == 0
     assert (node.home / "in/name").read_bytes() == b"one" and len(node.files("in")) == 1
+
+
+def test_empty_objects_by_which_a_console_marks_folders_become_folders(node: Node, url: str, server: S3Server) -> None:
+    for name in ("data", "data/deep", "data/none"):
+        put_marker(server, f"{url.removeprefix(f's3://{BUCKET}/')}/{name}/")
+    assert node.run(copy_to("~/in", f"{url}/data")).stdout.endswith("done\n")
+    assert node.files("in") == {"a": 3, "deep/b": 3_000_000, "c d": 0} and (node.home / "in/none").is_dir()
+    assert node.run(copy_to("~/in", f"{url}/data/")).returncode == 0, "again"
 
 
 def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url: str) -> None:
@@ -303,3 +311,28 @@ def test_nodes_of_a_gang_see_the_data_and_a_missing_source_fails_the_run(rig: Ri
         assert f"error: `file://{tmp_path}/gone` does not exist" in await rig.read_log(cluster, run_id=2)
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("variable", "scheme", "expected"),
+    [
+        ("AWS_ENDPOINT_URL_S3", "s3", "https://minio.example https://minio.example https://minio.example"),
+        ("AWS_ENDPOINT_URL_S3", "r2", "https://r2.example https://r2.example https://r2.example"),
+    ],
+)
+def test_tools_use_the_address_of_another_s3_service(
+    node: Node, tmp_path: Path, variable: str, scheme: str, expected: str
+) -> None:
+    """mount-s3 reads AWS_ENDPOINT_URL only, the AWS CLI prefers AWS_ENDPOINT_URL_S3, and rclone has its own."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("mount-s3", "rclone"):
+        script = '#!/bin/sh\necho "$AWS_ENDPOINT_URL $AWS_ENDPOINT_URL_S3 $RCLONE_S3_ENDPOINT" > "$HOME/seen"\n'
+        (tmp_path / "bin" / tool).write_text(script)
+        (tmp_path / "bin" / tool).chmod(0o755)
+    keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ENDPOINT_URL": "https://r2.example"}
+    path = f"{tmp_path}/bin:{node.environment['PATH']}"
+    environment = {"PATH": path, variable: "https://minio.example", **keys}
+    step = MountStep(target="~/see", url=f"{scheme}://b", mode="MOUNT")
+    done = replace(node, environment=environment).run(step)
+    assert done.returncode == 0, done.stderr
+    assert (node.home / "seen").read_text().strip() == expected

@@ -326,3 +326,9 @@ def test_arguments_of_the_script_are_noted(line: str, is_noted: bool) -> None:
 )  # fmt: skip
 def test_gpu_of_gres_has_the_catalog_s_name(kind: str, name: str) -> None:
     assert name_gpu(kind) == name
+
+
+def test_exported_variables_are_set_and_late_options_are_named() -> None:
+    imported = import_sbatch("#!/bin/bash\n#SBATCH --export=ALL,MODE=off=line,HOME\nexport A=1\n#SBATCH --nodes=9\n")
+    assert imported.task["envs"] == {"MODE": "off=line"} and "num_nodes" not in imported.task
+    assert imported.notes == ("`#SBATCH --nodes=9` follows a command, so Slurm ignores it, and so does the task",)

@@ -40,6 +40,13 @@ class S3Server:
         return LOGIN | {"AWS_ENDPOINT_URL": self.url}
 
 
+def put_marker(server: S3Server, key: str) -> None:
+    """Put an empty object whose key ends with `/`, as consoles do for a folder; obstore cannot."""
+    with socket.create_connection((server.address, server.port), timeout=30) as wire:
+        wire.sendall(f"PUT /{BUCKET}/{key} HTTP/1.0\r\nHost: {server.address}\r\nContent-Length: 0\r\n\r\n".encode())
+        assert b" 200 " in wire.recv(4096)
+
+
 @contextlib.contextmanager
 def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """Serve one empty bucket."""

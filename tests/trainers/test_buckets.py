@@ -228,3 +228,13 @@ def test_missing_bucket_is_a_one_line_error(s3_url: str) -> None:
         open_manager(open_storage("s3://no-such-one/x"), Weights())
     with pytest.raises(TrainerError, match="`s3:///path` names no bucket"):
         open_storage("s3:///path")
+
+
+def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "find_region", {"b": "eu-central-1"}.get)
+    monkeypatch.setattr(buckets, "find_s3_provider", lambda: None)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    assert buckets.find_s3_options("b") == {"region": "eu-central-1"}
+    assert buckets.find_s3_options("unreachable") == {}, "the library reads the variable"

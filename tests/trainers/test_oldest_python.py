@@ -17,6 +17,12 @@ from trainers.node_pythons import PYTHON_OLDEST
 ROOT = Path(__file__).parents[2]
 SETUP = ("__init__.py", "setup.py", "node_gpus.py", "node_pythons.py", "node_uv.py", "venv.py", "bridge.py")
 AGENT = [*(f"broker/agent/{name}" for name in FILES), "broker/storage/node_mount.py"]
+# The programs that hold a node of an SSH pool, of Slurm and of Kubernetes, and those that manage a host.
+MACHINE = (
+    "broker/clouds/local_machine.py", "broker/clouds/slurm/node_program.py", "broker/clouds/kubernetes/node_program.py",
+    "broker/clouds/ssh/host_program.py", "broker/hosting/host_program.py", "broker/hosting/host_supervisor.py",
+    "broker/runtime/node_python.py",
+)  # fmt: skip
 # All that a trainer imports before torch, and the rendezvous, which needs none.
 BEFORE_TORCH = "trainers.config, trainers.image_config, trainers.launch, trainers.rendezvous_server, trainers.setup"
 
@@ -40,6 +46,10 @@ def test_trainers_use_nothing_newer_than_python_3_10() -> None:
 
 def test_agent_and_setup_use_nothing_newer_than_python_3_8() -> None:
     assert find_needs("3.8", *AGENT, *(f"trainers/{name}" for name in SETUP)) == ""
+
+
+def test_machines_of_pools_and_batch_systems_use_nothing_newer_than_python_3_8() -> None:
+    assert find_needs("3.8", *MACHINE) == ""
 
 
 def test_too_new_syntax_is_found(tmp_path: Path) -> None:

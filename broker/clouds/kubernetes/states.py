@@ -61,6 +61,9 @@ STUCK_S: Mapping[str, float] = {
     "ErrImagePull": 300.0,
     "CreateContainerError": 120.0,
 }
+MESSAGE_MAX = 200
+# Ends of a container whose program never started, as its image has no python3: of containerd, of older runtimes.
+UNSTARTED = ("StartError", "ContainerCannotRun")
 UNSCHEDULABLE_S = 300.0  # Kubernetes evicts pods of a silent node after as long: their room is free again
 # `reason` of the API server's Status objects (k8s.io/apimachinery/pkg/apis/meta/v1, StatusReason) -> class.
 ERRORS: Mapping[str, type[CloudError]] = {
@@ -190,6 +193,8 @@ def find_reason(pod: Mapping[str, Any], ended: Mapping[str, Any] | None, *, is_s
         return reason
     if ended and ended.get("reason") == "OOMKilled":
         return NodeEnd.OUT_OF_MEMORY
+    if ended and ended.get("reason") in UNSTARTED:
+        return f"{ended['reason']}: image `{_find_image(pod, CONTAINER_NAME)}`{_quote(ended)}"
     if stuck := find_obstacle(pod):
         return stuck[0]
     if pod["metadata"].get("deletionTimestamp"):
@@ -202,13 +207,23 @@ def find_obstacle(pod: Mapping[str, Any]) -> tuple[str, float, float | None] | N
     for each in _list_containers(pod):
         waiting = each.get("state", {}).get("waiting", {})
         if (reason := waiting.get("reason", "")) in STUCK_S:
-            image = next(one for one in pod["spec"]["containers"] if one["name"] == each["name"])["image"]
-            return f"{reason}: image `{image}`", STUCK_S[reason], read_time(pod["status"].get("startTime"))
+            why = f"{reason}: image `{_find_image(pod, each['name'])}`{_quote(waiting)}"
+            return why, STUCK_S[reason], read_time(pod["status"].get("startTime"))
     for condition in _list_conditions(pod, "PodScheduled", value="False"):
         if condition.get("reason") == "Unschedulable":
             why = f"no room: {condition.get('message', 'Unschedulable')}"
             return why, UNSCHEDULABLE_S, read_time(condition.get("lastTransitionTime"))
     return None
+
+
+def _find_image(pod: Mapping[str, Any], container: str) -> str:
+    return str(next(each for each in pod["spec"]["containers"] if each["name"] == container)["image"])
+
+
+def _quote(state: Mapping[str, Any]) -> str:
+    """Return the kubelet's message, such as the secret that is missing; its last part says most."""
+    message = " ".join(str(state.get("message", "")).split())
+    return f" ({message if len(message) <= MESSAGE_MAX else '...' + message[-MESSAGE_MAX:]})" if message else ""
 
 
 def is_kept(pod: Mapping[str, Any]) -> bool:

@@ -46,7 +46,7 @@ def write_policy(config: Config) -> str:
 
 async def _read_partitions(run: RunCommand, cluster: SlurmCluster) -> Sequence[Partition] | CloudError:
     try:
-        nodes = await call_slurm(run, cluster, ["sinfo", "-h", "-o", "|".join(FIELDS)])
+        nodes = await call_slurm(run, cluster, ["sinfo", "--noconvert", "-h", "-o", "|".join(FIELDS)])
         rules = await call_slurm(run, cluster, ["scontrol", "-o", "show", "partition"])
     except CloudError as error:
         return error
@@ -82,6 +82,7 @@ def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
                 grace_s=float(rule.get("GraceTime", 0)),
                 time_limit=find_time_limit(rule, limit),
                 gres=kind,
+                is_exclusive=rule.get("OverSubscribe") == "EXCLUSIVE",
             )
         )
     return found

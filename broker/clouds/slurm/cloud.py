@@ -9,7 +9,8 @@ preempt    Slurm sends SIGTERM, which is passed on as a notice, and kills the no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -21,12 +22,13 @@ from broker.clouds.slurm.commands import (
     QueuedJob,
     RunCommand,
     find_addresses,
+    find_federation_name,
     list_jobs,
     run_command,
     show_job,
 )
 from broker.clouds.slurm.script import find_partition, make_argv, make_script, name_job, read_comment
-from broker.clouds.slurm.states import EXIT_REASONS, GONE, find_error, find_state
+from broker.clouds.slurm.states import EXIT_REASONS, GONE, HOPELESS, find_error, find_state
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -42,6 +44,8 @@ from broker.sites.facts import find_facts
 from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions
 from broker.types import Node, NodeList, NodeRequest, NodeState
 from broker.user_files import UserFile
+
+log = logging.getLogger(__name__)
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL where a partition has no grace time
 Read = Callable[[], tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]]
@@ -68,7 +72,8 @@ class SlurmCloud:
         self._read = read
         self._clock = clock
         self._run = run
-        self._addresses: dict[tuple[str, str], Sequence[tuple[str, str]]] = {}  # by the nodes: a job may be moved
+        # By job and nodes: a job may be moved, and a node of a cloud has another address after each start.
+        self._addresses: dict[tuple[str, int, str], Sequence[tuple[str, str]]] = {}
         self._ends: dict[tuple[str, int], tuple[str, float]] = {}  # job -> why and when it ended
 
     async def check(self) -> None:
@@ -102,9 +107,12 @@ class SlurmCloud:
             raise UnknownOutcomeError(f"the job was submitted, but cannot be queried: {error.message}") from error
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region."""
+        """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region.
+
+        Jobs of the owner that Slurm keeps, but never starts, are cancelled.
+        """
         clusters = self._list_clusters()
-        answers = await asyncio.gather(*map(self._try_list, clusters))
+        answers = await asyncio.gather(*(self._try_list(cluster, owner) for cluster in clusters))
         unseen = {
             cluster.name: answer
             for cluster, answer in zip(clusters, answers, strict=True)
@@ -157,6 +165,8 @@ class SlurmCloud:
     async def _submit(self, cluster: SlurmCluster, partition: Partition, request: NodeRequest) -> None:
         """Submit the gang, after checking that it can ever start: the queue itself refuses little."""
         argv = make_argv(cluster, partition, request, now_s=self._clock.now_s())
+        if name := await find_federation_name(self._run, cluster):
+            argv.append(f"--clusters={name}")  # another cluster may start it, and this one then lists it as revoked
         script = make_script(
             request,
             partition,
@@ -199,12 +209,36 @@ class SlurmCloud:
                 error = find_error(text)
                 raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
 
-    async def _try_list(self, cluster: SlurmCluster) -> Sequence[Node] | CloudError:
+    async def _try_list(self, cluster: SlurmCluster, owner: str = "") -> Sequence[Node] | CloudError:
         try:
             jobs = await list_jobs(self._run, cluster)
+            self._forget_others(cluster, {job.id for job in jobs})
+            for job in jobs:
+                await self._give_up(cluster, job, owner)
             return [node for job in jobs for node in await self._make_nodes(cluster, job)]
         except CloudError as error:
             return error
+
+    def _forget_others(self, cluster: SlurmCluster, jobs: Set[int]) -> None:
+        """Forget the jobs that are no longer listed: a controller that lost its state uses their numbers again."""
+        self._addresses = {
+            key: value for key, value in self._addresses.items() if key[0] != cluster.name or key[1] in jobs
+        }
+        self._ends = {key: value for key, value in self._ends.items() if key[0] != cluster.name or key[1] in jobs}
+
+    async def _give_up(self, cluster: SlurmCluster, job: QueuedJob, owner: str) -> None:
+        """Cancel a job of the owner that never starts; the next list reports it with the reason."""
+        tags = read_comment(job.comment)
+        if tags is None or tags["o"] != owner or find_state(job.state)[0] is not NodeState.PENDING:
+            return
+        if not HOPELESS.fullmatch(job.reason):
+            return
+        try:
+            await self._cancel(cluster, job.id, name_job(owner, tags["t"]))
+        except CloudError as error:  # it must not hide the other jobs; the next list tries again
+            log.warning("job %d of cluster `%s`, which never starts, stays: %s", job.id, cluster.name, error.message)
+        else:
+            self._ends[(cluster.name, job.id)] = (f"Slurm never starts it: {job.reason}", self._clock.now_s())
 
     async def _make_nodes(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[Node]:
         """Return a node for each rank of one of our jobs; nothing for others."""
@@ -246,16 +280,17 @@ class SlurmCloud:
     async def _find_end(self, cluster: SlurmCluster, job: QueuedJob, reason: str) -> tuple[str, float]:
         """Return why and when a job ended; queried once. The nodes report it by the job's exit code."""
         key = (cluster.name, job.id)
-        if key not in self._ends:
+        end = self._ends.get(key)
+        if end is None:
             if not reason:
                 code = (await show_job(self._run, cluster, job.id)).get("ExitCode", "").partition(":")[0]
                 reason = EXIT_REASONS.get(int(code), "crashed") if code.isdigit() else "crashed"
             # A job that never ran may have no end time later than its creation.
-            self._ends[key] = (reason, min(job.end_s or self._clock.now_s(), self._clock.now_s()))
-        return self._ends[key]
+            end = self._ends[key] = (reason, min(job.end_s or self._clock.now_s(), self._clock.now_s()))
+        return end
 
     async def _find_addresses(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[tuple[str, str]]:
-        key = (cluster.name, job.node_list)
+        key = (cluster.name, job.id, job.node_list)
         if key not in self._addresses and job.node_list:
             self._addresses[key] = await find_addresses(self._run, cluster, job.node_list)
         return self._addresses.get(key, ())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import shlex
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from broker.clouds.slurm.states import GONE, find_error
 from broker.errors import InvalidRequestError, TransientError, UnknownOutcomeError
 from broker.frozen import frozen
 from broker.sites.openssh import Completed, call
-from broker.sites.slurm import SlurmCluster
+from broker.sites.slurm import SlurmCluster, join_command
 
 CALL_S = 60.0
 SSH_S = 15.0
 NOT_FOUND = 127
+UNKNOWN_NODE = "not found"  # `Node n7 not found`, by scontrol, without another error
 # Variables of our environment that Slurm's commands get; a job inherits them, so no credential is among them.
 PASSED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
 FIELDS = ("%i", "%T", "%r", "%D", "%N", "%S", "%e", "%P", "%k")  # the comment last: it may contain the separator
@@ -42,7 +43,7 @@ async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes =
     """Run a command on the machine that has the cluster's commands. Raises TransientError, or AuthError for a refused
     login."""
     if cluster.login is not None:
-        return await cluster.login.run(shlex.join(argv), stdin=stdin, timeout_s=CALL_S)
+        return await cluster.login.run(join_command(argv), stdin=stdin, timeout_s=CALL_S)
     env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
     try:
         return await call(argv, stdin=stdin, timeout_s=CALL_S, what=f"`{argv[0]}`", env=env)
@@ -65,9 +66,26 @@ async def call_slurm(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str]
 
 
 async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None = None) -> Sequence[QueuedJob]:
-    """List this user's jobs, including those that ended within Slurm's MinJobAge (5 minutes by default)."""
+    """List this user's jobs, including those that ended within Slurm's MinJobAge (5 minutes by default).
+
+    Only those of this cluster, also if it is part of a federation.
+    """
     chosen = ["--name", name] if name else []
-    argv = ["env", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "-h", "-a", "-t", "all", *chosen, "-o", "|".join(FIELDS)]
+    argv = [
+        "env",
+        "SLURM_TIME_FORMAT=%s",
+        "squeue",
+        "--local",
+        "--noconvert",
+        "--me",
+        "-h",
+        "-a",
+        "-t",
+        "all",
+        *chosen,
+        "-o",
+        "|".join(FIELDS),
+    ]
     try:
         text = await call_slurm(run, cluster, argv)
     except UnknownOutcomeError as error:  # listing has no third outcome: it failed
@@ -114,6 +132,19 @@ async def show_job(run: RunCommand, cluster: SlurmCluster, job_id: int) -> Mappi
     raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
 
 
+async def find_federation_name(run: RunCommand, cluster: SlurmCluster) -> str | None:
+    """Return the cluster's name in its federation; None if it is in none. Raises CloudError if it does not answer.
+
+    `scontrol show federation` begins with `Federation: NAME`, then `Self: CLUSTER:HOST:PORT ID:1 ...`.
+    """
+    try:
+        text = await call_slurm(run, cluster, ["scontrol", "show", "federation"])
+    except UnknownOutcomeError as error:
+        raise TransientError(error.message) from error
+    found = re.search(r"^Self:\s+([^:\s]+):", text, re.MULTILINE)
+    return found[1] if found else None
+
+
 def parse_pairs(line: str) -> Mapping[str, str]:
     """Parse `Name=value Name=value`; a word without `=` continues the value before it."""
     pairs: dict[str, str] = {}
@@ -129,8 +160,16 @@ def parse_pairs(line: str) -> Mapping[str, str]:
 
 
 async def find_addresses(run: RunCommand, cluster: SlurmCluster, node_list: str) -> Sequence[tuple[str, str]]:
-    """Return name and address of each node of an allocation, in the order of their ranks."""
-    text = await call_slurm(run, cluster, ["scontrol", "-o", "show", "node", node_list])
-    by_name = {pairs["NodeName"]: pairs for line in text.splitlines() if (pairs := parse_pairs(line))}
+    """Return name and address of each node of an allocation, in the order of their ranks.
+
+    The address is the name if Slurm does not show the node: it may have left the configuration, or be private
+    (`PrivateData=nodes`).
+    """
+    done = await run(cluster, ["scontrol", "-o", "show", "node", node_list], b"")
+    text, errors = (each.decode(errors="replace") for each in (done.stdout, done.stderr))
+    if done.returncode and UNKNOWN_NODE not in f"{text}{errors}":
+        error = find_error(errors)
+        raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
+    by_name = {pairs["NodeName"]: pairs for line in text.splitlines() if "NodeName" in (pairs := parse_pairs(line))}
     names = (await call_slurm(run, cluster, ["scontrol", "show", "hostnames", node_list])).split()
     return [(name, by_name.get(name, {}).get("NodeAddr") or name) for name in names]

@@ -36,6 +36,7 @@ def main(settings: dict[str, object], machine: str) -> None:
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
             file.write(text)
     own = {"HOME": os.path.join(folder, "home"), "TMPDIR": os.path.join(folder, "tmp"), "BROKER_NODE_DIR": folder}
+    own["PATH"] = find_path(folder)
     environment = {**os.environ, **own, "PYTHONUNBUFFERED": "1", "BROKER_HOST_HOME": os.path.expanduser("~")}
     argv = [sys.executable, "-I", "-S", os.path.join(folder, "machine.py"), folder, "foreground"]
     process = subprocess.Popen(argv, env=environment, cwd=folder, stdin=subprocess.DEVNULL)
@@ -45,6 +46,19 @@ def main(settings: dict[str, object], machine: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     remove(socket)
     os._exit(code if code >= 0 else 76)
+
+
+def find_path(folder: str) -> str:
+    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
+    the agent is started by it."""
+    path = os.environ.get("PATH", os.defpath)
+    if os.environ.get("BROKER_PYTHON", "python3") == "python3":
+        return path
+    place = os.path.join(folder, "bin")
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    if not os.path.lexists(os.path.join(place, "python3")):
+        os.symlink(sys.executable, os.path.join(place, "python3"))
+    return place + os.pathsep + path
 
 
 def remove_stale(root: str) -> None:

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.errors import InvalidRequestError
+from broker.sites.host_python import make_python_argv
 from broker.sites.slurm import NODE_ROOT, Partition, SlurmCluster
 from broker.types import NodeRequest
 
-# The job ends with its last node: a lost node must not end the others before they have saved their state.
+# The job ends with its last node: a lost node must not end the others before they have saved their state. Since Slurm
+# 22.05, srun does not inherit `--cpus-per-task`: a site with `TaskPluginParam=autobind` would bind a node to one CPU.
 SCRIPT = """\
 #!/bin/sh
 # Written by broker: holds the nodes of one gang. Its nodes end with the job, and the job with its nodes.
-exec srun --kill-on-bad-exit=0 --wait=0 --unbuffered python3 -I -S -c {boot} {program}
+exec srun --kill-on-bad-exit=0 --wait=0 --unbuffered --cpu-bind=none {python} {boot} {program}
 """
 BOOT = "import base64, sys, zlib; exec(zlib.decompress(base64.b64decode(sys.argv[1])).decode())"
 NOTICE_S = 120  # before the time limit
@@ -99,7 +101,8 @@ def make_script(request: NodeRequest, partition: Partition, *, program: str, mac
         f"SETTINGS['root'] = {NODE_ROOT!r}.format(user=os.getuid())\nmain(SETTINGS, {machine!r})\n"
     )
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-    return SCRIPT.format(boot=shlex.quote(BOOT), program=packed).encode()
+    python = shlex.join(make_python_argv("-c"))
+    return SCRIPT.format(python=python, boot=shlex.quote(BOOT), program=packed).encode()
 
 
 def find_partition(partitions: Sequence[Partition], request: NodeRequest) -> Partition:

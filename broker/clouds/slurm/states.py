@@ -18,6 +18,7 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
+from broker.sites.host_python import NO_PYTHON
 from broker.types import NodeEnd, NodeState
 
 # State -> ours, and why a node ended there. The names are those of `squeue -t`.
@@ -49,8 +50,16 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
     "OUT_OF_MEMORY": (NodeState.TERMINATED, NodeEnd.OUT_OF_MEMORY),
     "REVOKED": (NodeState.TERMINATED, "revoked"),
 }
-# Exit codes of the machine (`EXIT_CODES` in local_machine.py).
-EXIT_REASONS = {71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED}
+# Reasons of pending jobs that Slurm keeps, but never starts: they exceed a limit that holds for each single job. Limits
+# of all jobs together, and of nodes that are down, pass.
+HOPELESS = re.compile(
+    r"(QOS|Assoc)(Max\w+Per(Job|Node)(Limit)?|Min(GRES|Memory|CpuNotSatisfied))|PartitionTimeLimit|Invalid(Account|QOS)"
+)
+# Exit codes of the machine (`EXIT_CODES` in local_machine.py), and of the search for its Python.
+EXIT_REASONS = {
+    71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED,
+    NO_PYTHON: "the host has no Python 3.8 or newer",
+}  # fmt: skip
 
 # Message of sbatch -> class. A message matches if it contains the key; the longest key wins.
 ERRORS: Mapping[str, type[CloudError]] = {

@@ -194,7 +194,21 @@ def make_env(folder: str) -> dict[str, str]:
     """Return the machine's environment: some variables of the login, and folders of its own."""
     passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
     own = {"HOME": os.path.join(folder, "home"), "TMPDIR": os.path.join(folder, "tmp"), "BROKER_NODE_DIR": folder}
+    own["PATH"] = find_path(folder)
     return {**passed, **own, "PYTHONUNBUFFERED": "1", "BROKER_HOST_HOME": os.path.expanduser("~")}
+
+
+def find_path(folder: str) -> str:
+    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
+    the agent is started by it."""
+    path = os.environ.get("PATH", os.defpath)
+    if os.environ.get("BROKER_PYTHON", "python3") == "python3":
+        return path
+    place = os.path.join(folder, "bin")
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    if not os.path.lexists(os.path.join(place, "python3")):
+        os.symlink(sys.executable, os.path.join(place, "python3"))
+    return place + os.pathsep + path
 
 
 def make_socket_folder() -> str:

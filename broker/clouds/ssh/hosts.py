@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,11 +14,13 @@ from broker.clock import within
 from broker.clouds import local_machine
 from broker.clouds.ssh import host_program
 from broker.errors import TransientError
+from broker.sites.host_python import NO_PYTHON, make_python_argv
 from broker.sites.openssh import Completed, explain
 from broker.sites.pools import Host
 
 CALL_S = 60.0
-COMMAND = "exec python3 -I -S -"
+NOT_FOUND = 127  # exit code of a shell
+COMMAND = f"exec {shlex.join(make_python_argv('-'))}"
 
 # Runs a program on a host, as `run_by_ssh` does; tests substitute hosts without sshd.
 RunOnHost = Callable[[Host, bytes, float], Awaitable[Completed]]
@@ -38,7 +41,7 @@ async def call_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> 
         return answer["answer"]
     except (ValueError, KeyError) as error:
         why = explain(done.stderr) or f": exit code {done.returncode}"
-        hints = ("the host needs Python 3.8 or newer as `python3`",) if done.returncode == 127 else ()
+        hints = ("install Python 3.8 or newer on the host",) if done.returncode in (NOT_FOUND, NO_PYTHON) else ()
         raise TransientError(f"broker's program failed on host `{host.name}`{why}", hints=hints) from error
 
 

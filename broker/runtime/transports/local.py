@@ -123,7 +123,7 @@ def copy_file(source: Path, target: Path) -> None:
     new = source.stat()
     if target.is_file():
         old = target.stat()
-        if (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns):
+        if (old.st_size, old.st_mtime_ns, old.st_mode) == (new.st_size, new.st_mtime_ns, new.st_mode):
             return
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     shutil.copy2(source, temporary)

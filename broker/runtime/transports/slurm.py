@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from broker.config import Config
 from broker.errors import TransientError
 from broker.runtime.transports.machine import MachineTransport, read_site_file
 from broker.sites import FILES
-from broker.sites.slurm import NODE_ROOT, SlurmCluster, read_clusters
+from broker.sites.slurm import NODE_ROOT, SlurmCluster, join_command, read_clusters
 from broker.types import Node
 from broker.user_files import UserFile
 
@@ -46,7 +45,7 @@ class SlurmTransport(MachineTransport):
         if cluster.login is None:
             return ["env", *list_removals(os.environ), *step, *command]  # noqa: TID251 - of this allocation, not of ours
         argv = cluster.login.make_argv("-t" if has_terminal else "-T")
-        return [*argv, "exec " + shlex.join([*step, *command])]
+        return [*argv, "exec " + join_command([*step, *command])]
 
     def _find_folder(self, node: Node) -> str:
         return f"{NODE_ROOT}/{node.id}"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shlex
 import shutil
+import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ echo broker-list
 t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 [ -d "$t" ] && echo D || echo -
 command -v rsync >/dev/null && echo R || echo -
-[ -e "$t" ] && find "$t" -mindepth {depth} \\( -type f -o -type l -o -type d \\) -printf '%P\\t%s\\t%T@\\t%l\\0'
+[ -e "$t" ] && find "$t" -mindepth {depth} \\( -type f -o -type l -o -type d \\) -printf '%P\\t%s\\t%T@\\t%m\\t%l\\0'
 true"""
 # Outside the home folder, root creates the mount point and changes its owner, as SkyPilot does.
 UNPACK = """\
@@ -44,13 +45,16 @@ class Streams(Protocol):
         """Run a shell command on the node with bytes or a file as stdin. Raises TransientError."""
 
 
+Existing = tuple[int, float, str, int]  # size in bytes, mtime in s, target of a link, mode
+
+
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A node's files below the target: name -> (size in bytes, mtime in s, target of a link)."""
+    """A node's files below the target."""
 
     is_folder: bool
     has_rsync: bool
-    files: Mapping[str, tuple[int, float, str]]
+    files: Mapping[str, Existing]
 
 
 async def put_files(
@@ -90,7 +94,7 @@ def split_path(path: str) -> tuple[str, str]:
     return folder or ("/" if slash else "."), name
 
 
-def rename(files: Mapping[str, tuple[int, float, str]], name: str) -> dict[str, tuple[int, float, str]]:
+def rename(files: Mapping[str, Existing], name: str) -> dict[str, Existing]:
     """Rename the starting point, which `find` reports as ""."""
     return {name: files[""]} if "" in files else {}
 
@@ -106,9 +110,9 @@ async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: boo
     is_there, rsync, rest = text.split("\n", 2)
     files = {}
     for record in rest.split("\0"):
-        if record.count("\t") >= 3:
-            name, size, time_s, link = record.rsplit("\t", 3)
-            files[name] = (int(size), float(time_s), link)
+        if record.count("\t") >= 4:
+            name, size, time_s, mode, link = record.rsplit("\t", 4)
+            files[name] = (int(size), float(time_s), link, int(mode, 8))
     return Remote(is_folder=is_there == "D", has_rsync=rsync == "R" and not noise, files=files)
 
 
@@ -122,14 +126,19 @@ def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_changed(file: Path, name: str, remote: Remote) -> bool:
-    """Return whether to send the file. Times are compared in microseconds: tar and `find` lose finer differences."""
+    """Return whether to send the file. Times are compared in microseconds: tar and `find` lose finer differences.
+
+    `chmod +x` changes neither size nor time.
+    """
     existing = remote.files.get(name)
     if file.is_symlink():
         return existing is None or existing[2] != str(file.readlink())
     if file.is_dir():
         return existing is None
     status = file.stat()
-    return existing is None or existing[0] != status.st_size or abs(existing[1] - status.st_mtime) > 2e-6
+    if existing is None or existing[0] != status.st_size or abs(existing[1] - status.st_mtime) > 2e-6:
+        return True
+    return bool((existing[3] ^ status.st_mode) & stat.S_IXUSR)
 
 
 async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mapping[str, Path]) -> None:

@@ -137,7 +137,7 @@ def test_image_that_cannot_be_pulled_ends_the_launch_with_its_name(
         assert [each.state for each in listed] == [NodeState.PENDING] and not listed.unseen, "it hides no other pod"
         assert not bed.server.errors, "the deletion was tried"
         (node,) = await wait_state(bed, request.token, NodeState.TERMINATED)
-        assert node.reason == "ImagePullBackOff: image `nosuch/image:1`"
+        assert node.reason == "ImagePullBackOff: image `nosuch/image:1` (not found)"
 
     bed.run(act())
 

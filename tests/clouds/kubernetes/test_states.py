@@ -211,3 +211,20 @@ def test_obstacles_say_why_and_since_when() -> None:
     assert found is not None and found[:2] == ("no room: 0/3 nodes", UNSCHEDULABLE_S)
     pod["status"]["conditions"] = [{**condition, "reason": "SchedulingGated"}]
     assert find_obstacle(pod) is None, "Kueue holds it in its queue"
+
+
+def test_image_without_python3_is_the_reason_of_the_end() -> None:
+    message = 'failed to create containerd task: unable to start container process: exec: "python3": not found in $PATH'
+    ended = end_with(128, "StartError")
+    ended["terminated"]["message"] = message
+    reason = find_state(make_pod("Failed", state=ended), is_spot=False)[1]
+    assert reason == f"StartError: image `python` ({message})"
+
+
+def test_message_of_the_kubelet_says_what_a_pod_waits_for() -> None:
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "registry"\nnot found'}
+    obstacle = find_obstacle(make_pod("Pending", state={"waiting": waiting}))
+    assert obstacle and obstacle[0] == 'CreateContainerConfigError: image `python` (secret "registry" not found)'
+    waiting["message"] = "x" * 1000
+    obstacle = find_obstacle(make_pod("Pending", state={"waiting": waiting}))
+    assert obstacle and len(obstacle[0]) < 300

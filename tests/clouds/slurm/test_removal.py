@@ -71,7 +71,7 @@ def test_submitted_job_that_cannot_be_queried_is_no_refusal() -> None:
 
     async def run(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes) -> Completed:
         program = "squeue" if "squeue" in argv else argv[0]
-        if program == "scontrol":
+        if "node" in argv:
             raise AuthError("Permission denied (publickey)")
         line = f"7|RUNNING|None|1|n0|0|0|low|{comment}" if program == "squeue" and "sbatch" in commands else ""
         commands.append(program)

@@ -94,6 +94,12 @@ def test_script_carries_program_machine_and_the_partitions_grace_time() -> None:
     assert max(len(line) for line in script.splitlines()) < 100_000, "one argument of a program has a limit"
 
 
+def test_node_may_use_all_cpus_of_its_allocation_wherever_the_site_binds_tasks() -> None:
+    script = make_script(make_request(), PARTITION, program="PROGRAM", machine="MACHINE", kill_wait_s=30).decode()
+    (step,) = [line for line in script.splitlines() if "srun" in line and not line.startswith("#")]
+    assert "--cpu-bind=none" in step.split()
+
+
 def test_partition_that_is_gone_is_reported_with_what_to_do() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         find_partition([PARTITION], make_request("debug"))

@@ -18,6 +18,7 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
+from broker.sites.host_python import NO_PYTHON
 from broker.types import NodeEnd, NodeState
 
 LIBRARIES = [*Path("/usr/lib").glob("*/slurm-wlm/libslurmfull.so"), *Path("/usr/lib").glob("*/slurm/libslurmfull.so")]
@@ -147,5 +148,7 @@ def test_state_of_a_newer_slurm_is_not_taken_for_an_end() -> None:
     assert find_state("EXPEDITING") == (NodeState.RUNNING, "")
 
 
-def test_exit_codes_are_those_of_the_machine() -> None:
-    assert {EXIT_CODES[reason]: reason for reason in EXIT_REASONS.values()} == EXIT_REASONS
+def test_exit_codes_are_those_of_the_machine_and_of_the_search_for_its_python() -> None:
+    of_machine = {code: reason for code, reason in EXIT_REASONS.items() if code != NO_PYTHON}
+    assert {EXIT_CODES[reason]: reason for reason in of_machine.values()} == of_machine
+    assert NO_PYTHON not in EXIT_CODES.values() and "Python 3.8" in EXIT_REASONS[NO_PYTHON]

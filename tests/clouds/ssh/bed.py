@@ -14,6 +14,7 @@ from typing import IO
 from broker.clock import SystemClock
 from broker.clouds.base import Cloud
 from broker.clouds.ssh.cloud import SshCloud
+from broker.clouds.ssh.hosts import COMMAND
 from broker.errors import AuthError, TransientError
 from broker.sites.facts import Machine
 from broker.sites.login import SshLogin
@@ -67,7 +68,7 @@ class PoolBed(Bed):
         home = self.find_home(host.name)
         home.mkdir(parents=True, exist_ok=True)
         env = {"HOME": str(home), "PATH": os.pathsep.join((f"{sys.base_prefix}/bin", os.environ["PATH"]))}
-        done = await call(["python3", "-I", "-S", "-"], stdin=program, timeout_s=timeout_s, what=host.name, env=env)
+        done = await call(["sh", "-c", COMMAND], stdin=program, timeout_s=timeout_s, what=host.name, env=env)
         if self.answers_lost and b'"verb": "claim"' in program:
             self.answers_lost -= 1
             raise TransientError(f"host `{host.name}` did not answer")

@@ -16,6 +16,7 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.clouds.ssh.cloud import SshCloud, make_cloud, make_record
+from broker.clouds.ssh.hosts import COMMAND
 from broker.clouds.ssh.memory import HostMemory
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
@@ -45,7 +46,7 @@ class SharedHomeBed(PoolBed):
             assert old in program or old == b"alive.lock"
             program = program.replace(old, new)
         env = {"HOME": str(self.root / "home"), "PATH": os.pathsep.join((f"{sys.base_prefix}/bin", os.environ["PATH"]))}
-        return await call(["python3", "-I", "-S", "-"], stdin=program, timeout_s=timeout_s, what=host.name, env=env)
+        return await call(["sh", "-c", COMMAND], stdin=program, timeout_s=timeout_s, what=host.name, env=env)
 
 
 def list_all(bed: PoolBed, owner: str = OWNER) -> Sequence[Node]:

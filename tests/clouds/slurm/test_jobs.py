@@ -1,0 +1,149 @@
+"""Nodes of Slurm's jobs: addresses that Slurm does not show or gives again, job numbers used twice, federations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.clouds.slurm.cloud import SlurmCloud
+from broker.clouds.slurm.script import make_comment
+from broker.errors import TransientError
+from broker.sites.facts import Machine
+from broker.sites.openssh import Completed
+from broker.sites.slurm import Partition, SlurmCluster
+from broker.types import Node, NodeRequest, NodeState
+from tests.clouds.beds import OWNER, make_request
+
+MACHINE = Machine(vcpus=1, memory_gib=1)
+SELF = "Federation: union\nSelf:       alpha:10.0.0.1:6817 ID:1 FedState:ACTIVE Features:\nSibling:    beta:\n"
+
+
+def ask(token: str) -> NodeRequest:
+    offer = MACHINE.make_offer("slurm", "here", zone="low", ondemand_usd_hour=0.1)
+    bed = SimpleNamespace(offer=replace(offer, spot_usd_hour=0.1))
+    return replace(make_request(bed), token=token)  # type: ignore[arg-type]
+
+
+class Controller:
+    """A Slurm that starts a job at once, on node `n0`; `jobs` are `(number, state, request)`."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[int, str, NodeRequest]] = []
+        self.submitted: list[Sequence[str]] = []
+        self.shown_node = Completed(returncode=0, stdout=b"NodeName=n0 NodeAddr=10.0.0.7 State=MIXED\n", stderr=b"")
+        self.federation = ""
+        self.reason = "None"
+        self.cancelled: list[str] = []
+        self.next_request = ask("first")
+        files = {"here": SlurmCluster(name="here")}, {"here": [Partition(name="low", machine=MACHINE, node_count=1)]}
+        self.cloud = SlurmCloud(lambda: files, clock=SystemClock(), run=self.run)
+
+    async def run(self, cluster: SlurmCluster, argv: Sequence[str], stdin: bytes) -> Completed:
+        text = ""
+        if "squeue" in argv:
+            assert "--local" in argv, "other clusters of a federation have jobs with the same name"
+            assert "--noconvert" in argv, "1024 nodes would be `1K`, which is no number"
+            text = "".join(
+                f"{number}|{state}|{self.reason}|1|n0|1|2|low|{json.dumps(make_comment(request, now_s=0.0))}\n"
+                for number, state, request in self.jobs
+            )
+        elif argv[0] == "sbatch" and "--test-only" not in argv:
+            self.submitted.append(argv)
+            self.jobs.append((7, "RUNNING", self.next_request))
+        elif argv[0] == "scancel" and "--signal=USR1" not in argv:
+            self.cancelled.append(argv[-1])
+            self.jobs = [(number, "CANCELLED", request) for number, _, request in self.jobs if str(number) == argv[-1]]
+        elif argv[-2:] == ["show", "federation"]:
+            text = self.federation
+        elif "node" in argv:
+            return self.shown_node
+        elif "hostnames" in argv:
+            text = "n0\n"
+        elif "job" in argv:
+            text = "JobId=7 ExitCode=72:0\n"
+        return Completed(returncode=0, stdout=text.encode(), stderr=b"")
+
+    def list_nodes(self) -> Sequence[Node]:
+        found = asyncio.run(self.cloud.list_nodes(OWNER))
+        assert not found.unseen
+        return found.nodes
+
+
+def test_node_that_slurm_does_not_show_has_its_name_as_address() -> None:
+    """With `PrivateData=nodes`, and after it left the configuration; the other jobs of the cluster are listed, too."""
+    controller = Controller()
+    controller.shown_node = Completed(returncode=1, stdout=b"Node n0 not found\n", stderr=b"")
+    controller.jobs = [(1, "RUNNING", ask("first")), (2, "PENDING", ask("second"))]
+    assert [(node.state, node.address) for node in controller.list_nodes()] == [
+        (NodeState.RUNNING, "n0"), (NodeState.PENDING, ""),
+    ]  # fmt: skip
+
+
+def test_busy_controller_leaves_the_cluster_unseen() -> None:
+    controller = Controller()
+    controller.shown_node = Completed(
+        returncode=1, stdout=b"", stderr=b"slurm_load_node error: Socket timed out on send/recv operation\n"
+    )
+    controller.jobs = [(1, "RUNNING", ask("first"))]
+    with pytest.raises(TransientError):
+        asyncio.run(controller.cloud.list_nodes(OWNER))
+
+
+def test_node_of_a_cloud_has_the_address_of_its_last_start() -> None:
+    controller = Controller()
+    controller.jobs = [(1, "RUNNING", ask("first"))]
+    assert [node.address for node in controller.list_nodes()] == ["10.0.0.7"]
+    controller.shown_node = Completed(returncode=0, stdout=b"NodeName=n0 NodeAddr=10.0.0.8 State=MIXED\n", stderr=b"")
+    controller.jobs = [(2, "RUNNING", ask("second"))]
+    assert [node.address for node in controller.list_nodes()] == ["10.0.0.8"]
+
+
+def test_job_with_the_number_of_an_earlier_one_has_its_own_end() -> None:
+    controller = Controller()
+    controller.jobs = [(7, "PREEMPTED", ask("first"))]
+    assert [node.reason for node in controller.list_nodes()] == ["preempted"]
+    controller.jobs = []
+    assert not controller.list_nodes()
+    controller.jobs = [(7, "FAILED", ask("second"))]
+    assert [node.reason for node in controller.list_nodes()] == ["done"], "by its exit code"
+
+
+@pytest.mark.parametrize(("federation", "expected"), [("", []), (SELF, ["--clusters=alpha"])])
+def test_gang_is_submitted_to_no_other_cluster_of_a_federation(federation: str, expected: list[str]) -> None:
+    controller = Controller()
+    controller.federation = federation
+    asyncio.run(controller.cloud.create_nodes(controller.next_request))
+    ((*_, last),) = controller.submitted
+    assert [word for word in controller.submitted[0] if word.startswith("--clusters")] == expected, last
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxWallDurationPerJobLimit", "AssocMaxGRESPerJob", "PartitionTimeLimit"])
+def test_job_that_slurm_never_starts_ends_with_the_reason(reason: str) -> None:
+    """It would wait for 45 minutes, and so would the next one."""
+    controller = Controller()
+    controller.jobs, controller.reason = [(1, "PENDING", ask("first"))], reason
+    controller.list_nodes()
+    assert controller.cancelled == ["1"]
+    (node,) = controller.list_nodes()
+    assert (node.state, node.reason) == (NodeState.TERMINATED, f"Slurm never starts it: {reason}")
+
+
+@pytest.mark.parametrize("reason", ["Resources", "Priority", "AssocGrpGRES", "QOSMaxGRESPerUser", "PartitionNodeLimit"])
+def test_job_that_waits_for_others_stays_in_the_queue(reason: str) -> None:
+    controller = Controller()
+    controller.jobs, controller.reason = [(1, "PENDING", ask("first"))], reason
+    assert [node.state for node in controller.list_nodes()] == [NodeState.PENDING] and not controller.cancelled
+
+
+def test_jobs_of_another_owner_are_left_alone() -> None:
+    controller = Controller()
+    controller.jobs, controller.reason = [(1, "PENDING", ask("first"))], "PartitionTimeLimit"
+    asyncio.run(controller.cloud.list_nodes("another-owner"))
+    asyncio.run(controller.cloud.check())
+    assert not controller.cancelled

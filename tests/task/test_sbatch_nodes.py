@@ -1,0 +1,64 @@
+"""What a batch script does once, on its first node, and a task's `run` on every node: values must be the same."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from broker.task.sbatch import import_sbatch
+
+ONE = "#!/bin/bash\n"
+TWO = "#!/bin/bash\n#SBATCH --nodes=2\n"
+FIRST = '$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("export MASTER_ADDR=$(hostname)", f"export MASTER_ADDR={FIRST}"),
+        ("A=`hostname -i`; export A", f"A={FIRST}; export A"),
+        ("""ip="$(hostname -I | awk '{print $1}')\"""", f"ip={FIRST}"),
+        ("head=$(hostname -s) && echo $head", f"head={FIRST} && echo $head"),
+        ('echo "on $(hostname)"', 'echo "on $(hostname)"'),
+        ("srun bash -c 'A=$(hostname); echo $A'", "bash -c 'A=$(hostname); echo $A'"),
+    ],
+)
+def test_host_of_the_script_is_the_first_node(line: str, expected: str) -> None:
+    """Otherwise each node would wait for the others at its own address."""
+    assert import_sbatch(f"{TWO}{line}\n").task["run"] == f"{expected}\n"
+    assert "SKYPILOT_NODE_IPS" not in import_sbatch(f"{ONE}{line}\n").task["run"]
+
+
+@pytest.mark.parametrize("name", ["SLURM_LAUNCH_NODE_IPADDR", "SLURMD_NODENAME"])
+def test_variables_of_the_first_node_are_defined(name: str) -> None:
+    imported = import_sbatch(f"{TWO}srun ./a --address=${name}\n")
+    assert imported.task["run"] == f'export {name}="{FIRST}"\n./a --address=${name}\n'
+    assert not any(name in note for note in imported.notes)
+
+
+def test_random_numbers_of_the_script_are_the_same_on_all_nodes() -> None:
+    script = "export PORT=$((20000 + RANDOM % 1000))\nsrun torchrun --rdzv_id $RANDOM train.py\n"
+    run = import_sbatch(TWO + script).task["run"].replace("torchrun", "echo $PORT")
+    environment = {"BROKER_JOB_ID": "7"}
+    printed = {
+        subprocess.run(["bash", "-c", run], env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(3)
+    }
+    assert len(printed) == 1 and "rdzv_id" in printed.pop()
+    assert "RANDOM=" not in import_sbatch(ONE + script).task["run"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export MASTER_PORT=$(shuf -i 20000-30000 -n 1)",
+        "export RUN_ID=$(date +%s)",
+        "PORT=$(python -c 'import socket; s=socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')",
+    ],
+)
+def test_value_that_each_node_would_determine_by_itself_is_noted(line: str) -> None:
+    notes = import_sbatch(f"{TWO}{line}\nsrun ./a\n").notes
+    assert notes[0].startswith(f"`{line[:60]}` has another value on each node")
+    assert not import_sbatch(f"{ONE}{line}\nsrun ./a\n").notes
+    assert not import_sbatch(f"{TWO}echo started at $(date)\nsrun ./a\n").notes
