@@ -315,10 +315,11 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     pairs = {"": value} if isinstance(value, str) else value
     images = {"" if region in _ANY_REGION else region: image for region, image in pairs.items()}
     place = section.find_key("image_id")
-    if "docker" in images:  # SkyPilot: a container inside a machine image
-        hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
-        reader.warn(place, "image_id", "`image_id`: this machine image is not supported", hint, blocks_launch=True)
-        return {"": CONTAINER + images["docker"]}
+    if (container := images.pop("docker", None)) is not None:  # SkyPilot: a container inside a machine image
+        if images:
+            hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
+            reader.warn(place, "image_id", "`image_id`: this machine image is not supported", hint, blocks_launch=True)
+        return {"": CONTAINER + container.removeprefix(CONTAINER)}
     if any(each.startswith(SKYPILOT) for each in images.values()):
         hint = "remove `image_id`: broker chooses an image for the machine"
         reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not supported", hint, blocks_launch=True)
