@@ -11,6 +11,7 @@ def main() -> NoReturn:
     from broker.cli.interrupts import end_on_interrupt
 
     end_on_interrupt()
+    _prepare_streams()
     if os.getenv("_BROKER_COMPLETE"):
         _complete()
     # Importing creates tens of thousands of objects and no garbage: with its default threshold, the collector takes a
@@ -24,6 +25,20 @@ def main() -> NoReturn:
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     end_process(code)
+
+
+def _prepare_streams() -> None:
+    """Let commands read and write regardless of the terminal and the shell.
+
+    A program's output may contain characters that a Latin-1 or ASCII terminal lacks, which are shown as escapes. For a
+    stream that the shell closed (`>&-`), Python has none.
+    """
+    for name, mode, flag in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_WRONLY), ("stderr", "w", os.O_WRONLY)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flag), mode, encoding="utf-8"))
+        elif mode == "w" and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _complete() -> None:

@@ -90,8 +90,18 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:
-    """Return whether this is a task file, by SkyPilot's rule: one word that is a file or ends in `.yaml` or `.yml`."""
-    return len(entrypoint) == 1 and (entrypoint[0].endswith((".yaml", ".yml")) or Path(entrypoint[0]).is_file())
+    """Return whether this is a task file, by SkyPilot's rule: one word that is a file or ends in `.yaml` or `.yml`.
+
+    A pipe is one, too: `/dev/stdin`, or `<(envsubst < task.yaml)`. Raises UsageError for `-`.
+    """
+    if list(entrypoint) == ["-"]:
+        raise UsageError("`-` is not a task file", hints=["read a task from standard input with `/dev/stdin`"])
+    if len(entrypoint) != 1 or entrypoint[0].endswith((".yaml", ".yml")):
+        return len(entrypoint) == 1
+    try:
+        return Path(entrypoint[0]).is_file() or Path(entrypoint[0]).is_fifo()
+    except OSError:  # a command that is too long for the name of a file
+        return False
 
 
 def write_command(words: Sequence[str]) -> str:

@@ -124,7 +124,7 @@ def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
         "clouds bill at least a minute, plus disks"
     )
     if offer.cloud != "local" and not yes:
-        typer.confirm("Start?", abort=True, err=True)
+        options.ask("Start?")
 
 
 def _open_tape(context: Context, cloud: Cloud, record: Path | None) -> Tape | None:

@@ -14,6 +14,7 @@ from broker.cli.jobs_show import JobName
 from broker.cli.render import print_line, print_note
 from broker.clock import pause
 from broker.errors import BrokerError, UsageError
+from broker.formatting import format_count
 from broker.types import Job
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def forward(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     send_to_trackers(trackers, found, None, now_s=session.clock.now_s())
-    print_line(f"Job {found.id} ended with status {found.status.value}; {count} progress lines were forwarded")
+    lines = format_count(count, "progress line")
+    print_line(f"Job {found.id} ended with status {found.status.value}; forwarded {lines}")
 
 
 def make_trackers(

@@ -41,7 +41,7 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool, parallel: int = 1, total:
     if all(each.placement.offer.cloud == "local" for each in choices):
         print_note(f"simulated price: {text}")
     elif not yes:
-        typer.confirm(f"Start at {text}?", abort=True)
+        options.ask(f"Start at {text}?")
 
 
 @contextmanager

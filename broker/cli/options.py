@@ -13,7 +13,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from broker.app.overrides import NO_OVERRIDES, Overrides, is_file, read_pairs, read_task, read_tasks
+from broker.cli import interrupts
 from broker.cli.completion import complete_clusters
+from broker.errors import UsageError
 
 __all__ = ["NO_OVERRIDES", "Overrides", "is_file", "read_pairs", "read_task", "read_tasks"]
 
@@ -130,4 +132,22 @@ def task_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
 def confirm(question: str, *, yes: bool) -> None:
     """Ask for confirmation on a terminal and abort unless the user agrees. With `--yes` or in a pipe, do not ask."""
     if not yes and sys.stdin.isatty():
+        ask(question)
+
+
+def ask(question: str) -> None:
+    """Ask for confirmation, and end the command with code 1 unless the user agrees, with 130 after Ctrl-C.
+
+    Raises UsageError if the input of a script ends without an answer.
+    """
+    try:
         typer.confirm(question, abort=True, err=True)
+    except typer.Abort as refusal:
+        if isinstance(refusal.__context__, KeyboardInterrupt):
+            sys.stderr.write(interrupts.NOTE)
+            raise typer.Exit(interrupts.CODE) from None
+        if isinstance(refusal.__context__, EOFError):
+            sys.stderr.write("\n")
+            if not sys.stdin.isatty():
+                raise UsageError("standard input has no answer", hints=["confirm with `--yes`"]) from None
+        raise

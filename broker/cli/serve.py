@@ -187,7 +187,7 @@ def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
         count = count_replicas(check_service(plan.task))
         usd_hour = count * plan.choice.placement.usd_hour
         if plan.choice.placement.offer.cloud != "local" and not yes:
-            typer.confirm(f"Start {format_count(count, 'replica')} at {format_usd(usd_hour)} USD/h?", abort=True)
+            options.ask(f"Start {format_count(count, 'replica')} at {format_usd(usd_hour)} USD/h?")
 
     return show, confirm
 

@@ -103,8 +103,8 @@ def record(
         f"{format_count(ticks, 'observation')} of {format_count(len(chosen), 'zone')}, {every:g} minutes apart; each "
         f"one launches and terminates the nodes,\nfor which clouds bill about a minute at {format_usd(usd_hour)} USD/h"
     )
-    if not yes and usd_hour > 0 and not typer.confirm("Start recording?", err=True):
-        raise typer.Exit(1)
+    if not yes and usd_hour > 0:
+        options.ask("Start recording?")
     recorder = Recorder(
         context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out,
         every_s=every * 60, on_message=print_note,

@@ -119,7 +119,7 @@ class _Expander:
             return marked
         if isinstance(marked.value, str):
             text = self.fill(marked.value)
-            return replace(marked, value=text, text=text)
+            return replace(marked, value=text, text=text, is_plain=marked.is_plain and text == marked.value)
         if isinstance(marked.value, list):
             return replace(marked, value=[self.expand(each) for each in marked.value])
         if isinstance(marked.value, dict):

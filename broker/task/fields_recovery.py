@@ -18,7 +18,7 @@ JOB_RECOVERY = Table(
             shape=Choice(words=STRATEGY_WORDS),
             is_blank_none=True,
             about="Placement after a preemption: `failover` tries the same location first, `eager_next_region` leaves "
-            "the region at once, `cheapest` plans again, `deadline` (the default if the `goal` has work and a "
+            "the region immediately, `cheapest` plans again, `deadline` (the default if the `goal` has work and a "
             "deadline) weighs spot, waiting and on-demand against the remaining time. SkyPilot's "
             "`DYNAMIC_NODE_SET` means the default strategy with `min_nodes` (1 unless set).",
         ),
@@ -26,7 +26,7 @@ JOB_RECOVERY = Table(
             shape=Whole(),
             about="Maximum restarts of a failed program. By default, the program restarts as long as it reports new "
             "steps or checkpoints; three failures at the same step end the job. A failure before the first step ends "
-            "it at once, unless a signal ended a program that saves checkpoints.",
+            "it immediately, unless a signal ended a program that saves checkpoints.",
         ),
         "recover_on_exit_codes": Field(
             shape=Either(shapes=(Whole(maximum=255), ListOf(item=Whole(maximum=255)))),

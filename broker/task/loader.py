@@ -55,7 +55,8 @@ def load_tasks(
         with path.open("rb") as file:
             data = file.read(BYTES_MAX + 1)
     except OSError as error:
-        raise fail(f"cannot read the task file: {(error.strerror or 'unreadable').lower()}") from None
+        hint = _suggest_file(path) if isinstance(error, FileNotFoundError) else None
+        raise fail(f"cannot read the task file: {(error.strerror or 'unreadable').lower()}", hint=hint) from None
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise fail("the file is UTF-16, not UTF-8 text", hint="save it as UTF-8")
     if len(data) > BYTES_MAX:
@@ -68,6 +69,18 @@ def load_tasks(
         column = len(before.removeprefix("\ufeff")) + 1
         raise fail("the file is not UTF-8 text", line=line, column=column, hint="save it as UTF-8") from None
     return load_tasks_text(text, str(path), envs=envs, secrets=secrets)
+
+
+def _suggest_file(path: Path) -> str | None:
+    """Return a task file in the same folder with a similar name, as a hint."""
+    import difflib  # only after a fault, as in `suggest`
+
+    try:
+        names = {each.stem: each.name for each in sorted(path.parent.glob("*.y*ml"))}
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    return f"did you mean `{names[near[0]]}`?" if near else None
 
 
 def load_tasks_text(

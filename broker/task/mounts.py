@@ -18,6 +18,7 @@ from broker.types import Repository, Resources, StorageMount
 # Storage that nodes support (`storage/mounts.py`), as a URL or as the store of a named bucket.
 SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "r2://", "file://")
 SERVED_STORES = ("s3", "gcs", "azure", "r2")
+_URL_STORES = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "r2": "r2"}  # scheme -> the store of its buckets
 _STORES = {"aws": "s3", "gcp": "gcs", "azure": "azure"}  # cloud -> the store of its own buckets
 _FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
@@ -162,6 +163,10 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
             is_hub = store == "hf" or any(each.startswith("hf://") for each in sources)
             message = f"`file_mounts`: {_describe_unserved(sources, name, store)}"
             _warn(reader, section.marked, message, _HUB if is_hub else _NAME)
+        elif sources and store not in (None, _find_store(sources[0], store)):
+            # SkyPilot copies it to a new bucket of that store and mounts the copy.
+            message = f"`file_mounts`: copying `{sources[0]}` to a bucket in `{store}` is not supported"
+            _warn(reader, section.marked, message, "remove `store` to use the bucket where it is")
         elif sources and "://" in sources[0] and _lacks_bucket(sources[0]):
             _warn(reader, section.marked, f"`file_mounts`: `{sources[0]}` names no bucket", _FILL_IN)
         for each in sources:
@@ -188,6 +193,11 @@ def _describe_unserved(sources: tuple[str, ...], name: str | None, store: str | 
     if sources and "://" in sources[0]:
         return f"`{sources[0].partition('://')[0][:40]}://` URLs are not supported"
     return f"the store `{store}` is not supported" if name else "a local `source` requires the `name` of a bucket"
+
+
+def _find_store(source: str, default: str) -> str:
+    """Return the store of a bucket's URL; the default for a local path."""
+    return _URL_STORES.get(source.partition("://")[0], default) if "://" in source else default
 
 
 def _lacks_bucket(url: str) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from broker.errors import TaskError
+from broker.errors import Issue, TaskError
+from broker.task.allowed import find_image_cloud
 from broker.task.fields_resources import RESOURCES
 from broker.task.reading import Reader
-from broker.task.resources import read_resources
+from broker.task.resources import HOSTS, read_resources
 from broker.task.yaml_reader import Marked
 from broker.types import Resources, Task
 
@@ -46,15 +48,27 @@ def override_resources(
     changed = _list_changes(given)
     resources: list[Resources] = []
     made: list[Resources] = []  # without their preferences: the first of those that the flags make equal is kept
+    is_moved = bool({"infra", "cloud", "region", "zone"} & set(given))
     for each in task.resources:
         for flag in flags:
             changes = {name: getattr(flag, name) for name in changed}
             if "accelerators" in given and flag.accelerator is None:  # `CPU:4`
                 changes["cpus"] = flag.cpus
             merged = replace(each, **changes)
+            if is_moved:
+                placed = _place_image(each, merged, task.resources)
+                if placed is None:
+                    continue
+                merged = placed
             if (plain := replace(merged, preference=None)) not in made:
                 made.append(plain)
                 resources.append(merged)
+    if not resources:
+        place = "/".join(str(given[name]) for name in ("infra", "cloud", "region", "zone") if name in given)
+        hint = "add an image of that place to `image_id`, or remove `image_id`"
+        raise TaskError(
+            [Issue(file="command line", line=0, column=0, message=f"`image_id` has no image for `{place}`", hint=hint)]
+        )
     replaced = {*given, "cloud"} if "infra" in given else {*given, "infra"} if "cloud" in given else set(given)
     kept = tuple(notice for notice in task.notices if notice.field not in replaced)
     return replace(
@@ -63,6 +77,27 @@ def override_resources(
         num_nodes=num_nodes or task.num_nodes,
         notices=(*kept, *reader.take_notices()),
     )
+
+
+def _place_image(each: Resources, moved: Resources, others: Sequence[Resources]) -> Resources | None:
+    """Return the alternative at the flags' place; None if its image is for another place.
+
+    A machine image of EC2 exists in one region. Of several images, as in a mapping from region to image, each is for
+    its own region; a container is for every region unless another alternative has one for this region.
+    """
+    if each.image_id is None or moved.cloud in HOSTS:
+        return moved
+    cloud = find_image_cloud(each.image_id)
+    if cloud is not None and moved.cloud not in (None, cloud):
+        return None
+    is_bound = each.image_id.startswith("ami-") or len({other.image_id for other in others}) > 1
+    if each.container is not None:
+        is_bound = is_bound and moved.region in {other.region for other in others if other.region is not None}
+    if each.region is None or not is_bound:
+        return moved
+    if moved.region not in (None, each.region):
+        return None
+    return replace(moved, cloud=moved.cloud or each.cloud, region=each.region)
 
 
 def _list_changes(given: dict[str, Any]) -> list[str]:

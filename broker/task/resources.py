@@ -23,7 +23,7 @@ ALTERNATIVES_MAX = 1_000  # each is planned separately
 _ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as null
 _NO_ACCELERATOR = "none"
 _CPU = "cpu"  # `CPU:4` loads in SkyPilot
-_HOSTS = ("local", "slurm", "ssh")  # machines that exist already, with their own system
+HOSTS = ("local", "slurm", "ssh")  # machines that exist already, with their own system
 
 # SkyPilot 0.14.1 `sky/resources.py`: the versions that it chooses, by the beginning of the TPU's name.
 _RUNTIME = "tpu-vm-base"
@@ -53,6 +53,8 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
     _check_counts(reader, section, accelerators)
     _check_tpu_options(reader, section, accelerators)
     images = _read_images(reader, section)
+    if not (section.get("any_of") or section.get("ordered")):
+        _check_image_region(reader, section, base, images)
     count = (
         len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))
     )
@@ -139,6 +141,7 @@ def _read_alternatives(
         _check_counts(reader, item, own[0])
         _check_tpu_options(reader, item, own[0] or accelerators[0])
         own_images = _read_images(reader, item) if item.get("image_id") is not None else images
+        _check_image_region(reader, item, each, own_images)
         groups.append(_spread(each, own if own[0] else accelerators, own_images))
         if sum(map(len, groups)) > ALTERNATIVES_MAX:
             reader.fault(item.marked, f"`resources` has more than {ALTERNATIVES_MAX:,} alternatives")
@@ -315,21 +318,31 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     pairs = {"": value} if isinstance(value, str) else value
     images = {"" if region in _ANY_REGION else region: image for region, image in pairs.items()}
     place = section.find_key("image_id")
-    if "docker" in images:  # SkyPilot: a container inside a machine image
-        hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
-        reader.warn(place, "image_id", "`image_id`: this machine image is not supported", hint, blocks_launch=True)
-        return {"": CONTAINER + images["docker"]}
+    if (container := images.pop("docker", None)) is not None:  # SkyPilot: a container inside a machine image
+        if images:
+            hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
+            reader.warn(place, "image_id", "`image_id`: this machine image is not supported", hint, blocks_launch=True)
+        return {"": CONTAINER + container.removeprefix(CONTAINER)}
     if any(each.startswith(SKYPILOT) for each in images.values()):
         hint = "remove `image_id`: broker chooses an image for the machine"
         reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not supported", hint, blocks_launch=True)
     elif found := [each for each in images.values() if not each.startswith(CONTAINER)]:
         is_known = all(find_image_cloud(each) for each in found)
         hint = "remove `image_id`, and install what you need in `setup`"
-        for cloud in _HOSTS:
+        for cloud in HOSTS:
             message = f"`image_id` on {cloud}: machine images are not supported"
             shown = hint if is_known else suggest_image(found[0], cloud)
             reader.warn(place, "image_id", message, shown, blocks_launch=True, cloud=cloud)
     return images
+
+
+def _check_image_region(reader: Reader, section: Section, base: Resources, images: Mapping[str, str]) -> None:
+    """Report a mapping from region to image that lacks the requested region, in which SkyPilot finds no placement."""
+    if images and base.region is not None and not {base.region, ""} & set(images):
+        is_own = "image_id" in section.marks
+        place = section.find_key("image_id") if is_own else (section.marked.line, section.marked.column)
+        message = f"`image_id` has no image for the region `{base.region}`"
+        reader.note(*place, message, f"add `{base.region}: IMAGE`, or remove the region")
 
 
 def _spread(base: Resources, accelerators: tuple[_Pairs, bool], images: dict[str, str]) -> list[Resources]:
@@ -350,7 +363,7 @@ def _spread(base: Resources, accelerators: tuple[_Pairs, bool], images: dict[str
             cloud=each.cloud or find_image_cloud(image),
         )
         for each in spread
-        for region, image in (fitting or images).items()
+        for region, image in fitting.items()
     ]
 
 

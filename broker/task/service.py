@@ -7,8 +7,9 @@ from typing import Any
 
 from broker.task.fields_service import INSTANCE_AWARE, PASSTHROUGH
 from broker.task.reading import Reader
+from broker.task.shapes import Flag
 from broker.task.tables import Section
-from broker.task.yaml_reader import unmark
+from broker.task.yaml_reader import Marked
 from broker.types import (
     GATEWAYS_MAX,
     BalancerType,
@@ -164,9 +165,19 @@ def _read_probe(reader: Reader, service: Section, protocol: ServiceProtocol) -> 
     given = {name: probe.values[field] for name, field in names.items() if field in probe.values}
     return ReadinessProbe(
         path=probe.get("path", "/") if is_http else "",
-        post_data=body if body is None or isinstance(body, str) else json.dumps(unmark(body)),
+        post_data=body if body is None or isinstance(body, str) else json.dumps(_read_body(probe.marks["post_data"])),
         **given,
     )
+
+
+def _read_body(marked: Marked) -> Any:
+    """Return the value of `post_data`, in which `yes`, `no`, `on` and `off` are flags, as in SkyPilot."""
+    if isinstance(marked.value, dict):
+        return {key: _read_body(each) for key, each in marked.value.items()}
+    if isinstance(marked.value, list):
+        return [_read_body(each) for each in marked.value]
+    flag = Flag().parse(marked) if marked.is_plain else None
+    return marked.value if flag is None else flag
 
 
 def _refuse_request(reader: Reader, service: Section, probe: str | Section, protocol: ServiceProtocol) -> None:

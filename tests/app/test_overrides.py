@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,39 @@ def test_an_argument_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[s
         main(["status", "\udcff"])
     assert left.value.code == 2
     assert "argument 2 is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_task_from_a_pipe_is_a_task_with_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    """`broker launch <(envsubst < train.yaml)`: not a command that runs `/dev/fd/63`."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        file.write(FILE)
+    pipe = f"/dev/fd/{reading}"
+    task = read_task([pipe], Overrides(num_nodes=3))
+    assert (task.name, task.run, task.num_nodes) == ("train", "echo", 3)
+    os.close(reading)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        file.write(FILE)
+    with pytest.raises(SystemExit) as left:
+        main(["plan", f"/dev/fd/{reading}", "--num-nodes", "2"])
+    os.close(reading)
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("Task train: 2 nodes\n")
+
+
+def test_dash_is_no_command() -> None:
+    with pytest.raises(UsageError, match="`-` is not a task file") as caught:
+        read_task(["-"], Overrides())
+    assert caught.value.hints == ("read a task from standard input with `/dev/stdin`",)
+
+
+def test_command_in_one_long_word_is_a_command() -> None:
+    command = "echo " + "a" * 400
+    assert read_task([command], Overrides()).run == command
+
+
+def test_mistyped_file_has_the_near_miss_in_its_folder_as_a_hint(task_file: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        read_task([task_file.replace("train.yaml", "trian.yml")], Overrides())
+    assert [each.hint for each in caught.value.issues] == ["did you mean `train.yaml`?"]

@@ -45,6 +45,37 @@ def test_version_is_printed_without_a_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_a_terminal_lacks_are_escaped(encoding: str, tmp_path: Path) -> None:
+    environment = {"PYTHONIOENCODING": encoding, "BROKER_HOME": str(tmp_path), "BROKER_OFFLINE": "1"}
+    command = ["launch", "--infra", "local", "-c", "dev", "--yes", "--", "printf", "\\xe2\\x96\\x88 100%%"]
+    try:
+        done = run(*command, **environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("\n\\u2588 100%\n")
+    finally:
+        run("down", "dev", **environment)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_command_with_a_closed_output_runs(closed: str, tmp_path: Path) -> None:
+    command = f'"{sys.executable}" -m broker gpus H100:8 {closed}'
+    environment = {**os.environ, "BROKER_HOME": str(tmp_path), "BROKER_OFFLINE": "1"}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "error" not in done.stderr
+
+
+def test_command_with_a_closed_input_does_not_ask(tmp_path: Path) -> None:
+    environment = {"BROKER_HOME": str(tmp_path), "BROKER_OFFLINE": "1"}
+    assert run("launch", "--infra", "local", "-c", "dev", "--yes", "--", "true", **environment).returncode == 0
+    command = f'"{sys.executable}" -m broker down dev <&-'
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("module", ["broker.cli.main", "typer", "broker.cli.plan", "broker.task.loader"])
 def test_ctrl_c_during_imports_leaves_without_a_traceback(module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT_IMPORT)

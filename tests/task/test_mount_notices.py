@@ -19,7 +19,7 @@ MISSING = "`file_mounts` names a path that does not exist: `missing`"
         ("source: here", ["`file_mounts`: a local `source` requires the `name` of a bucket"]),
         ("{name: mine, store: s3}", []),
         ("{name: mine, store: s3, source: here}", []),
-        ("{name: mine, store: s3, source: one.txt}", []),  # a file is as good as a folder
+        ("{name: mine, store: s3, source: one.txt}", []),  # a file works like a folder
         ("{name: mine, store: s3, source: missing}", [MISSING]),
         ("{name: mine, store: s3, source: [here, missing]}", [MISSING]),
         ("{name: mine, source: s3://bucket/data}", []),
@@ -32,6 +32,12 @@ MISSING = "`file_mounts` names a path that does not exist: `missing`"
         ("{name: mine, store: ibm}", ["`file_mounts`: the store `ibm` is not supported"]),
         ("{name: mine, store: volume}", ["`file_mounts`: volumes are not supported"]),
         ("source: oci://bucket/data", ["`file_mounts`: `oci://` URLs are not supported"]),
+        (
+            "{source: s3://bucket/data, store: gcs}",
+            ["`file_mounts`: copying `s3://bucket/data` to a bucket in `gcs` is not supported"],
+        ),
+        ("{source: gs://bucket/data, store: GCS}", []),
+        ("{source: 'az://account/container', store: azure}", []),
         ("{name: mine, store: s3, persistent: true}", []),
     ],
 )

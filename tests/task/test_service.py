@@ -57,6 +57,17 @@ def test_probe_has_the_values_of_the_file_and_otherwise_those_of_skypilot() -> N
     assert load_file("several_nodes").stream_timeout_s == 600
 
 
+def test_words_of_yaml_1_1_are_flags_in_the_body_of_a_probe_unless_they_come_from_a_variable() -> None:
+    (task,) = load_tasks_text(
+        "run: x\nresources: {ports: 8080}\nenvs: {STOP: 'no'}\nservice:\n"
+        "  readiness_probe: {path: /v1, post_data: {stream: off, echo: [yes, 'on', 1], stop: $STOP, n: null}}",
+        "task.yaml",
+    )
+    assert task.service is not None and task.service.probe is not None
+    expected = {"stream": False, "echo": [True, "on", 1], "stop": "no", "n": None}
+    assert json.loads(task.service.probe.post_data or "") == expected
+
+
 def test_probe_refers_to_secrets_until_it_is_sent() -> None:
     """The row of a service in the state file has its probe."""
     (task,) = load_tasks_text(

@@ -55,6 +55,13 @@ def test_image_of_a_pod_is_a_container_without_saying_so(infra: str, image: str)
     assert load(text).resources[0].image_id == image
 
 
+@pytest.mark.parametrize("image", ["ubuntu:22.04", "docker:ubuntu:22.04"])
+def test_container_without_a_machine_image_is_launched(image: str) -> None:
+    task = load(f"run: x\nresources: {{infra: aws, image_id: {{docker: '{image}'}}}}")
+    assert [each.image_id for each in task.resources] == ["docker:ubuntu:22.04"]
+    assert not task.notices
+
+
 def test_image_under_a_null_region_is_for_every_region() -> None:
     (found,) = load("run: x\nresources: {infra: aws/us-east-1, image_id: {null: ami-1}}").resources
     assert (found.region, found.image_id) == ("us-east-1", "ami-1")
