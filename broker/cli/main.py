@@ -65,7 +65,7 @@ class LazyGroup(TyperGroup):
 
             check_embedded(str(found[0]))
         interrupts.raise_on_interrupt()
-        if "--help" not in found[2]:
+        if not {"-h", "--help"} & set(found[2]):
             words = found[2][:1] if found[0] in GROUPS else ()
             ctx.meta[COMMAND] = " ".join([str(found[0]), *words])
         return found
@@ -129,7 +129,12 @@ def _keep_prices_fresh() -> None:
 
 # Typer serves `--install-completion` and `--show-completion`; `broker.cli.completion` answers the common completions.
 app = typer.Typer(
-    cls=LazyGroup, add_completion=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    cls=LazyGroup,
+    add_completion=True,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # inherited by all commands
 )
 
 
