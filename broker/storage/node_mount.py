@@ -55,8 +55,7 @@ class MountError(Exception):
 
 
 def main(mode: str, url: str, target: str, access: str = "") -> None:
-    """Copy or mount a bucket or folder to `target`; `mode` is COPY, MOUNT or MOUNT_CACHED, `access` of a mount may be
-    `read-only`. Raises MountError."""
+    """Copy or mount a bucket or folder. `mode`: COPY, MOUNT or MOUNT_CACHED; `access`: `read-only` or empty."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
     if scheme == "file":
@@ -81,8 +80,8 @@ def make_room(target: str) -> pathlib.Path:
             raise PermissionError
     except PermissionError:
         owner = f"{os.getuid()}:{os.getgid()}"
-        for argv in (["mkdir", "-p", str(place)], ["chown", owner, str(place)]):
-            if subprocess.run(["sudo", "-n", *argv], check=False).returncode:
+        for argv in (["mkdir", "-p"], ["chown", owner]):
+            if subprocess.run(["sudo", "-n", *argv, str(place)], check=False).returncode:
                 raise MountError(f"permission denied: `{target}`; use a path below `~/`") from None
     return place
 
@@ -123,8 +122,8 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
     if not entries:
         raise MountError(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
-    names = [each["path"][len(path) :].lstrip("/") for each in entries]
-    files = [(each, find_inside(place, name)) for each, name in zip(entries, names) if name and name[-1] != "/"]
+    named = [(each, each["path"][len(path) :].lstrip("/")) for each in entries]
+    files = [(each, find_inside(place, name)) for each, name in named if name]
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(lambda pair: fetch(obstore, store, *pair), files))
     print(f"{len(files)} files, {sum(each['size'] for each in entries) / 2**30:.2f} GiB from `{url}`", flush=True)
@@ -138,7 +137,7 @@ def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
-    """Download one object, unless a file of its size that is at least as new exists. It gets the object's time."""
+    """Download one object, with its time, unless a file of its size that is at least as new exists."""
     size, time_s = meta["size"], math.ceil(meta["last_modified"].timestamp())
     if file.is_file() and file.stat().st_size == size and file.stat().st_mtime >= time_s:
         return
@@ -152,6 +151,10 @@ def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
     for attempt in range(1, ATTEMPTS_MAX + 1):
         try:
             return fetch_whole(file, fill)
+        except FileNotFoundError:
+            if size:
+                raise
+            return file.mkdir(exist_ok=True)  # the key of an empty folder ends with a slash, which obstore drops
         except obstore.exceptions.GenericError:  # the connection broke during the response
             if attempt == ATTEMPTS_MAX:
                 raise
@@ -219,8 +222,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 def read_granted(path: pathlib.Path) -> dict[str, Any]:
     """Read the granted login, to be read again in ten minutes: broker replaces the file before its session ends."""
     granted = json.loads(path.read_text(encoding="utf-8"))
-    now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.8
-    again = now + datetime.timedelta(minutes=10)
+    again = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=10)  # nodes may have Python 3.8
     names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
     return {**{name: granted.get(theirs) for name, theirs in names.items()}, "expires_at": again}
 
@@ -233,8 +235,7 @@ def find_region(bucket: str) -> str | None:
             headers = answer.headers
     except OSError as error:  # an HTTPError has the header, too
         headers = getattr(error, "headers", {})
-    region: str | None = headers.get("x-amz-bucket-region")
-    return region
+    return headers.get("x-amz-bucket-region")  # type: ignore[no-any-return]
 
 
 def find_r2_login() -> dict[str, str]:
@@ -380,8 +381,7 @@ def unmount(place: pathlib.Path, *flags: str) -> bool:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    """Run a command without the run's mark, by which processes are terminated: a mount outlives the run. Raises
-    MountError if it fails."""
+    """Run a command without the run's mark, so that a mount outlives the run. Raises MountError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:
