@@ -100,6 +100,11 @@ def test_jobs_of_three_years_become_totals_to_the_cent(sqlite_store: Store, cloc
     assert 0.85 * count < pruned < 0.97 * count and store.jobs.count() == count - pruned
     assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
     assert sum_by_cloud(store) == pytest.approx(by_cloud, abs=0.005)
+    assert store.bills.list_cloud_spend_usd(now_s=NOW_S) == pytest.approx(
+        {cloud: usd for cloud, usd in by_cloud.items() if usd}, abs=0.005
+    )
+    sums = store.bills.sum_spend(midnight_s=NOW_S, month_s=NOW_S, now_s=NOW_S)
+    assert sums.total_usd == pytest.approx(before_usd, abs=0.005), "as `broker cost` and the dashboard show it"
     assert store.path.stat().st_size < before_bytes / 4, "free pages are returned"
     assert {row[0] for row in store.rows("SELECT DISTINCT job_id FROM attempts")} == {j.id for j in store.jobs.list()}
     assert len(store.retention.list_totals()) < 40 * 2 * 2, "months, clouds and pricings, not jobs"
