@@ -166,6 +166,13 @@ def test_job_without_a_checkpoint_keeps_its_slot(stage: Stage) -> None:
     assert stage.get(stage.low).displaced_by is None
 
 
+def test_job_that_is_being_cancelled_is_not_displaced_as_well(stage: Stage) -> None:
+    """Its slot will be free in a moment."""
+    stage.store.jobs.request_cancel(stage.low)
+    stage.wait(stage.add(priority=100), duration_s=10 * AFTER_S)
+    assert stage.get(stage.low).displaced_by is None
+
+
 @pytest.mark.parametrize("text", ["preempt_lower_priority = 1", 'preempt_after = "soon"'])
 def test_invalid_setting_is_named(tmp_path: Path, text: str) -> None:
     config = Config(home=tmp_path, owner=OWNER)
