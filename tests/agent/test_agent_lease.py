@@ -31,10 +31,10 @@ class Node:
         monkeypatch.setattr(files, "read_boot", lambda: self.boot)
         (state / "runs").mkdir(parents=True)
 
-    def begin(self, *, rank: int = 0, envs: dict[str, str] = BUCKET, **more: Any) -> Path:
-        folder = self.state / "runs" / "1"
+    def begin(self, run_id: int = 1, *, rank: int = 0, envs: dict[str, str] = BUCKET, **more: Any) -> Path:
+        folder = self.state / "runs" / str(run_id)
         folder.mkdir()
-        spec = {"run_id": 1, "rank": rank, "envs": envs, "secrets": {}, **more}
+        spec = {"run_id": run_id, "rank": rank, "envs": envs, "secrets": {}, **more}
         (folder / "spec.json").write_text(json.dumps(spec))
         (folder / "state.json").write_text('{"status": "RUNNING"}')
         self.runner = files.try_lock(folder / "runner.lock")
@@ -109,6 +109,23 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_the_broker
     node.uptime_s += files.QUIET_S - 1
     assert agent.decide_power_off() == "", "a broker that is there takes the node down itself"
     node.uptime_s += 1
+    assert agent.decide_power_off() == "done"
+
+
+def test_node_is_not_done_before_its_first_run_or_while_a_later_one_works(node: Node) -> None:
+    """The program of a next attempt, on the nodes of the last one, would be lost with all its steps."""
+    lease.renew(12 * HOUR)
+    files.record_contact()
+    node.uptime_s += HOUR
+    assert agent.decide_power_off() == "", "the broker may be away before it has started anything"
+    first = node.begin()
+    node.finish(first, "FAILED")
+    (first / "delivery.json").write_text('{"outcome": true, "log": true}')
+    assert agent.decide_power_off() == "done"
+    second = node.begin(2)
+    assert agent.decide_power_off() == ""
+    node.finish(second)
+    (second / "delivery.json").write_text('{"outcome": true, "log": true}')
     assert agent.decide_power_off() == "done"
 
 
