@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,22 @@ def test_log_is_kept_by_the_head_and_with_a_bucket_only(
     files.record_contact()
     node.uptime_s += HOUR
     assert delivery.keep_log(1, 0) == 0 and not bucket.objects
+
+
+def test_upload_uses_what_the_task_says_before_what_was_granted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = {**BUCKET, "AWS_REGION": "own"}
+    folder = node.begin(envs=envs, secrets={"AWS_ACCESS_KEY_ID": "secret"})
+    (folder / "access").mkdir()
+    granted = {"AWS_REGION": "granted", "AWS_ACCESS_KEY_ID": "granted", "AWS_SESSION_TOKEN": "granted"}
+    (folder / "access" / "envs.json").write_text(json.dumps(granted))
+    node.finish(folder)
+    used = dict[str, str]()
+    bucket = SimpleNamespace(leave_outcome=lambda outcome, variables: used.update(variables))
+    monkeypatch.setattr(delivery, "load_bucket", lambda: bucket)
+    delivery.send(1, "outcome")
+    assert {name: used[name] for name in granted} == {
+        "AWS_REGION": "own", "AWS_ACCESS_KEY_ID": "secret", "AWS_SESSION_TOKEN": "granted",
+    }  # fmt: skip
 
 
 def test_two_processes_do_not_deliver_at_once(node: Node, bucket: Bucket) -> None:
