@@ -28,8 +28,8 @@ from typing import Any
 
 EX_UNAVAILABLE = 69
 WORKERS, ATTEMPTS_MAX = 16, 3
-PART_BYTES = 8 << 20
-REGION_S = 10.0
+PART_BYTES, REGION_S = 8 << 20, 10.0
+ENDPOINT_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT")
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of bucket providers, with the machine's own login.
 RCLONE = {
@@ -58,7 +58,8 @@ def main(mode: str, url: str, target: str, access: str = "") -> None:
     scheme, _, rest = url.partition("://")
     place = make_room(target)
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        os.environ.update({"RCLONE_S3_ENDPOINT": endpoint, **os.environ, "AWS_ENDPOINT_URL": endpoint})  # for mount-s3
+        os.environ["AWS_ENDPOINT_URL"] = endpoint  # the only one that mount-s3 reads
+        os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     if scheme == "file":
         source = pathlib.Path("/" + rest.lstrip("/"))
         (copy_folder if mode == "COPY" else link_folder)(source, place)
@@ -91,8 +92,10 @@ def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
     """Link a folder of this machine to the target."""
     if not source.is_dir():
         raise MountError(f"`file://{source}` is not a folder")
-    if place.is_symlink() or place.is_dir():
-        (place.unlink if place.is_symlink() else place.rmdir)()
+    if place.is_symlink():
+        place.unlink()
+    elif place.is_dir():
+        place.rmdir()
     place.symlink_to(source)
 
 
@@ -221,8 +224,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 def read_granted(path: pathlib.Path) -> dict[str, Any]:
     """Read the granted login, to be read again in ten minutes: broker replaces the file before its session ends."""
     granted = json.loads(path.read_text(encoding="utf-8"))
-    now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.8
-    again = now + datetime.timedelta(minutes=10)
+    again = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=10)  # nodes may have Python 3.8
     names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
     return {**{name: granted.get(theirs) for name, theirs in names.items()}, "expires_at": again}
 
@@ -236,8 +238,7 @@ def find_region(bucket: str) -> str | None:
             headers = answer.headers
     except OSError as error:  # an HTTPError has the header, too
         headers = getattr(error, "headers", {})
-    region: str | None = headers.get("x-amz-bucket-region")
-    return region
+    return headers.get("x-amz-bucket-region")  # type: ignore[no-any-return]
 
 
 def find_r2_login() -> dict[str, str]:
@@ -267,8 +268,7 @@ def use_r2_login() -> None:
     """Configure endpoint and login for tools that use the S3 API."""
     login = find_r2_login()
     os.environ.update(AWS_ACCESS_KEY_ID=login["key"], AWS_SECRET_ACCESS_KEY=login["secret"], AWS_REGION="auto")
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT")
-    os.environ.update(dict.fromkeys(names, login["endpoint"]))
+    os.environ.update(dict.fromkeys(ENDPOINT_NAMES, login["endpoint"]))
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:

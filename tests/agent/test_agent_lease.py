@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +32,10 @@ class Node:
         monkeypatch.setattr(files, "read_boot", lambda: self.boot)
         (state / "runs").mkdir(parents=True)
 
-    def begin(self, *, rank: int = 0, envs: dict[str, str] = BUCKET, **more: Any) -> Path:
-        folder = self.state / "runs" / "1"
+    def begin(self, run_id: int = 1, *, rank: int = 0, envs: dict[str, str] = BUCKET, **more: Any) -> Path:
+        folder = self.state / "runs" / str(run_id)
         folder.mkdir()
-        spec = {"run_id": 1, "rank": rank, "envs": envs, "secrets": {}, **more}
+        spec = {"run_id": run_id, "rank": rank, "envs": envs, "secrets": {}, **more}
         (folder / "spec.json").write_text(json.dumps(spec))
         (folder / "state.json").write_text('{"status": "RUNNING"}')
         self.runner = files.try_lock(folder / "runner.lock")
@@ -109,6 +110,23 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_the_broker
     node.uptime_s += files.QUIET_S - 1
     assert agent.decide_power_off() == "", "a broker that is there takes the node down itself"
     node.uptime_s += 1
+    assert agent.decide_power_off() == "done"
+
+
+def test_node_is_not_done_before_its_first_run_or_while_a_later_one_works(node: Node) -> None:
+    """The program of a next attempt, on the nodes of the last one, would be lost with all its steps."""
+    lease.renew(12 * HOUR)
+    files.record_contact()
+    node.uptime_s += HOUR
+    assert agent.decide_power_off() == "", "the broker may be away before it has started anything"
+    first = node.begin()
+    node.finish(first, "FAILED")
+    (first / "delivery.json").write_text('{"outcome": true, "log": true}')
+    assert agent.decide_power_off() == "done"
+    second = node.begin(2)
+    assert agent.decide_power_off() == ""
+    node.finish(second)
+    (second / "delivery.json").write_text('{"outcome": true, "log": true}')
     assert agent.decide_power_off() == "done"
 
 
@@ -267,6 +285,22 @@ def test_log_is_kept_by_the_head_and_with_a_bucket_only(
     files.record_contact()
     node.uptime_s += HOUR
     assert delivery.keep_log(1, 0) == 0 and not bucket.objects
+
+
+def test_upload_uses_what_the_task_says_before_what_was_granted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = {**BUCKET, "AWS_REGION": "own"}
+    folder = node.begin(envs=envs, secrets={"AWS_ACCESS_KEY_ID": "secret"})
+    (folder / "access").mkdir()
+    granted = {"AWS_REGION": "granted", "AWS_ACCESS_KEY_ID": "granted", "AWS_SESSION_TOKEN": "granted"}
+    (folder / "access" / "envs.json").write_text(json.dumps(granted))
+    node.finish(folder)
+    used = dict[str, str]()
+    bucket = SimpleNamespace(leave_outcome=lambda outcome, variables: used.update(variables))
+    monkeypatch.setattr(delivery, "load_bucket", lambda: bucket)
+    delivery.send(1, "outcome")
+    assert {name: used[name] for name in granted} == {
+        "AWS_REGION": "own", "AWS_ACCESS_KEY_ID": "secret", "AWS_SESSION_TOKEN": "granted",
+    }  # fmt: skip
 
 
 def test_two_processes_do_not_deliver_at_once(node: Node, bucket: Bucket) -> None:

@@ -200,6 +200,10 @@ def is_program(pid: int, name: str) -> bool:
         (0.7, 2, [([1], 0.5)], ([0], 0.7)),
         (2, 4, [([1], 0.5)], ([0, 2], 1.0)),
         (2, 2, [([1], 0.5)], None),
+        (0.5, 3, [], ([0], 0.5)),  # of equal devices the first
+        (0.2, 3, [([2], 0.5), ([1], 0.5)], ([1], 0.2)),
+        (8, 4, [], ([0, 1, 2, 3], 1.0)),  # all that this node has
+        (8, 4, [([3], 0.1)], None),
         (0.5, 2, [(None, 1.0)], None),
         (None, 2, [([1], 0.5)], None),
         (None, 2, [], (None, 1.0)),
@@ -210,6 +214,14 @@ def test_run_receives_its_reserved_devices(count: float | None, cards: int, held
     expected = {"cards": found[0], "share": found[1]} if found else None
     assert agent_turn.choose(count, cards, others) == expected
     assert expected is None or agent_turn.fits(expected, others)
+
+
+def test_devices_that_the_head_reserved_are_free_only_if_each_of_them_is() -> None:
+    given = {"cards": [0, 1], "share": 1.0}
+    assert agent_turn.fits(given, [{"cards": [2], "share": 1.0}])
+    for taken in (0, 1):
+        assert not agent_turn.fits(given, [{"cards": [taken], "share": 0.1}])
+    assert not agent_turn.fits({"cards": [1], "share": 0.5}, [{"cards": [1], "share": 0.3}] * 2)
 
 
 def test_a_reservation_is_recorded_before_another_run_can_decide(

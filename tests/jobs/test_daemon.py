@@ -7,10 +7,12 @@ import contextlib
 import math
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from broker.notify.notification import Notification, Sink
 from broker.notify.notifier import LINGER_S, Notifier
 from broker.notify.settings import NotifySettings
 from broker.state.claims import Claims
+from broker.state.copies import list_copies
 from broker.state.daemon_stats import DaemonStats
 from broker.state.leader import LeaderRow
 from broker.state.store import Store
@@ -333,6 +336,19 @@ def test_a_controller_that_is_stopped_leaves_its_jobs_unchanged(stage: Stage) ->
 
     assert 50.0 <= stage.run(ask) < 53.0
     assert stage.store.jobs.list_unfinished_ids() == [1] and 45 < len(job.stepped_s) < 55
+
+
+def test_state_is_copied_before_old_jobs_become_totals(stage: Stage) -> None:
+    """The copy of the day still has what is pruned from the state itself a moment later."""
+    job = stage.store.jobs.add("old", Task())
+    stage.store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+    stage.clock.run(lambda: stage.clock.sleep(100 * 86400.0))
+    stage.provisioner.collected_s.append(0.0)  # so that this time it does not fail
+    stage.run(idle_s=1.0)
+    assert stage.store.jobs.get(job.id) is None
+    (copy,) = list_copies(stage.store.path)
+    with closing(sqlite3.connect(copy.path)) as kept:
+        assert kept.execute("SELECT id FROM jobs").fetchall() == [(job.id,)]
 
 
 def test_logs_of_ended_jobs_are_kept_as_long_as_the_jobs(stage: Stage) -> None:

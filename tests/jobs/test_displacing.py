@@ -19,7 +19,7 @@ from broker.jobs.displacing import AGAIN_S, Holder, choose_victim
 from broker.jobs.slot_limits import SlotLimits, read_slot_limits
 from broker.jobs.slots import AGE_S_MAX, JobQueue
 from broker.state.store import Store
-from broker.types import EventKind, Job, JobStatus, OutcomeKind, Progress, Task
+from broker.types import EventKind, GroupRole, Job, JobStatus, OutcomeKind, Progress, Task
 from tests.simulation.world import OWNER, World, make_plan
 from tests.state.conftest import OpenStore, clock, open_postgres, open_sqlite, open_store, postgres, store
 from tests.state.samples import Hands
@@ -162,6 +162,25 @@ def test_displaced_job_is_pending_in_its_place_and_comes_back_after_the_other(st
 
 def test_job_without_a_checkpoint_keeps_its_slot(stage: Stage) -> None:
     stage.store.jobs.set_progress(stage.low, Progress(step=9))
+    stage.wait(stage.add(priority=100), duration_s=10 * AFTER_S)
+    assert stage.get(stage.low).displaced_by is None
+
+
+def test_job_group_keeps_its_slot_which_its_other_tasks_need(stage: Stage) -> None:
+    stage.store.jobs.set_status(stage.low, JobStatus.SUCCEEDED)
+    task = Task(priority=-100, group=GroupRole(name="g"))
+    member = stage.store.jobs.add("g", task, pipeline="g-1").id
+    stage.clock.time_s += 2 * AGE_S_MAX
+    assert stage.queue.admit(stage.get(member)) == 0.0
+    stage.store.jobs.set_status(member, JobStatus.RUNNING)
+    stage.store.jobs.set_progress(member, Progress(step=5, checkpoint_step=5))
+    stage.wait(stage.add(priority=100), duration_s=10 * AFTER_S)
+    assert stage.get(member).displaced_by is None
+
+
+def test_job_that_is_being_cancelled_is_not_displaced_as_well(stage: Stage) -> None:
+    """Its slot will be free in a moment."""
+    stage.store.jobs.request_cancel(stage.low)
     stage.wait(stage.add(priority=100), duration_s=10 * AFTER_S)
     assert stage.get(stage.low).displaced_by is None
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import (
     AuthError,
+    CapacityError,
     CloudError,
     FencedError,
     InvalidRequestError,
@@ -46,6 +48,7 @@ from broker.types import (  # fmt: skip
     Plan,
     Progress,
     RunStatus,
+    StorageMount,
     Task,
     make_event,
 )
@@ -243,6 +246,39 @@ def test_a_login_that_expires_during_a_job_only_makes_it_wait(tmp_path: Path) ->
     kinds = (EventKind.WAITING, EventKind.REPLACEMENT_FAILED)
     told = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind in kinds]
     assert len(told) == 3 and "the login has expired; retrying in" in told[1]
+
+
+def test_a_recovery_that_finds_no_capacity_is_shown_as_one_and_keeps_its_slot(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    create, asked, seen = world.cloud.create_nodes, 0, list[JobStatus]()
+
+    async def create_when_there_is_room(request: NodeRequest) -> Sequence[Node]:
+        nonlocal asked
+        asked += 1
+        seen.append(world.get_job().status)
+        if 1 < asked < 40:
+            raise CapacityError("no capacity")
+        return await create(request)
+
+    world.cloud.create_nodes = create_when_there_is_room  # type: ignore[method-assign]
+    run_to_end(world, "preemption")
+    assert world.get_job().status is JobStatus.SUCCEEDED
+    assert seen[0] is JobStatus.STARTING and set(seen[1:]) == {JobStatus.RECOVERING}
+
+
+def test_buckets_of_a_task_are_mounted_before_its_own_setup(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    mount = StorageMount(target="/in", source=("s3://b",), mode="COPY")
+    world.job_id = world.store.jobs.add("reads", replace(world.task, setup="pip list", storage_mounts=(mount,))).id
+    start, setups = world.gang.start, list[str]()
+
+    async def note(cluster: Cluster, task: Task, **options: Any) -> None:
+        setups.append(task.setup or "")
+        await start(cluster, task, **options)
+
+    world.gang.start = note  # type: ignore[method-assign]
+    run_to_end(world, "plain")
+    assert setups and all("COPY s3://b /in || exit $?\npip list" in each for each in setups)
 
 
 def make_stalling(folder: Path, hangs: int) -> World:

@@ -12,9 +12,22 @@ import pytest
 
 from broker.config import Config
 from broker.errors import FencedError, TransientError
-from broker.jobs.teardown import POLL_S, AttemptTeardown
+from broker.jobs.teardown import END_S, POLL_S, AttemptTeardown, find_grace_s
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus, Task
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    GroupRole,
+    Job,
+    JobStatus,
+    Node,
+    NodeState,
+    Placement,
+    RunStatus,
+    StorageMount,
+    Task,
+)
 from tests.simulation.world import OWNER, make_offer
 from tests.state.samples import ATTEMPT, NODE, START_S, Hands
 
@@ -113,6 +126,26 @@ def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: 
     gang = Gang(clock, ends_after_s=300.0)
     gang.flushes_s = 300.0
     assert end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG) == 300.0
+
+
+@pytest.mark.parametrize(
+    ("task", "grace_s"),
+    [
+        (Task(), 0.0),
+        (Task(storage_mounts=(StorageMount(target="/in", mode="copy"),)), 0.0),
+        (
+            Task(storage_mounts=(StorageMount(target="/in", mode="COPY"), StorageMount(target="/o", mode="mount"))),
+            END_S,
+        ),
+        (Task(group=GroupRole(name="rl", is_primary=True)), 0.0),
+        (Task(group=GroupRole(name="rl", is_primary=False)), END_S),
+    ],
+    ids=["nothing to save", "copied", "mounted", "primary", "auxiliary"],
+)
+def test_cancelled_program_gets_time_only_for_files_in_mounts_and_as_an_auxiliary_task(
+    task: Task, grace_s: float
+) -> None:
+    assert find_grace_s(Job(id=1, name="j", status=JobStatus.RUNNING, submitted_s=0.0, task=task)) == grace_s
 
 
 def test_only_an_answer_of_the_cloud_permits_teardown_of_an_unnotified_program(tmp_path: Path) -> None:

@@ -49,6 +49,29 @@ def test_a_first_attempt_waits_for_a_new_login_and_names_the_command_once(tmp_pa
     assert len(waits) > 1 and waits[0].startswith("the SSO session has expired; run `aws sso login`; retrying in ")
 
 
+def test_a_login_that_expires_again_is_named_again_and_waits_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    world = World(tmp_path)
+    create, asked = world.cloud.create_nodes, 0
+
+    async def create_when_logged_in(request: NodeRequest) -> Sequence[Node]:
+        nonlocal asked
+        asked += 1
+        if asked in (1, 2, 3, 5, 6, 7):
+            raise AuthError("the SSO session has expired")
+        return await create(request)
+
+    world.cloud.create_nodes = create_when_logged_in  # type: ignore[method-assign]
+    run_to_end(world, "preemption")
+    assert world.get_job().status is JobStatus.SUCCEEDED
+    events = world.store.events.list(job_id=world.job_id)
+    waits = [event.data["wait_s"] for event in events if event.kind is EventKind.WAITING]
+    assert waits == [20.0, 40.0, 80.0, 20.0, 40.0]
+    assert len(list_messages(world, EventKind.LOGIN_NEEDED)) == 2
+
+
 @pytest.mark.long
 def test_a_login_that_is_not_renewed_by_the_deadline_ends_a_job_that_never_started(tmp_path: Path) -> None:
     world = make_logged_out(tmp_path, until_s=math.inf, deadline_hours=2.0)

@@ -38,6 +38,8 @@ def test_recorded_markets_make_spot_more_expensive_than_its_published_band() -> 
     assert found is not None
     assert found.preemptions > 1
     assert found.usd.p10 < found.usd.p50 < found.usd.p90
+    assert found.usd.p10 >= 40 * 10.0, "no run costs less than its work without a preemption"
+    assert found.hours.p10 >= 40.0
     assert found.usd_mean > 1.5 * 40 * 10.0
     assert found.usd_mean == chosen.choice.expected_usd, "what is ranked is what is shown"
     assert found.hours.p90 <= 60.0
@@ -76,6 +78,19 @@ def test_own_preemptions_at_the_place_raise_the_forecast() -> None:
     calm = forecast_plan(plan(free, zones, history={place: Observation(preemptions=0.0, node_hours=500.0)}))
     assert stormy is not None and calm is not None
     assert calm.usd_mean < forecast().usd_mean < stormy.usd_mean
+
+
+def test_preemptions_of_one_place_are_not_expected_at_another_of_the_same_cloud() -> None:
+    zones = {region: offer(region=region, zone=f"{region}a") for region in ("us-east-1", "eu-west-1")}
+    history = {
+        ("aws", "us-east-1", "us-east-1a", "big"): Observation(preemptions=40.0, node_hours=40.0),
+        ("aws", "eu-west-1", "eu-west-1a", "big"): Observation(preemptions=0.0, node_hours=500.0),
+    }
+    for offers in (list(zones.values()), list(zones.values())[::-1]):
+        made = plan(TASK.replace(", budget: 1000", ""), offers, history=history)
+        usd = {each.placement.offer.region: each.expected_usd for each in made.estimates if each.placement.is_spot}
+        assert usd["eu-west-1"] < usd["us-east-1"]
+        assert made.choice.placement.offer.region == "eu-west-1"
 
 
 def test_more_places_at_a_similar_price_lower_the_cost_and_expensive_ones_do_not_count() -> None:

@@ -22,6 +22,12 @@ def test_stage_2_shrinks_with_ranks_as_table_1_says(data: int, gigabytes: float)
     assert sum(split_states(7.5e9, zero=2, data=data)) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
+def test_single_precision_keeps_no_master_copy() -> None:
+    """4 bytes each for the weight, the gradient and Adam's two moments."""
+    assert split_states(1e9, zero=0, data=1, dtype="fp32") == (4e9, 4e9, 8e9)
+    assert split_states(1e9, zero=0, data=1, dtype="bf16") == split_states(1e9, zero=0, data=1, dtype="fp16")
+
+
 # Korthikanti 2022, table 3: shapes, tensor x pipeline, micro-batch; all ran on 80 GB A100, and figure 1 shows that
 # without sequence parallelism and recomputation they do not fit.
 MEGATRON = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from broker.optimizer.memory_model import Recompute, Sharding
 from broker.optimizer.model_shape import ModelShape, guess_shape
 from broker.optimizer.network import DEFAULT_GBITS, GBITS, network_gbs
-from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
+from broker.optimizer.roofline import BANDWIDTH_EFFICIENCY, Hardware, StepTime, estimate_step, find_mfu
 from broker.types import AcceleratorFigures
 
 A100 = AcceleratorFigures(
@@ -159,6 +159,13 @@ def test_card_without_figures_of_its_memory_still_gets_a_time() -> None:
     )  # fmt: skip
     assert step.compute_s > 0
     assert step.memory_s == step.update_s == 0
+
+
+def test_each_card_updates_only_its_share_of_a_sharded_optimizer() -> None:
+    """Every state is read and written once: 16 bytes for each of the parameters that a card updates."""
+    whole, sharded = (take_step(7e9, nodes=2, zero=zero).update_s for zero in (0, 1))
+    assert whole == pytest.approx(2 * 16 * guess_shape(7e9).parameters / (3350e9 * BANDWIDTH_EFFICIENCY))
+    assert sharded == pytest.approx(whole / 16)
 
 
 def test_network_speed_is_that_of_the_longest_beginning() -> None:

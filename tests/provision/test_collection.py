@@ -127,6 +127,28 @@ def test_an_unrecorded_node_is_terminated_billed_and_reported(stage: Stage) -> N
     assert [(event.kind, event.cluster) for event in stage.store.events.list()] == [("collected", "c")]
 
 
+def test_the_bill_of_a_collected_node_ends_with_it(stage: Stage) -> None:
+    stage.cloud.nodes = (NODE,)
+    stage.collect()
+    stage.cloud.nodes = (replace(NODE, state=NodeState.TERMINATED, ended_s=START_S + 60.0),)
+    stage.clock.time_s += 3600.0
+    stage.collect()
+    assert [bill.ended_s for bill in stage.store.bills.list()] == [START_S + 60.0]
+
+
+def test_the_request_for_a_replacement_is_released_only_once_no_process_can_be_working_on_it(stage: Stage) -> None:
+    nodes = tuple(
+        replace(NODE, id=name, rank=rank, state=state)
+        for rank, (name, state) in enumerate((("a", NodeState.RUNNING), ("b", NodeState.TERMINATED)))
+    )
+    stage.put_cluster("c", nodes=nodes)
+    stage.put_intent("c", "t")
+    stage.clock.time_s += UP_S_MAX - 1.0
+    assert stage.collect() == 0
+    stage.clock.time_s += 2.0
+    assert stage.collect() == 1 and stage.terminated == ["t"]
+
+
 @pytest.mark.parametrize(
     "kept",
     [

@@ -13,7 +13,7 @@ from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, Thr
 from broker.provision.creation import CREATE_TRIES_MAX
 from broker.provision.launch import make_token
 from broker.provision.nodes import RESUMED_S_MIN
-from broker.provision.refusals import CAPACITY_REFUSAL_S
+from broker.provision.refusals import CAPACITY_REFUSAL_S, FAILURES_MAX, UnavailableOffers
 from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
 from tests.clouds.simulated import FaultRates
@@ -37,6 +37,26 @@ def test_a_full_zone_is_not_requested_before_its_refusal_expires(world: World) -
     assert up(world, "two").placement.offer.zone == "east1b"
     world.clock.run(lambda: world.clock.sleep(CAPACITY_REFUSAL_S))
     assert up(world, "three").placement.offer.zone == "east1a"
+
+
+def test_a_refusal_counts_towards_the_budget_of_failed_calls(world: World) -> None:
+    """Otherwise, jobs that search in full regions call the cloud as fast as it answers."""
+    memory = UnavailableOffers(world.store)
+    for _ in range(int(FAILURES_MAX) - 1):
+        memory.note_failed_call("simulated")
+    create, zones = world.cloud.create_nodes, list[str | None]()
+
+    async def note(request: NodeRequest) -> Sequence[Node]:
+        zones.append(request.placement.offer.zone)
+        return await create(request)
+
+    world.cloud.create_nodes = note  # type: ignore[method-assign]
+    world.cloud.full_zones["east1a"] = world.clock.now_s() + 600.0
+    with pytest.raises(CapacityError):
+        up(world, "c", "east1a", "east1b")
+    assert zones == ["east1a"]
+    world.clock.run(lambda: world.clock.sleep(60.0))
+    assert up(world, "c", "east1a", "east1b").placement.offer.zone == "east1b"
 
 
 def test_the_token_is_equal_for_the_same_launch_only() -> None:

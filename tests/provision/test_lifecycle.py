@@ -17,6 +17,7 @@ from broker.errors import (
     BrokerError,
     CapacityError,
     FencedError,
+    QuotaError,
     TransientError,
     UsageError,
 )
@@ -401,6 +402,68 @@ def test_a_refresh_that_began_before_down_does_not_restore_the_record(stage: Sta
     refreshed = stage.run(lambda: stage.provisioner.refresh(seen))
     assert [node.state for node in refreshed.nodes] == [NodeState.RUNNING, NodeState.TERMINATED]
     assert stage.get().status is ClusterStatus.TERMINATING and stage.get().nodes == refreshed.nodes
+
+
+def test_a_refresh_does_not_undo_the_replacement_of_a_node_since_its_record_was_read(stage: Stage) -> None:
+    seen = stage.up()
+    heir = replace(seen.nodes[1], id="heir")
+    stage.world.store.clusters.put(replace(seen, nodes=(seen.nodes[0], heir)))
+    stage.cloud.preempt([seen.nodes[1].id])
+    stage.run(lambda: stage.world.clock.sleep(1.0))
+    stage.run(lambda: stage.provisioner.refresh(seen))
+    assert [node.id for node in stage.get().nodes] == [seen.nodes[0].id, "heir"]
+
+
+def test_down_leaves_the_record_of_a_new_cluster_of_the_same_name(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has ended the first one meanwhile: without its record, the machines of the new one are lost."""
+    first = stage.up()
+    new = replace(first, status=ClusterStatus.UP, created_s=first.created_s + 500.0, nodes=())
+    terminate = stage.cloud.terminate_nodes
+
+    async def terminate_slowly(nodes: Sequence[Node]) -> None:
+        await terminate(nodes)
+        stage.world.store.clusters.put(new)
+
+    monkeypatch.setattr(stage.cloud, "terminate_nodes", terminate_slowly)
+    stage.run(lambda: stage.provisioner.down("c"))
+    assert stage.get() == new and not stage.world.list_live_nodes()
+
+
+@pytest.mark.parametrize("error", [FencedError("replaced"), TransientError("no answer"), AccountError("another")])
+def test_the_record_stays_until_the_end_of_its_nodes_is_confirmed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: BrokerError
+) -> None:
+    stage.up()
+
+    async def fail(owner: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(stage.cloud, "list_nodes", fail)
+    with pytest.raises(type(error)):
+        stage.run(lambda: stage.provisioner.down("c"))
+    assert stage.get().status is ClusterStatus.TERMINATING and len(stage.get().nodes) == 2
+
+
+@pytest.mark.parametrize("error", [CapacityError("full"), QuotaError("quota")])
+def test_a_start_that_is_refused_stops_what_has_started_but_no_cluster_that_was_running(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: BrokerError
+) -> None:
+    stage.up()
+
+    async def refuse(ids: Sequence[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(stage.cloud, "start_nodes", refuse)
+    with pytest.raises(type(error)):
+        stage.run(lambda: stage.provisioner.start("c"))
+    assert stage.cloud.stopped_at_s is None and stage.get().status is ClusterStatus.UP
+    stage.run(lambda: stage.provisioner.stop("c"))
+    stage.cloud.stopped_at_s = None
+    with pytest.raises(type(error)):
+        stage.run(lambda: stage.provisioner.start("c"))
+    assert stage.cloud.stopped_at_s is not None, "a part of the gang would cost money and could not work"
 
 
 @pytest.mark.parametrize("verb", ["stop", "start"])

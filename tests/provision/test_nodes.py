@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from broker.clouds.base import Cloud
-from broker.errors import AuthError, UnknownOutcomeError, UsageError
+from broker.errors import AuthError, TransientError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
-from broker.provision.nodes import Absence, confirm_gone, wait_running
+from broker.provision.nodes import Absence, confirm_gone, measure_left_s, wait_running
 from broker.types import ClusterStatus, IntentEnd, Node, NodeList, NodeRequest, NodeState
 from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation.virtual import VirtualClock
@@ -206,6 +207,71 @@ def test_a_clock_jump_between_empty_lists_ends_no_node() -> None:
     absence = Absence(settle_s=10.0)
     assert not any(absence.note("n", is_listed=False, now_s=now_s) for now_s in (0.0, 1.0, 2.0, 3602.0, 3603.0))
     assert absence.note("n", is_listed=False, now_s=3700.0), "a node that is missing for that long is gone"
+
+
+class DeafCloud:
+    """A cloud that lists no node, and accepts a terminate call only `deaf_s` after its first one."""
+
+    name, settle_s = "deaf", 0.0
+
+    def __init__(self, clock: VirtualClock, deaf_s: float) -> None:
+        self._clock, self._accepts_s = clock, clock.now_s() + deaf_s
+        self.accepted_s: list[float] = []
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        return NodeList(nodes=())
+
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        if self._clock.now_s() < self._accepts_s:
+            raise TransientError("no answer")
+        self.accepted_s.append(self._clock.now_s())
+
+
+def test_a_node_that_lists_omit_is_not_gone_before_its_cloud_has_accepted_to_terminate_it() -> None:
+    """An empty list and a call without an answer are no evidence: it would run, and cost money, without a record."""
+    clock = VirtualClock()
+    cloud = DeafCloud(clock, 60.0)
+
+    async def scenario() -> Sequence[Node]:
+        return await confirm_gone(
+            cast(Cloud, cloud), Lister(OWNER, clock=clock), known=[PENDING], is_ours=lambda node: False,
+            expected_count=1, places={("", "")}, clock=clock,
+        )  # fmt: skip
+
+    (gone,) = clock.run(scenario)
+    assert gone.state is NodeState.TERMINATED and len(cloud.accepted_s) == 1
+    assert clock.now_s() >= cloud.accepted_s[0]
+
+
+def test_nodes_of_a_gang_are_in_the_order_of_their_ranks_without_others_that_carry_its_token() -> None:
+    clock = VirtualClock()
+    created = [replace(PENDING, id=name, rank=rank) for name, rank in (("b", 1), ("a", 0))]
+    answers: list[Any] = [AuthError("the session has expired"), TransientError("no answer")]
+
+    class Booting:
+        name, settle_s = "booting", 0.0
+
+        async def list_nodes(self, owner: str) -> NodeList:
+            if answers:
+                raise answers.pop()
+            listed = (*created, replace(PENDING, id="of an earlier zone", rank=0))
+            return NodeList(nodes=tuple(replace(node, state=NodeState.RUNNING) for node in listed))
+
+    async def scenario() -> Sequence[Node] | None:
+        return await wait_running(
+            cast(Cloud, Booting()), Lister(OWNER, clock=clock), token="t", created=created, node_count=2,
+            timeout_s=600.0, clock=clock, on_look=lambda nodes: None,
+        )  # fmt: skip
+
+    assert [node.id for node in clock.run(scenario) or ()] == ["a", "b"]
+
+
+def test_time_to_boot_counts_from_the_newest_node() -> None:
+    clock = VirtualClock()
+    now_s = clock.now_s()
+    nodes = [replace(PENDING, created_s=now_s - age_s) for age_s in (3000.0, 100.0)]
+    assert measure_left_s(nodes, 600.0, clock) == 500.0
+    assert measure_left_s(nodes[:1], 600.0, clock) == 60.0, "lists get a moment to show how it is now"
 
 
 class SetBackClock(VirtualClock):

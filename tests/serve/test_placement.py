@@ -87,6 +87,8 @@ def test_present_replicas_are_those_that_run_or_start() -> None:
     assert [each.present for each in observe_places([A, B], replicas, {A.slot, C.slot})] == [2, 0]
     assert count_ondemand(replicas) == 1
     assert observe_places([A, B], [], {A.slot}) == [B], "lost a while ago, and its replica is gone"
+    starts = [each.start_hours for each in observe_places([A, B], [], starts_s={B.slot: 900.0})]
+    assert starts == [None, 0.25], "known for the place where replicas have started"
 
 
 def test_spare_replicas_depend_on_the_time_of_a_start_where_lost_ones_are_replaced() -> None:

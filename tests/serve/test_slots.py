@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 
 from broker.serve.placement import SpotPlace, count_ondemand, observe_places, place_replicas
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot, decide
-from broker.serve.slots import LOST_S, PLACE_EVERY_S, PLACE_S_MIN, ChosenSlots, PlacementRequest, SlotChooser
+from broker.serve.slots import (
+    LOST_S,
+    PLACE_EVERY_S,
+    PLACE_S_MIN,
+    ChosenSlots,
+    PlacementRequest,
+    SlotChooser,
+    is_placed_by_availability,
+)
 from broker.types import ReplicaPolicy, Resources, ServiceSpec, Task
 
 A = Slot(is_spot=True, region="r", zone="a")
@@ -47,6 +55,18 @@ def test_slots_are_kept_until_a_replica_is_lost_or_moves_or_time_has_passed() ->
     assert len(recorder.requests) == 3
     chooser.choose(make_request(slot=replace(A, zone="b")), version=1, now_s=2 * PLACE_EVERY_S)
     assert len(recorder.requests) == 4
+
+
+def test_replicas_of_which_some_may_be_on_spot_are_placed_by_availability() -> None:
+    spot, ondemand = Resources(use_spot=True), Resources(use_spot=False)
+    spec = ServiceSpec(availability=0.99)
+    found = [
+        is_placed_by_availability(Task(resources=resources, service=each), each)
+        for resources, each in (
+            ((ondemand, spot), spec), ((spot,), spec), ((ondemand,), spec), ((spot,), replace(spec, availability=None)),
+        )
+    ]  # fmt: skip
+    assert found == [True, True, False, False]
 
 
 def test_readiness_that_flaps_does_not_ask_for_prices_each_time() -> None:

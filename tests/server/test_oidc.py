@@ -164,6 +164,18 @@ def test_user_without_a_mapped_group_has_the_default_project(tmp_path: Path) -> 
     assert identify({**claims, "dept": "speech"}, settings).project == "speech-lab"
 
 
+def test_domains_apply_to_users_with_names_of_another_claim(tmp_path: Path) -> None:
+    text = SETTINGS.format(url="https://issuer", client=CLIENT)
+    (tmp_path / "config.toml").write_text(text.replace("[oidc]", '[oidc]\nuser_claim = "login"', 1))
+    settings = read_oidc_settings(tmp_path)
+    assert settings is not None
+    claims = {"login": "ada", "email": "ada@example.org", "email_verified": True, "groups": ["ml-team"]}
+    assert identify(claims, settings).user == "ada"
+    for changes in ({"email": "ada@elsewhere.org"}, {"email_verified": False}, {"email": None}):
+        with pytest.raises(DeniedError):
+            identify({**claims, **changes}, settings)
+
+
 EDITS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "another audience": ({"aud": "other"}, "another audience"),
     "no audience": ({"aud": None}, "another audience"),

@@ -13,13 +13,15 @@ import pytest
 
 from broker.app.jobs import check_names
 from broker.app.mapping import MapDriver, MapRequest
-from broker.app.sweeping import SweepDriver, SweepRequest
+from broker.app.sweeping import SweepDriver, SweepRequest, name_sweep
 from broker.app.verbs.clusters import terminate_clusters
 from broker.app.verbs.jobs import cancel_jobs, retry_group, retry_job
 from broker.app.verbs.launching import launch, launch_jobs, schedule_job
 from broker.app.verbs.services import bring_up_service, terminate_services
+from broker.client.wire import VERBS
 from broker.errors import BrokerError, DeniedError, UsageError
 from broker.provision.lifecycle import Provisioner
+from broker.server.authorisation import list_changed
 from broker.server.context import Policy, ServerContext
 from broker.server.running import Running
 from broker.state.people import Owned
@@ -268,6 +270,21 @@ def test_map_that_two_users_begin_at_once_has_one_owner(hosted: Hosted, other: S
         with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to user"):
             others.read_view()
         assert owners.read_view().crew.job_ids == (job.id,)
+
+
+def test_sweep_of_a_user_is_not_affected_by_jobs_of_others_unless_it_is_the_same_sweep(
+    hosted: Hosted, other: ServerContext
+) -> None:
+    store, task = hosted.context.store, Task(run="true", name=next(NAMES), resources=TASK.resources)
+    request = SweepRequest(task=task, parameters=["LR=0.1,0.2"], parallel=2)
+
+    def list_own() -> list[tuple[Owned, str]]:
+        return list(list_changed(other, VERBS["run_sweep"], {"request": request}))
+
+    store.owners.put(Owned.JOB, str(store.jobs.add("theirs", task, pipeline="sweep-0").id), "user")
+    assert list_own() == []
+    same = store.jobs.add("theirs", task, pipeline=name_sweep(request))
+    assert list_own() == [(Owned.JOB, str(same.id))]
 
 
 def test_sweep_does_not_get_the_runs_that_another_user_has_just_submitted(hosted: Hosted, other: ServerContext) -> None:

@@ -124,6 +124,20 @@ def test_hours_of_observation_without_a_change_lengthen_the_expected_period() ->
     assert blind.watched_hours == pytest.approx(1.0)
 
 
+def test_periods_add_up_and_open_ones_are_kept_apart_from_closed_ones() -> None:
+    """3 h and 0.3 h open, and 0.15 h closed, which goes on; then 0.3 h closed, of which the first 0.1 h are unseen."""
+    seen = NOTHING_SEEN.with_period(3.0, is_open=True).with_period(0.3, is_open=True)
+    seen = seen.with_period(0.15, is_open=False, is_ended=False).with_period(0.3, is_open=False, from_hours=0.1)
+    for found, expected in (
+        (seen.open_hours, {0.0: 0.2, 0.1: 0.2, 0.2: 0.4, 0.5: 0.5, 1.0: 1.0, 2.0: 1.0}),
+        (seen.open_ends, {0.2: 1.0, 2.0: 1.0}),
+        (seen.closed_hours, {0.0: 0.1, 0.1: 0.15, 0.2: 0.1}),
+        (seen.closed_ends, {0.2: 1.0}),
+    ):
+        assert found == pytest.approx([expected.get(age, 0.0) for age in AGES])
+    assert (seen + seen).open_hours == pytest.approx([2 * each for each in seen.open_hours])
+
+
 def test_a_market_with_notice_of_its_end_is_used_only_if_it_outlives_two_starts() -> None:
     assert [read_market(read(closes_in_hours=each), SURE, MEASURED).outlives_start for each in (0.19, 0.21, None)] == [
         False,

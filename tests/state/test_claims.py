@@ -11,7 +11,8 @@ from broker.state.base import FENCE
 from broker.state.claims import HOUSEKEEPING, LEASE_S, JobLoad, hold_claim
 from broker.state.daemon_stats import DaemonStats, decode_stats
 from broker.state.store import Store
-from broker.types import JobStatus, Task
+from broker.types import Attempt, JobStatus, Placement, Task
+from tests.simulation.world import make_offer
 from tests.state.conftest import OpenStore
 from tests.state.samples import Hands
 
@@ -66,6 +67,36 @@ def test_a_takeover_fences_every_write_of_the_first(store: Store, open_store: Op
     store.jobs.request_cancel(job)  # a command needs no claim
     found = other.jobs.get(job)
     assert found is not None and found.status is JobStatus.RUNNING
+
+
+def test_a_controller_that_ended_is_forgotten_and_one_whose_renewal_is_late_is_not(store: Store, wait: object) -> None:
+    job = store.jobs.add("a", Task()).id
+    store.claims.renew("x")
+    store.claims.claim("x", [job])
+    wait(LEASE_S - 0.5)  # type: ignore[operator]
+    store.claims.renew("y")
+    assert store.claims.measure_load().controller_count == 2
+    assert store.claims.find_free(9) == [HOUSEKEEPING] and store.claims.renew("x") == {job: 1}
+    wait(1000.0)  # type: ignore[operator]
+    store.claims.renew("y")
+    assert [row["name"] for row in store.rows("SELECT name FROM controllers ORDER BY name")] == ["x", "y"]
+    wait(3600.0)  # type: ignore[operator]
+    store.claims.renew("y")
+    assert [row["name"] for row in store.rows("SELECT name FROM controllers")] == ["y"]
+
+
+def test_an_ended_job_is_claimed_while_its_attempt_is_not_closed(store: Store, wait: object) -> None:
+    """Its last machines are taken down by a controller, and the attempt has no cost before that."""
+    ended, done = store.jobs.add("a", Task()).id, store.jobs.add("b", Task()).id
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    attempt = Attempt(job_id=ended, number=1, cluster="a-1", placement=placement, started_s=1.0)
+    store.jobs.put_attempt(attempt)
+    store.jobs.put_attempt(replace(attempt, job_id=done, ended_s=2.0))
+    for job in (ended, done):
+        store.jobs.set_status(job, JobStatus.FAILED)
+    assert store.claims.find_free(9) == [HOUSEKEEPING, ended]
+    store.jobs.put_attempt(replace(attempt, ended_s=2.0))
+    assert store.claims.find_free(9) == [HOUSEKEEPING]
 
 
 def test_only_a_lease_keeps_a_claim(store: Store, wait: object) -> None:

@@ -20,8 +20,10 @@ from broker.types import (
     Cluster,
     ClusterStatus,
     EventKind,
+    IntentEnd,
     JobStatus,
     Node,
+    NodeRequest,
     NodeState,
     Outcome,
     OutcomeKind,
@@ -100,6 +102,11 @@ def test_jobs_of_three_years_become_totals_to_the_cent(sqlite_store: Store, cloc
     assert 0.85 * count < pruned < 0.97 * count and store.jobs.count() == count - pruned
     assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
     assert sum_by_cloud(store) == pytest.approx(by_cloud, abs=0.005)
+    assert store.bills.list_cloud_spend_usd(now_s=NOW_S) == pytest.approx(
+        {cloud: usd for cloud, usd in by_cloud.items() if usd}, abs=0.005
+    )
+    sums = store.bills.sum_spend(midnight_s=NOW_S, month_s=NOW_S, now_s=NOW_S)
+    assert sums.total_usd == pytest.approx(before_usd, abs=0.005), "as `broker cost` and the dashboard show it"
     assert store.path.stat().st_size < before_bytes / 4, "free pages are returned"
     assert {row[0] for row in store.rows("SELECT DISTINCT job_id FROM attempts")} == {j.id for j in store.jobs.list()}
     assert len(store.retention.list_totals()) < 40 * 2 * 2, "months, clouds and pricings, not jobs"
@@ -194,6 +201,31 @@ def test_bills_of_clusters_without_a_job_are_added_up_too(store: Store, clock: H
     (total,) = store.retention.list_totals()
     assert (total.cloud, total.pricing, total.usd) == ("aws", "on-demand", pytest.approx(72.0))
     assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(usd)
+
+
+def test_what_an_old_cluster_that_still_exists_has_cost_and_requested_is_kept(store: Store, clock: Hands) -> None:
+    """A cluster that is stopped for months: its cost is shown, and its tokens tell its machines from others."""
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    clock.time_s = NOW_S - 200 * DAY_S
+    for name in ("kept", "gone"):
+        store.clusters.put(Cluster(name=name, placement=placement, status=ClusterStatus.STOPPED, attempt=1))
+        store.intents.put(NodeRequest(owner="me", cluster=name, attempt=1, token=name, placement=placement))
+        store.intents.close(name, IntentEnd.UP)
+        node = Node(
+            id=name, cloud="aws", owner="me", cluster=name, attempt=1, rank=0, state=NodeState.STOPPED,
+            usd_hour=3.0, created_s=NOW_S - 200 * DAY_S, ended_s=NOW_S - 199 * DAY_S,
+        )  # fmt: skip
+        store.bills.record(node)
+    store.clusters.delete("gone")
+    clock.time_s = NOW_S
+    store.retention.compact()
+    assert store.bills.spend_usd(cluster="kept", now_s=NOW_S) == pytest.approx(72.0)
+    assert store.intents.list_tokens("kept") == {"kept"} and store.intents.list_tokens("gone") == frozenset()
+    pruned_s = store.retention.get_pruned_before_s()
+    assert pruned_s == NOW_S - 199 * DAY_S
+    run_job(store, clock, begin_s=NOW_S - 300 * DAY_S)
+    clock.time_s = NOW_S
+    assert store.retention.compact() == 1 and store.retention.get_pruned_before_s() == pruned_s
 
 
 def test_a_bill_is_split_at_new_year() -> None:

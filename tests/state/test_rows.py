@@ -293,6 +293,16 @@ def test_a_bill_ends_once_and_restarts_after_a_stop(store: Store, clock: Hands) 
     assert len(store.bills.list()) == 2
 
 
+def test_a_machine_costs_nothing_between_its_stop_and_its_termination(store: Store, clock: Hands) -> None:
+    node = replace(NODE, created_s=START_S)
+    store.bills.record(node)
+    clock.time_s += 3600.0
+    store.bills.close(node)
+    for state, ended_s in ((NodeState.STOPPED, START_S + 3700.0), (NodeState.TERMINATED, START_S + 90_000.0)):
+        store.bills.record(replace(node, state=state, ended_s=ended_s))
+    assert store.bills.spend_usd(now_s=START_S + 100_000.0) == pytest.approx(2.0)
+
+
 def test_a_change_of_one_bill_leaves_other_nodes_and_clouds_alone(store: Store, clock: Hands) -> None:
     others = [replace(NODE, id="m"), replace(NODE, cloud="y")]
     for node in (NODE, *others):

@@ -72,6 +72,17 @@ def test_due_schedules_are_those_that_are_not_paused(store: Store) -> None:
     assert store.schedules.list_due(START_S) == ["nightly"] and store.schedules.has_active()
 
 
+def test_the_schedule_that_is_due_first_comes_first(store: Store) -> None:
+    late, early = add(store, "a"), add(store, "b")
+    store.schedules.set_next(late, START_S + 50.0)
+    store.schedules.set_next(early, START_S + 40.0)
+    assert store.schedules.list_due(START_S + 60.0) == ["b", "a"]
+    for number in (2, 0, 1):
+        store.schedules.record(late, DueTime(due_s=START_S + number, outcome=DueOutcome.SKIPPED))
+    assert [each.due_s for each in store.schedules.list_due_times(late)] == [START_S, START_S + 1, START_S + 2]
+    assert [each.due_s for each in store.schedules.list_due_times(late, newest=2)] == [START_S + 1, START_S + 2]
+
+
 def test_due_time_is_recorded_once_unless_it_waited(store: Store) -> None:
     made = add(store)
     waiting = DueTime(due_s=START_S, outcome=DueOutcome.WAITING)

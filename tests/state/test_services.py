@@ -35,6 +35,27 @@ def test_versions_are_numbered_and_keep_their_tasks_and_secrets(store: Store) ->
         store.services.get_task("chat", 3)
 
 
+def test_services_are_claimed_by_numbers_of_their_own_and_leave_no_secret(store: Store) -> None:
+    for name in ("chat", "embed", "rank"):
+        store.services.add(name, Task(secrets={"TOKEN": Secret(value="hunter2")}), **PLACE)  # type: ignore[arg-type]
+    assert store.services.list_claims() == {-1: "chat", -2: "embed", -3: "rank"}
+    folder = store.path.parent / "service-secrets"
+    kept = {path for path in folder.rglob("*") if path.is_file()}
+    store.services.delete("embed")
+    assert store.services.list_claims() == {-1: "chat", -3: "rank"}
+    left = {path for path in folder.rglob("*") if path.is_file()}
+    assert len(left) == len(kept) * 2 // 3
+    assert store.services.get_task("rank", 1).secrets["TOKEN"].value == "hunter2"
+
+
+def test_update_clears_the_failure_of_the_version_before(store: Store) -> None:
+    store.services.add("chat", Task(), **PLACE)  # type: ignore[arg-type]
+    store.services.set_failure("chat", "no replica became ready")
+    assert store.services.list_failures() == {"chat": "no replica became ready"}
+    store.services.add_version("chat", Task(run="two"))
+    assert store.services.list_failures() == {}
+
+
 def test_the_newest_version_that_was_ready_is_found(store: Store) -> None:
     store.services.add("chat", Task(), **PLACE)  # type: ignore[arg-type]
     store.services.add_version("chat", Task())

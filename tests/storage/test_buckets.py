@@ -105,6 +105,32 @@ def test_files_go_up_and_come_down_whole(bucket: Bucket, tmp_path: Path) -> None
     assert {each.name for each in tmp_path.iterdir()} - {"deep"} == {"source", "target"}
 
 
+def test_listing_of_several_pages_is_whole() -> None:
+    bucket = open_memory()
+    for number in range(1001):
+        bucket.write(f"{number:04d}", b"")
+    assert [each.key for each in bucket.list_keys()] == [f"{number:04d}" for number in range(1001)]
+
+
+def test_folder_lists_no_interrupted_write_and_keeps_what_it_wrote_through_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is renamed before its content is on the disk may be empty after a power cut."""
+    bucket, synced = FolderBucket(tmp_path), list[str]()
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append((tmp_path / "a").read_text() if (tmp_path / "a").exists() else "")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    bucket.write("a", b"one")
+    bucket.write("a", b"two")
+    assert synced == ["", "one"], "on the disk before it takes the place of the old content"
+    (tmp_path / ".b.0123.partial").write_bytes(b"ha")
+    assert [each.key for each in bucket.list_keys()] == ["a"]
+
+
 def test_missing_bucket_is_an_error_instead_of_an_empty_one(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -128,6 +129,21 @@ def test_a_tool_copies_an_object_to_a_file_and_reports_a_path_without_content(
     assert [each.name for each in (tmp_path / "folder").iterdir()] == ["a"]
     with pytest.raises(MountError, match="does not exist or is empty"):
         copy_by_tool(f"{scheme}://b/other", tmp_path / "none")
+
+
+def test_a_granted_login_is_read_again_before_it_ends_and_own_keys_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broker replaces the file during a copy that takes longer than a session."""
+    granted = {"AccessKeyId": "a", "SecretAccessKey": "b", "SessionToken": "c"}
+    (tmp_path / "aws.json").write_text(json.dumps(granted))
+    for name, value in {"BROKER_ACCESS_DIR": str(tmp_path), "AWS_REGION": "x", "AWS_ACCESS_KEY_ID": "own"}.items():
+        monkeypatch.setenv(name, value)
+    assert "credential_provider" not in node_mount.find_s3_options("b")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    login = node_mount.find_s3_options("b")["credential_provider"]()
+    assert [login[name] for name in ("access_key_id", "secret_access_key", "token")] == ["a", "b", "c"]
+    assert 0 < (login["expires_at"] - datetime.now(UTC)).total_seconds() <= 600
 
 
 def test_a_broken_connection_is_retried_and_leaves_no_part_of_the_file(tmp_path: Path) -> None:

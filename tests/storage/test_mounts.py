@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -145,7 +146,10 @@ def test_mount_takes_the_tool_that_the_node_has(
 ) -> None:
     (tmp_path / "bin").mkdir()
     for tool in tools:
-        (tmp_path / "bin" / tool).write_text(f'#!/bin/sh\necho {tool} "$@" >> "$HOME/calls"\n')
+        (tmp_path / "bin" / tool).write_text(
+            f'#!/bin/sh\necho {tool} "$@" >> "$HOME/calls"\n'
+            'echo "$RCLONE_S3_ENDPOINT $AWS_ACCESS_KEY_ID" > "$HOME/login"\n'
+        )
         (tmp_path / "bin" / tool).chmod(0o755)
     keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ACCOUNT_ID": "me"}
     with_tools = replace(node, environment={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **keys})
@@ -154,6 +158,8 @@ def test_mount_takes_the_tool_that_the_node_has(
     assert done.returncode == 0, done.stderr
     call = (node.home / "calls").read_text().splitlines()[-1]
     assert call.startswith(f"{expected} {node.home}/see")
+    login = "https://me.r2.cloudflarestorage.com key" if url.startswith("r2:") else ""
+    assert (node.home / "login").read_text().strip() == login, "rclone reads a login for R2 from variables alone"
     assert ("--vfs-cache-mode full" in call) == (mode == "MOUNT_CACHED")
     assert ("--read-only" in call or "-o ro" in call) == bool(access)
     known = [json.loads(path.read_text()) for path in node.home.glob(".broker/mounts/*.json")]
@@ -210,6 +216,7 @@ def test_mount_is_replaced_once_its_written_files_are_uploaded(mounted: Path, tm
     (about,) = mounts.glob("*.json")
     entry = Path(json.loads(about.read_text())["cache"]) / "vfsMeta/remote/file"
     entry.parent.mkdir(parents=True)
+    (entry.parent / "another").write_text('{"Size": 3, "Dirty": false}')
     mounted.write_text("")
     for text in ('{"Size": 3, "Dirty": true}', "", "{"):  # the latter two: it is being written
         entry.write_text(text)
@@ -220,6 +227,23 @@ def test_mount_is_replaced_once_its_written_files_are_uploaded(mounted: Path, tm
     node_mount.main("MOUNT", "s3://other", place)
     assert [line.split()[0] for line in mounted.read_text().splitlines()] == ["unmount", "mount"]
     assert not about.exists()
+
+
+def test_mount_whose_program_was_killed_is_removed_before_the_next_one(
+    mounted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, stat = tmp_path / "see", Path.stat
+
+    def look(path: Path, **options: bool) -> os.stat_result:
+        if path == place and (tmp_path / "live").exists():
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return stat(path, **options)
+
+    (tmp_path / "live").touch()
+    mounted.write_text("")
+    monkeypatch.setattr(Path, "stat", look)
+    node_mount.main("MOUNT", "s3://b", str(place))
+    assert [line.split()[0] for line in mounted.read_text().splitlines()] == ["unmount", "mount"]
 
 
 def test_node_without_a_tool_names_it(node: Node) -> None:
@@ -237,10 +261,60 @@ def test_local_node_stays_in_its_home(node: Node, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     done = local.run(copy_to(str(outside), f"file://{tmp_path}/source"))
     assert done.returncode == 69 and "outside the home folder" in done.stderr and not outside.exists()
-    step = MountStep(target="~/see", url=f"file://{tmp_path}/source", mode="MOUNT")
+    step = MountStep(target="~/deep/er/see", url=f"file://{tmp_path}/source", mode="MOUNT")
     assert local.run(step, step, copy_to("~/copy", f"file://{tmp_path}/source")).returncode == 0
     (tmp_path / "source/a").write_text("two")
-    assert ((node.home / "see/a").read_text(), (node.home / "copy/a").read_text()) == ("two", "one")
+    assert ((node.home / "deep/er/see/a").read_text(), (node.home / "copy/a").read_text()) == ("two", "one")
+    done = local.run(replace(step, target="~/gone", url=f"file://{tmp_path}/gone"))
+    assert (done.returncode, done.stderr) == (69, f"error: `file://{tmp_path}/gone` is not a folder\n")
+    (node.home / "file").touch()
+    done = local.run(replace(step, target="~/file/below"))
+    assert done.returncode == 1 and "permission denied" not in done.stderr, "root could not make that folder either"
+
+
+def test_folder_outside_the_home_folder_is_made_by_root_and_given_to_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sudo").write_text(f'#!/bin/sh\nshift; echo "$@" >> {tmp_path}/calls; test ! -e {tmp_path}/refused\n')
+    (tmp_path / "sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(node_mount.os, "access", lambda path, mode: False)
+    place = tmp_path / "data"
+    assert node_mount.make_room(str(place)) == place
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [f"mkdir -p {place}", f"chown {os.getuid()}:{os.getgid()} {place}"]
+    (tmp_path / "refused").touch()
+    with pytest.raises(node_mount.MountError, match=f"permission denied: `{place}`"):
+        node_mount.make_room(str(place))
+
+
+@pytest.mark.parametrize("version", ["v1.61.1", "v1.62.0"])
+@pytest.mark.parametrize("spare_bytes", [-1, 0])
+def test_rclone_is_given_a_socket_if_it_supports_one_and_its_path_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, spare_bytes: int
+) -> None:
+    """Without the socket the agent reads rclone's cache; with one that rclone refuses, nothing would be mounted."""
+    (tmp_path / "rclone").write_text(
+        f'#!/bin/sh\n[ "$1" = version ] && echo rclone {version} && exit\n'
+        f'echo "$RCLONE_S3_ENDPOINT$BROKER_RUN" "$@" > {tmp_path}/call\n'
+    )
+    (tmp_path / "rclone").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # removed again after the test
+    monkeypatch.setenv("BROKER_RUN", "1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere")
+    monkeypatch.setattr(node_mount, "MOUNTS", tmp_path / "mounts")
+    length = len(f"{tmp_path}/mounts/0123456789abcdef.sock")
+    monkeypatch.setattr(node_mount, "SOCKET_PATH_BYTES_MAX", length + spare_bytes)
+    node_mount.main("MOUNT", "s3://b", str(tmp_path / "see"))
+    has_socket = version == "v1.62.0" and spare_bytes == 0
+    call, (about,) = (tmp_path / "call").read_text(), (tmp_path / "mounts").glob("*.json")
+    assert ("--rc-addr unix://" in call) is has_socket and bool(json.loads(about.read_text())["socket"]) is has_socket
+    assert call.startswith("http://elsewhere mount "), (
+        "older versions do not read AWS_ENDPOINT_URL, and the end of the run must not end the mount"
+    )
 
 
 def mount(source: str = "", **fields: object) -> Task:

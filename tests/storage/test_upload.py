@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import urllib.request
 import uuid
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import open_bucket, upload
+from broker.storage import open_bucket, s3, upload
 from broker.storage.r2 import find_login
 from broker.storage.upload import ensure_bucket, send_files
 from tests.testbed.s3 import S3Server, serve_s3
@@ -57,6 +60,45 @@ def test_files_are_sent_once_and_those_that_changed_again(
 def test_existing_bucket_is_left_unchanged(url: str) -> None:
     assert [ensure_bucket(url), ensure_bucket(url)] == [True, False]
     assert open_bucket(url).list_keys() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("BucketAlreadyOwnedByYou", None), ("BucketAlreadyExists", InvalidRequestError), ("AccessDenied", AuthError)],
+)
+def test_bucket_of_another_account_is_not_taken_for_the_own_one(
+    code: str, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+    from botocore.exceptions import ClientError
+
+    class Client:
+        def create_bucket(self, **request: object) -> None:
+            raise ClientError({"Error": {"Code": code}}, "CreateBucket")
+
+    monkeypatch.setattr(boto3.Session, "client", lambda self, service, **options: Client())
+    if error is None:
+        return s3.create_bucket("taken")
+    with pytest.raises(error, match=f"cannot create bucket `taken`: {code}"):
+        s3.create_bucket("taken")
+
+
+def test_region_of_a_bucket_is_read_even_from_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 answers anonymous requests to a private bucket with 403, and names the region in the same header."""
+    headers = Message()
+    headers["x-amz-bucket-region"] = "eu-central-1"
+    refusal = HTTPError("https://b", 403, "Forbidden", headers, None)
+    answers: list[Any] = [refusal, OSError("no route"), refusal]
+
+    def urlopen(request: Any, timeout: float) -> Any:
+        assert request.full_url == "https://b.s3.amazonaws.com/" and request.get_method() == "HEAD"
+        raise answers.pop(0)
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    assert s3.find_options("b", {"AWS_ACCESS_KEY_ID": "key"}) == {"region": "eu-central-1"}
+    assert s3.find_options("b", {"AWS_ACCESS_KEY_ID": "key"}) == {}
+    other = {"AWS_ACCESS_KEY_ID": "key", "AWS_REGION": "us-west-2"}
+    assert s3.find_options("b", other) == {"region": "eu-central-1"}, "which other work may use"
 
 
 def test_bucket_elsewhere_is_made_by_hand_with_the_command_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

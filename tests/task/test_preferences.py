@@ -102,6 +102,20 @@ def test_accelerators_of_a_replica_compete_in_its_region_before_others() -> None
     assert first == second < others[0] == others[1]
 
 
+def test_a_replica_is_not_moved_into_a_zone_that_its_alternative_excludes() -> None:
+    places = [("r", "r-a"), ("r", "r-b"), ("r", None), ("s", None), (None, None)]
+    resources = tuple(Resources(cloud="aws", region=region, zone=zone) for region, zone in places)
+    service = Service(name="web", uid="u", version=1, host="h", port=1, created_s=0.0)
+    made = make_replica_task(
+        service, Task(run="x", resources=resources, service=ServiceSpec()),
+        Slot(is_spot=True, region="r", zone="r-a"), number=1,
+        ports=ReplicaPorts(program=8080, entrance=19443), secrets={},
+    )  # fmt: skip
+    found = [(each.region, each.zone) for each in made.resources]
+    assert found[:3] == [("r", "r-a")] * 3, "the first, the third and the last allow the slot"
+    assert found[3:] == [("r", "r-b"), ("r", None), ("s", None), (None, None)]
+
+
 def test_a_flag_for_the_accelerators_leaves_one_alternative_of_a_list() -> None:
     task = override_resources(load("{accelerators: [H100:8, A100-80GB:8]}"), accelerators="H100:8")
     assert [(each.accelerator, each.preference) for each in task.resources] == [("H100", 0)]

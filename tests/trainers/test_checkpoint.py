@@ -316,6 +316,43 @@ def test_damaged_checkpoints_take_no_place_of_those_that_are_kept(tmp_path: Path
     assert [name.step for name in list_checkpoints(FolderStorage(tmp_path))] == [15, 10, 5]
 
 
+def test_removal_that_is_interrupted_leaves_no_checkpoint_that_looks_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(FolderStorage):
+        def delete(self, path: str) -> None:
+            if not path.endswith("manifest.json"):
+                raise OSError("the machine is preempted")
+            super().delete(path)
+
+    save_steps(tmp_path, 5)
+    shared, own = {"counter": Counter()}, {"own": Counter()}
+    manager = CheckpointManager(Interrupted(tmp_path), ALONE, attempt=1, keep=1, shared=shared, own=own)
+    manager.save(10)
+    manager.wait()
+    assert not (folder_of(tmp_path, 5) / "manifest.json").exists() and folder_of(tmp_path, 5).is_dir()
+    assert manager.step_committed == 10 and "old checkpoints were not removed" in capsys.readouterr().err
+
+
+def test_manifest_whose_write_was_repeated_after_a_lost_answer_is_committed(tmp_path: Path) -> None:
+    class Repeating(FolderStorage):
+        def create(self, path: str, content: bytes) -> bool:
+            return super().create(path, content) and not path.endswith("manifest.json")
+
+    counter = Counter()
+    counter.set(5)
+    shared, own = {"counter": counter}, {"own": Counter()}
+    manager = CheckpointManager(Repeating(tmp_path), ALONE, attempt=1, keep=3, shared=shared, own=own)
+    manager.save(5)
+    manager.wait()
+    assert manager.step_committed == 5 and restore(tmp_path) == 5
+
+
+def test_steps_beyond_eight_digits_are_newer(tmp_path: Path) -> None:
+    save_steps(tmp_path, 99_999_999, 100_000_000)
+    assert restore(tmp_path) == 100_000_000
+
+
 class FullDisk(FolderStorage):
     """A disk on which a second checkpoint fits only if it is the only incomplete one."""
 

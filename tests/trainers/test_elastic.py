@@ -341,6 +341,76 @@ def test_those_who_left_by_vote_are_not_counted_as_lost() -> None:
     assert [each.ear.take() for each in back] == [["world"]] * 2
 
 
+def test_one_of_four_continues_after_the_others_left_by_vote() -> None:
+    """Only the former world's quorum counts losses: to leave is none, however many do."""
+    rendezvous, members = gather(least=1, most=4, count=4, is_movable=True)
+    for member in members:
+        rendezvous.vote(member, is_leaving=member is not members[3])
+    for member in members[:3]:
+        rendezvous.depart(member)
+    back = come_back(rendezvous, members[3], rank=3, step=9)
+    assert [each["world_size"] for each in back.ear.received] == [1]
+
+
+def test_rank_that_waits_takes_the_place_of_one_that_leaves() -> None:
+    rendezvous, members = gather(least=2, most=2, count=2)
+    rendezvous.arrive(make_member("x", order=(1, 5)))
+    for member in members:
+        member.ear.take()
+        rendezvous.vote(member, is_leaving=member is members[0])
+    assert [each.ear.take() for each in members] == [["go"], ["again"]]
+
+
+def test_first_world_does_not_wait_for_more_workers_than_it_takes() -> None:
+    _, members = gather(least=1, most=2, count=3)
+    assert [each.ear.take() for each in members] == [["world"], ["world"], []]
+
+
+def test_connection_of_a_worker_that_came_back_is_not_ended_by_its_old_one() -> None:
+    """The rendezvous may notice the end of the old connection after the worker has opened another."""
+    rendezvous, (a, b, _) = gather(least=1)
+    rendezvous.depart(a)
+    again = make_member("b", order=(0, 1), step=7)
+    rendezvous.arrive(again)
+    rendezvous.depart(b)
+    assert rendezvous.waiting["b"] is again
+    twice = make_member("b", order=(0, 1), step=7)
+    rendezvous.arrive(twice)
+    rendezvous.depart(again)
+    assert rendezvous.waiting["b"] is twice
+    rendezvous.is_late = True
+    rendezvous.consider()
+    rendezvous.depart(again)
+    assert rendezvous.current == {"b": twice} and twice.ear.take() == ["world"]
+
+
+def test_first_rank_hears_of_its_world_last() -> None:
+    """It is beside the rendezvous: if their node is lost meanwhile, the others know their world."""
+    heard: list[int] = []
+
+    class Noting(Ears):
+        def send(self, **message: Any) -> None:
+            heard.append(message["rank"])
+
+    rendezvous = Rendezvous(least=3, most=3, first_count=3)
+    for place, name in enumerate("abc"):
+        member = Noting(id=name, address="host", port=1, order=(1, place), writer=None)
+        rendezvous.arrive(member)
+    assert heard == [2, 1, 0]
+
+
+def test_survivor_of_the_present_world_does_not_begin_another_at_its_own_rendezvous() -> None:
+    """Every survivor names its former world; half of it may continue here, where it met, but not elsewhere."""
+    rendezvous, (a, b) = gather(least=1, most=2, count=2, is_movable=True)
+    rendezvous.depart(b)
+    back = come_from(a, generation=1, former="ab", lost="")
+    rendezvous.depart(a)
+    rendezvous.arrive(back)
+    rendezvous.is_late = True
+    rendezvous.consider()
+    assert back.ear.take() == ["world"]
+
+
 def test_leader_of_an_older_world_is_deposed() -> None:
     older, (a, _, _) = gather()
     newer = come_from(make_member("z", order=(0, 0)), generation=5, former="z", lost="")

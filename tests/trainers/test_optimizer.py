@@ -44,6 +44,8 @@ def test_state_has_the_names_of_checkpoints_written_before_torchs_adamw_was_used
     assert set(state) == {"first", "second", "steps_done", "moves_done"}
     assert set(state["first"]) == set(state["second"]) == {"weight", "bias"}
     assert (state["steps_done"], state["moves_done"]) == (3, 3)
+    assert all(bool((each >= 0).all()) for each in state["second"].values()), "the mean of squares"
+    assert any(bool((each < 0).any()) for each in state["first"].values())
 
 
 def sgd(parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:

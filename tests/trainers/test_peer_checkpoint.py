@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.tiers import spread
 from trainers.config import CheckpointConfig, Config, find_problem
-from trainers.peer_checkpoint import choose_targets
+from trainers.peer_checkpoint import PeerCheckpoint, choose_targets
 from trainers.peer_memory import Box, Header, PartMemory, open_memory
 from trainers.peer_transfer import Kept, find_newest_version, plan_moves
+from trainers.ranks import Ranks
 
 from .conftest import STEADY, Start, TrainingFolder, await_line, await_step, count_lost_steps
 from .strategies.conftest import Worlds
@@ -40,6 +41,13 @@ def test_copies_are_distributed_equally() -> None:
     assert choose_targets(["a", "b", "c"]) == [1, 2, 0]
     assert choose_targets(["a", "a", "b", "b"]) == [2, 3, 0, 1]
     assert sorted(choose_targets(["a", "a", "a"])) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("ranks", "due"), [(1, []), (2, [4, 8])])
+def test_state_is_copied_after_every_few_steps_of_several_ranks(ranks: int, due: list[int]) -> None:
+    peers = PeerCheckpoint.__new__(PeerCheckpoint)
+    peers._ranks, peers._every_steps = Ranks(rank=0, world_size=ranks, device=torch.device("cpu")), 4
+    assert [step for step in range(1, 10) if peers.is_due(step)] == due
 
 
 def test_kept_memory_is_not_written_to_when_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.gang_file import find_epoch, read_leader
 from trainers.launch import PEM_MISSING, Plan, serve_rendezvous
-from trainers.rendezvous import SILENT_POLLS, Rendezvous
+from trainers.rendezvous import SILENT_POLLS, Member, Rendezvous
 from trainers.rendezvous_search import Past, Places
 from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
@@ -127,19 +127,27 @@ def test_worker_notices_that_the_rendezvous_closed_its_connection() -> None:
             worker.read()
 
 
-def test_worker_with_another_epoch_is_refused(gang_file: Path) -> None:
+def test_worker_with_another_epoch_is_refused(gang_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_leader(gang_file, epoch=1, rank=1)
-    find = partial(find_epoch, os.environ, 1)
+    find, admitted = partial(find_epoch, os.environ, 1), list[str]()
     with open_rendezvous(is_movable=True, find_epoch=find) as (rendezvous, server):
+        arrive = rendezvous.arrive
+
+        def note(member: Member) -> None:
+            admitted.append(member.id)
+            arrive(member)
+
+        monkeypatch.setattr(rendezvous, "arrive", note)
         for epoch in (0, 2):
-            with pytest.raises(OSError):
+            with pytest.raises(ConnectionError):  # at once, instead of a silence
                 come(server, "x", epoch=epoch).read()
         assert not rendezvous.waiting
         workers = [come(server, name, place, epoch=1) for place, name in enumerate("ab")]
         assert [each.read()["kind"] for each in workers] == ["world"] * 2
         write_leader(gang_file, epoch=2, rank=0)
-        with pytest.raises(OSError):  # of its own epoch, in which it no longer leads
+        with pytest.raises(ConnectionError):  # of its own epoch, in which it no longer leads
             come(server, "c", epoch=1).read()
+        assert sorted(admitted) == ["a", "b"], "the others were not even admitted for a moment"
 
 
 def test_worker_finds_the_leader_that_is_named_and_keeps_to_it(gang_file: Path) -> None:

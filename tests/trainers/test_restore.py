@@ -126,6 +126,15 @@ def test_rank_that_waits_for_others_hangs_only_if_they_do(monkeypatch: pytest.Mo
     assert all(each.find_hang() for each in watchdogs)
 
 
+def test_second_checkpoint_that_is_tried_is_progress_though_nothing_of_it_is_read_yet() -> None:
+    beats = list[str]()
+    progress = RestoreProgress(LocalCounter(), beat=beats.append, report=lambda status: None)
+    for step in (90, 50):  # the first one is damaged
+        with progress.follow(step, f"step-{step}"):
+            pass
+    assert beats == ["restoring step 90", "restoring step 50"]
+
+
 def test_start_has_a_limit_of_its_own_and_the_first_beat_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     monkeypatch.setattr(watchdog_module.time, "monotonic", clock)
@@ -310,6 +319,7 @@ def test_parts_are_cut_out_of_chunks_of_any_size_and_the_rest_is_hashed() -> Non
 
 def test_shares_cover_every_file_once() -> None:
     files = [f"__{number}_0.distcp" for number in range(13)]
-    shares = [divide(reversed(files), rank=rank, world_size=4) for rank in range(4)]
+    orders = [files[rank:] + files[:rank] for rank in range(4)]  # each rank has a set of its own
+    shares = [divide(order, rank=rank, world_size=4) for rank, order in enumerate(orders)]
     assert sorted(file for share in shares for file in share) == sorted(files)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -172,6 +172,38 @@ def test_run_that_can_no_longer_learn_stops_with_a_hint(on_nan: str, poisoned: t
         list(take_steps(make_model(), config, Poison(*poisoned)))
 
 
+def test_steps_that_are_skipped_now_and_then_do_not_end_the_run() -> None:
+    config = TrainConfig(steps=9, batch=4, micro_batch=4, on_nan="skip", skips_max=2)
+    for is_read_due in (lambda step: True, lambda step: step % 4 == 0):
+        reports = list(take_steps(make_model(), config, Poison(2, 3, 5, 6, 8), is_read_due))
+        assert sorted(step for each in reports if each.reading for step in each.reading.skipped_steps) == [
+            2,
+            3,
+            5,
+            6,
+            8,
+        ]
+
+
+def test_request_to_stop_in_a_step_before_the_reading_is_not_lost() -> None:
+    log = DeviceLog(TrainConfig())
+    for step, stops in enumerate((0.0, 1.0, 0.0), start=1):
+        log.add(step, torch.ones(()), torch.tensor([0.5, stops], dtype=torch.float64), is_overflow=False)
+    assert log.read().is_stop_asked
+    log.add(4, torch.ones(()), torch.zeros(2), is_overflow=False)
+    assert not log.read().is_stop_asked, "it is reported once"
+
+
+def test_checkpoint_of_other_data_is_refused_with_the_remedy() -> None:
+    saved, position = Position("data"), Position("other")
+    saved.advance(4)
+    with pytest.raises(TrainerError, match=r"trained on other data(?s:.*)hint: set `\$BROKER_CHECKPOINT_DIR`"):
+        position.load_state_dict(saved.state_dict())
+    again = Position("data")
+    again.load_state_dict(saved.state_dict())
+    assert (again.steps_done, again.samples_done) == (1, 4)
+
+
 def test_ranks_that_used_different_layers_end_the_run_at_the_next_reading() -> None:
     log = DeviceLog(TrainConfig())
     for step, is_mixed in enumerate((False, True, False), start=1):
