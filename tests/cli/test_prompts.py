@@ -29,7 +29,13 @@ def test_answer_on_a_terminal_has_its_exit_code(answer: bytes | None, code: int,
     subprocess.run([*command[:3], "status"], env=environment, cwd=ROOT, timeout=300, check=True, capture_output=True)
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT
+        command,
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
     ) as process:
         assert process.stderr is not None
         question = b""

@@ -157,7 +157,7 @@ def test_files_of_the_same_size_and_time_are_not_sent_again(tmp_path: Path) -> N
     link.symlink_to("f")
 
     def changed(path: Path, known: tuple[int, float, str] | None) -> bool:
-        files = {} if known is None else {"x": known}
+        files = {} if known is None else {"x": (*known, 0o644)}
         return is_changed(path, "x", Remote(is_folder=True, has_rsync=False, files=files))
 
     assert [changed(path, None) for path in (file, folder, link)] == [True, True, True]

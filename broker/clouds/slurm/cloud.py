@@ -28,7 +28,7 @@ from broker.clouds.slurm.commands import (
     show_job,
 )
 from broker.clouds.slurm.script import find_partition, make_argv, make_script, name_job, read_comment
-from broker.clouds.slurm.states import EXIT_REASONS, GONE, HOPELESS, find_error, find_state
+from broker.clouds.slurm.states import EXIT_REASONS, GONE, find_error, find_state, is_hopeless
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -231,7 +231,7 @@ class SlurmCloud:
         tags = read_comment(job.comment)
         if tags is None or tags["o"] != owner or find_state(job.state)[0] is not NodeState.PENDING:
             return
-        if not HOPELESS.fullmatch(job.reason):
+        if not is_hopeless(job.reason):
             return
         try:
             await self._cancel(cluster, job.id, name_job(owner, tags["t"]))

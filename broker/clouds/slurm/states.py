@@ -205,6 +205,11 @@ def find_error(stderr: str) -> CloudError:
     return kind(message, hints=HINTS.get(found) or HINTS.get(kind, ()))
 
 
+def is_hopeless(word: str) -> bool:
+    """Return whether Slurm never starts a pending job with this reason."""
+    return HOPELESS.fullmatch(word) is not None
+
+
 def find_state(state: str) -> tuple[NodeState, str]:
     """Return a job's state and reason. An unknown state (of a newer Slurm) counts as running, as it may not have
     ended."""
