@@ -144,7 +144,7 @@ def warn_of_more_nodes(task: Task, cluster: Cluster) -> str | None:
 def warn_of_small_memory(plan: Plan) -> str | None:
     """Warn about a machine with too little memory for most programs, if the task requests no amount.
 
-    SkyPilot takes 4 GiB per vCPU then, and 8 vCPUs; broker takes the cheapest machine that fits.
+    It has been chosen only because no larger one fits (`ORDINARY_GIB`).
     """
     placement = plan.choice.placement
     offer, resources = placement.offer, placement.get_resources(plan.task)

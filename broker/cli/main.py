@@ -134,7 +134,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},  # inherited by all commands
+    context_settings={"help_option_names": ["--help", "-h"]},  # inherited by all commands
 )
 
 

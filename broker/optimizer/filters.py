@@ -9,6 +9,10 @@ from broker.frozen import frozen
 from broker.types import Offer, Placement, Rejection, Resources, Task
 
 Test = Callable[[Offer], bool]
+# Of a machine without accelerators, if the task states no amount: SkyPilot requests this much for each vCPU, and with
+# less, an ordinary `pip install` is often killed. Own machines are as they are.
+ORDINARY_GIB = 4.0
+OWN_CLOUDS = frozenset(("local", "ssh", "slurm", "kubernetes"))
 
 
 @frozen
@@ -164,7 +168,14 @@ def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[O
             nearest = _find_nearest(each, resources, filterfalse(test, kept))
             rejections.append(Rejection(filter=each.name, count=len(kept) - len(passed), nearest=each.show(nearest)))
         kept = passed
-    return kept, rejections
+    return _leave_small_machines(resources, kept), rejections
+
+
+def _leave_small_machines(resources: Resources, offers: list[Offer]) -> list[Offer]:
+    """Return the offers with an ordinary amount of memory, if there are any and the task chose none itself."""
+    if resources.memory_gib or resources.memory_gib_per_vcpu or resources.instance_type or resources.accelerator:
+        return offers
+    return [each for each in offers if each.memory_gib >= ORDINARY_GIB or each.cloud in OWN_CLOUDS] or offers
 
 
 def _find_nearest(each: Filter, resources: Resources, missed: Iterable[Offer]) -> Offer:

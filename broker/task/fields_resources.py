@@ -189,7 +189,8 @@ ONE: dict[str, Field] = {
     "memory": Field(
         shape=MemorySize(),
         examples=("32+", "64GB+", "128"),
-        about="Memory per node in GiB: `32` exactly, `32+` at least, `4x` at least 4 GiB per vCPU.",
+        about="Memory per node in GiB: `32` exactly, `32+` at least, `4x` at least 4 GiB per vCPU. "
+        "Default without accelerators: at least 4 GiB.",
     ),
     "instance_type": Field(
         shape=Text(rule=allowed.INSTANCE_TYPE), is_blank_none=True, about="Instance type of the cloud."
