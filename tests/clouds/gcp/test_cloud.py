@@ -183,6 +183,19 @@ def test_a_refused_insert_raises_its_class_and_leaves_nothing(
     assert bench.gce.fault_counts == {f"POST {INSERT}": 1} and bench.gce.list_names() == []
 
 
+@pytest.mark.parametrize("node_count", [1, 2])
+@pytest.mark.parametrize("code", ["INTERNAL_ERROR", "RESOURCE_OPERATION_RATE_EXCEEDED"])
+def test_an_insert_that_failed_is_not_answered_with_its_failure_again(
+    bench: Any, request_of: Make, code: str, node_count: int
+) -> None:
+    """Google keeps a request id, and the failed operation with it, for an hour or more."""
+    request = request_of(node_count=node_count)
+    bench.gce.fail("POST", "/instances", code=code)
+    with pytest.raises((TransientError, ThrottledError)):
+        bench.run(bench.cloud.create_nodes(request))
+    assert len(bench.run(bench.cloud.create_nodes(request))) == node_count
+
+
 def test_tpu_machines_are_refused_with_the_way_to_them(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
     offer = offer_of("ct5lp-hightpu-8t", accelerator="TPU-v5e", accelerator_count=8)
     with pytest.raises(InvalidRequestError) as caught:
