@@ -333,7 +333,7 @@ class Provisioner:
         return cluster, cloud
 
     async def _find_gone(self, cluster: Cluster) -> Sequence[Node]:
-        """Return the nodes that the cloud refuses to start and no longer lists; none if the list fails or is partial."""
+        """Return the nodes that the cloud no longer lists, or as ended; none if the list fails or is partial."""
         cloud = self._get_cloud(cluster.placement)
         try:
             listing = await self._lister.list(cloud)

@@ -179,7 +179,7 @@ class AwsCloud:
         await self._change_each("terminate_instances", [node.id for node in nodes])
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
-        """Stop nodes with one call per region. Raises InvalidRequestError for spot nodes, whose requests are one-time."""
+        """Stop nodes with one call per region. Raises InvalidRequestError for (one-time) spot nodes."""
         try:
             await self._change_all("stop_instances", ids)
         except InvalidRequestError as error:

@@ -66,6 +66,18 @@ def test_an_ordinary_machine_starts_from_ubuntu_and_moves_when_its_host_does(ben
     assert "ubuntu-os-cloud" in made["disks"][0]["initializeParams"]["sourceImage"]
 
 
+@pytest.mark.parametrize(
+    ("is_spot", "is_replaceable", "expected"), [(False, False, True), (False, True, False), (True, False, False)]
+)
+def test_only_machines_that_no_job_would_replace_restart_after_a_failure_of_their_host(
+    bench: Any, request_of: Make, is_spot: bool, is_replaceable: bool, expected: bool
+) -> None:
+    """A broker server would stay down, with all of its jobs, until a person starts its machine."""
+    spec = MachineSpec(is_replaceable=is_replaceable)
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=is_spot, spec=spec)))
+    assert bench.gce.find(node.id.rpartition("/")[2])["scheduling"]["automaticRestart"] is expected
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_same_token_gives_the_same_nodes(bench: Any, request_of: Make, count: int) -> None:
     request = request_of(node_count=count)
