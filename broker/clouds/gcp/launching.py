@@ -22,9 +22,10 @@ from broker.clouds.gcp.quotas import (
 )
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.zones import list_zones
-from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
+from broker.errors import CapacityError, CloudError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.types import Node, NodeEnd, NodeRequest, NodeState
 
+RETRIED = (ThrottledError, TransientError)  # after other refusals, a token is not used again
 CALLERS_KNOWN_S = 60.0  # several gangs in a row share one lookup
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,8 @@ class NodeLauncher:
         except UnknownOutcomeError:
             raise
         except CloudError as error:
-            self._failed_counts[key] += 1
+            if isinstance(error, RETRIED):
+                self._failed_counts[key] += 1
             if isinstance(error, TransientError):
                 raise
             await self._delete_rest(request, zone, error)
