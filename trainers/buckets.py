@@ -260,16 +260,29 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
     elif region := find_region(bucket):
         options["region"] = region  # not AWS_REGION, which is often that of other work
+        if region.startswith("cn-"):  # the library knows one domain only
+            options["endpoint"] = f"https://{find_s3_host(region)}"
     provider = find_s3_provider()
     if provider is not None:
         options["credential_provider"] = provider
     return options
 
 
+def find_s3_host(named: str) -> str:
+    """Return the host of S3 for the region that the login names: in China and in GovCloud, which are partitions of
+    their own, a bucket of the same name may belong to another account than in the public partition."""
+    domain = "amazonaws.com.cn" if named.startswith("cn-") else "amazonaws.com"
+    return f"s3.{named}.{domain}" if named.startswith(("cn-", "us-gov-")) else f"s3.{domain}"
+
+
 def find_region(bucket: str) -> str | None:
-    """Return a bucket's region, which S3 names in a header of every response."""
+    """Return a bucket's region, which S3 names in a header of every response; without one, that of a variable in China
+    and in GovCloud, otherwise None."""
+    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
+    home = find_s3_host(named)
+    fallback = named if named.startswith(("cn-", "us-gov-")) else None
     # The certificate of S3 does not cover names with dots.
-    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"
+    host = f"{home}/{bucket}" if "." in bucket else f"{bucket}.{home}/"
     request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
@@ -277,6 +290,6 @@ def find_region(bucket: str) -> str | None:
     except urllib.error.HTTPError as error:
         headers = error.headers
     except OSError:
-        return None
+        return fallback
     region: str | None = headers.get("x-amz-bucket-region")
-    return region
+    return region or fallback

@@ -163,7 +163,7 @@ def find_region(bucket: str, variables: Mapping[str, str]) -> str:
     if find_endpoint(variables):
         return named
     try:
-        request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
+        request = urllib.request.Request(f"https://{find_s3_host(named)}/{bucket}", method="HEAD")
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             headers = answer.headers
     except urllib.error.HTTPError as error:
@@ -171,6 +171,15 @@ def find_region(bucket: str, variables: Mapping[str, str]) -> str:
     except OSError:
         return named
     return headers.get("x-amz-bucket-region") or named
+
+
+def find_s3_host(region: str, *, is_regional: bool = False) -> str:
+    """Return the host of S3 for a region; unless `is_regional`, that of all regions in the public partition.
+
+    In China and in GovCloud, a bucket of the same name may belong to another account.
+    """
+    domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+    return f"s3.{region}.{domain}" if is_regional or region.startswith(("cn-", "us-gov-")) else f"s3.{domain}"
 
 
 def find_endpoint(variables: Mapping[str, str]) -> str:
@@ -184,7 +193,7 @@ def make_s3_request(
     """Make a PUT, or a GET without content, signed with AWS Signature Version 4 (AWS documentation, "Create a signed
     AWS API request")."""
     method = "GET" if content is None else "PUT"
-    base = find_endpoint(variables).rstrip("/") or f"https://s3.{region}.amazonaws.com"
+    base = find_endpoint(variables).rstrip("/") or f"https://{find_s3_host(region, is_regional=True)}"
     path = urllib.parse.quote(f"{urllib.parse.urlsplit(base).path}/{bucket}/{key}", safe="/-_.~")
     origin = urllib.parse.urlsplit(base)
     now = time.gmtime()

@@ -9,7 +9,15 @@ from dataclasses import replace
 
 from broker.clock import Clock
 from broker.clouds.base import CanAvoid, CanExtend, CanStop, Cloud, SupportsConsole
-from broker.errors import AuthError, CapacityError, CloudError, QuotaError, TransientError, UsageError
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    QuotaError,
+    TransientError,
+    UsageError,
+)
 from broker.provision.adoption import Adopter
 from broker.provision.bring_up import ClusterBuilder, lock_name
 from broker.provision.collection import Collector, LostResources, OnFailure, ResourceSweeper
@@ -244,7 +252,8 @@ class Provisioner:
     async def start(self, name: str) -> Cluster:
         """Start a stopped cluster and wait until every node is running.
 
-        Raises CloudError; without capacity for the whole gang, after stopping the nodes that have started.
+        Raises CloudError; without capacity for the whole gang, after stopping the nodes that have started. Raises
+        UsageError if a node no longer exists.
         """
         cluster, cloud = self._find_stoppable(name)
         ids = [node.id for node in cluster.nodes]
@@ -253,6 +262,10 @@ class Provisioner:
         except (CapacityError, QuotaError) as error:
             if cluster.status is ClusterStatus.STOPPED:
                 await _stop_again(cloud, ids, error, name=name)
+            raise
+        except (InvalidRequestError, TransientError) as error:
+            if gone := await self._find_gone(cluster):
+                raise _refuse_gone(cluster, gone) from error
             raise
         with self._store.transaction():
             for node in cluster.nodes:
@@ -319,6 +332,18 @@ class Provisioner:
             )
         return cluster, cloud
 
+    async def _find_gone(self, cluster: Cluster) -> Sequence[Node]:
+        """Return the nodes that the cloud no longer lists, or as ended; none if the list fails or is partial."""
+        cloud = self._get_cloud(cluster.placement)
+        try:
+            listing = await self._lister.list(cloud)
+        except CloudError:
+            return ()
+        if find_doubt(cloud, listing, {(node.account, node.region) for node in cluster.nodes}, cluster.nodes):
+            return ()
+        listed = ((node, listing.by_id.get(node.id)) for node in cluster.nodes)
+        return [node for node, seen in listed if seen is None or not _is_open(seen)]
+
     async def _wait_all(self, cluster: Cluster, state: NodeState) -> None:
         start_s = self._clock.now_s()
         look_s = POLL_S
@@ -329,6 +354,8 @@ class Provisioner:
                 refreshed = cluster
             if all(node.state is state for node in refreshed.nodes):
                 return
+            if gone := [node for node in refreshed.nodes if not _is_open(node)]:
+                raise _refuse_gone(cluster, gone)
             await self._clock.sleep(look_s)
             look_s = min(POLL_S_MAX, look_s * 1.2)
         raise TransientError(f"{cluster.name} is not {state.value} after {STOP_S_MAX:g} s")
@@ -350,6 +377,14 @@ async def _stop_again(cloud: CanStop, ids: Sequence[str], error: CloudError, *, 
     except CloudError:
         hint = f"a part of {name} may run and cost money: `broker stop {name}`, or `broker down {name}`"
         error.hints = (hint, *error.hints)
+
+
+def _refuse_gone(cluster: Cluster, gone: Sequence[Node]) -> UsageError:
+    offer = cluster.placement.offer
+    return UsageError(
+        f"{len(gone)} of {len(cluster.nodes)} machines of {cluster.name} no longer exist at {offer.cloud}",
+        hints=(f"their disks are lost: run `broker down {cluster.name}`, then launch the cluster again",),
+    )
 
 
 def _was_restarted(before: Node, node: Node) -> bool:

@@ -23,7 +23,12 @@ from broker.sites.openssh import (
 from broker.task.tables import Section
 
 SSH_FAILED = 255  # ssh's own exit code; ours are lower
-REFUSALS = (b"Permission denied", b"Host key verification failed", b"HOST IDENTIFICATION HAS CHANGED")
+TOO_MANY = b"Too many authentication failures"
+REFUSALS = (
+    *(b"Permission denied", b"Host key verification failed", b"HOST IDENTIFICATION HAS CHANGED"),
+    TOO_MANY,
+)
+KEY_HINT = "the SSH agent offers more keys than the host accepts: name the right one as `identity_file`"
 MARGIN_S = 10.0
 BEGIN = "broker-output"  # in any shell, precedes the output: `~/.bashrc` on the host may print
 
@@ -76,7 +81,8 @@ class SshLogin:
         text = f"host `{self.host}` cannot be reached{explain(stderr)}"
         if any(each in stderr for each in REFUSALS):
             target = f"{self.user}@{self.host}" if self.user else self.host
-            return AuthError(text, hints=(f"log in by hand once to check the key and the host key: `ssh {target}`",))
+            hint = f"log in by hand once to check the key and the host key: `ssh {target}`"
+            return AuthError(text, hints=(KEY_HINT if TOO_MANY in stderr else hint,))
         return TransientError(text)
 
     def _name_control(self) -> Path:

@@ -26,9 +26,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EX_UNAVAILABLE = 69
-WORKERS, ATTEMPTS_MAX = 16, 3
-PART_BYTES, REGION_S = 8 << 20, 10.0
+EX_UNAVAILABLE, WORKERS, ATTEMPTS_MAX, PART_BYTES, REGION_S = 69, 16, 3, 8 << 20, 10.0
 ENDPOINT_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT")
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of bucket providers, with the machine's own login.
@@ -44,8 +42,7 @@ COPIERS = {
 }
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
 MOUNTS = pathlib.Path.home() / ".broker" / "mounts"  # read by the agent
-RC_SOCKET_VERSION = (1, 62)  # of rclone: the first whose remote control supports a Unix socket
-SOCKET_PATH_BYTES_MAX = 103  # macOS; Linux has 107
+RC_SOCKET_VERSION, SOCKET_PATH_BYTES_MAX = (1, 62), 103  # rclone's first for a Unix socket; macOS, Linux has 107
 CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
 
 
@@ -214,7 +211,8 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
     elif region := find_region(bucket):
-        options = {"region": region}  # not AWS_REGION, which is often that of other work
+        china = {"endpoint": f"https://s3.{region}.amazonaws.com.cn"} if region.startswith("cn-") else {}
+        options = {"region": region, **china}  # not AWS_REGION, which is often that of other work
     granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
     if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
         options["credential_provider"] = lambda: read_granted(granted)
@@ -230,15 +228,17 @@ def read_granted(path: pathlib.Path) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> str | None:
-    """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
-    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"  # as its certificate
-    request = urllib.request.Request(f"https://{host}", method="HEAD")
+    """Read the bucket's region, which S3 sends to any client in a header; or that of a variable for China, GovCloud."""
+    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
+    is_apart = named.startswith(("cn-", "us-gov-"))  # other accounts may have the name elsewhere
+    home = f"s3.{named}.amazonaws.com{'.cn' if named.startswith('cn-') else ''}" if is_apart else "s3.amazonaws.com"
+    url = f"https://{home}/{bucket}" if "." in bucket else f"https://{bucket}.{home}/"  # as its certificate
     try:
-        with urllib.request.urlopen(request, timeout=REGION_S) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=REGION_S) as answer:
             headers = answer.headers
-    except OSError as error:  # an HTTPError has the header, too
-        headers = getattr(error, "headers", {})
-    return headers.get("x-amz-bucket-region")  # type: ignore[no-any-return]
+    except OSError as error:
+        headers = getattr(error, "headers", {})  # an HTTPError has them, too
+    return headers.get("x-amz-bucket-region") or (named if is_apart else None)
 
 
 def find_r2_login() -> dict[str, str]:

@@ -30,6 +30,8 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
         options |= {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
     elif bucket and (region := find_region(bucket)):
         options |= {"region": region}  # AWS_REGION is often that of other work; the library follows no redirect
+        if region.startswith("cn-"):  # the library knows one domain only
+            options |= {"endpoint": f"https://{find_host(region)}"}
     if "AWS_ACCESS_KEY_ID" not in variables:
         with contextlib.suppress(ImportError):
             import boto3
@@ -41,10 +43,24 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
+def find_host(named: str) -> str:
+    """Return the host of S3 for the region that the login names: in China and in GovCloud, which are partitions of
+    their own, a bucket of the same name may belong to another account than in the public partition."""
+    domain = "amazonaws.com.cn" if named.startswith("cn-") else "amazonaws.com"
+    return f"s3.{named}.{domain}" if named.startswith(("cn-", "us-gov-")) else f"s3.{domain}"
+
+
 def find_region(bucket: str) -> str | None:
-    """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached."""
+    """Read the bucket's region, which S3 sends to any client in a header; None if S3 cannot be reached.
+
+    In China and in GovCloud, it is otherwise the region of the variables.
+    """
+    variables = read_aws_environment()
+    named = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or ""
+    home = find_host(named)
     # The certificate of S3 does not cover names with dots.
-    host = f"s3.amazonaws.com/{bucket}" if "." in bucket else f"{bucket}.s3.amazonaws.com/"
+    host = f"{home}/{bucket}" if "." in bucket else f"{bucket}.{home}/"
+    fallback = named if named.startswith(("cn-", "us-gov-")) else None
     request = urllib.request.Request(f"https://{host}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
@@ -52,9 +68,9 @@ def find_region(bucket: str) -> str | None:
     except urllib.error.HTTPError as error:
         headers = error.headers
     except OSError:
-        return None
+        return fallback
     region: str | None = headers.get("x-amz-bucket-region")
-    return region
+    return region or fallback
 
 
 def create_bucket(name: str) -> None:

@@ -230,6 +230,31 @@ def test_the_region_of_a_bucket_is_read_from_any_answer_of_s3(
     assert agent_bucket.find_region("b", named) == expected
 
 
+@pytest.mark.parametrize(
+    ("named", "asked", "host"),
+    [
+        ("eu-central-1", "s3.amazonaws.com", "s3.eu-central-1.amazonaws.com"),
+        ("cn-north-1", "s3.cn-north-1.amazonaws.com.cn", "s3.cn-north-1.amazonaws.com.cn"),
+        ("us-gov-west-1", "s3.us-gov-west-1.amazonaws.com", "s3.us-gov-west-1.amazonaws.com"),
+    ],
+)
+def test_a_bucket_of_the_same_name_in_the_public_partition_is_not_asked(
+    named: str, asked: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = []
+
+    def refuse(request: urllib.request.Request, timeout: float) -> None:
+        urls.append(request.full_url)
+        raise urllib.error.HTTPError(request.full_url, 404, "Not Found", Message(), None)
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    region = agent_bucket.find_region("b", {"AWS_REGION": named})
+    assert (region, urls) == (named, [f"https://{asked}/b"])
+    login = {"key": "k", "secret": "s"}
+    request = agent_bucket.make_s3_request("b", "k", None, variables={}, login=login, region=region)
+    assert request.full_url == f"https://{host}/b/k"
+
+
 def test_refusal_is_reported_in_one_line(metadata: Metadata) -> None:
     metadata.codes = [403]
     with pytest.raises(agent_login.Refused, match="s3://b/k: HTTP 403"):

@@ -16,7 +16,9 @@ from broker.errors import (
     AuthError,
     BrokerError,
     CapacityError,
+    CloudError,
     FencedError,
+    InvalidRequestError,
     QuotaError,
     TransientError,
     UsageError,
@@ -464,6 +466,44 @@ def test_a_start_that_is_refused_stops_what_has_started_but_no_cluster_that_was_
     with pytest.raises(type(error)):
         stage.run(lambda: stage.provisioner.start("c"))
     assert stage.cloud.stopped_at_s is not None, "a part of the gang would cost money and could not work"
+
+
+@pytest.mark.parametrize("error", [TransientError("InvalidInstanceID.NotFound"), InvalidRequestError("not found")])
+def test_a_start_of_machines_that_were_deleted_elsewhere_says_so_and_what_to_do(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: CloudError
+) -> None:
+    nodes = stage.up().nodes
+    stage.run(lambda: stage.provisioner.stop("c"))
+
+    async def refuse(ids: Sequence[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(stage.cloud, "start_nodes", refuse)
+    with pytest.raises(type(error)):
+        stage.run(lambda: stage.provisioner.start("c"))
+    stage.run(lambda: stage.cloud.terminate_nodes(nodes[:1]))
+    stage.run(lambda: stage.world.clock.sleep(3600.0))
+    with pytest.raises(UsageError, match="1 of 2 machines of c no longer exist") as caught:
+        stage.run(lambda: stage.provisioner.start("c"))
+    assert "broker down c" in caught.value.hints[0]
+    stage.cloud.failing_lists = 100
+    with pytest.raises(type(error)):
+        stage.run(lambda: stage.provisioner.start("c"))
+
+
+def test_a_stop_does_not_wait_for_a_machine_that_was_preempted_meanwhile(stage: Stage) -> None:
+    nodes = stage.up().nodes
+    begun_s = stage.world.clock.now_s()
+
+    async def act() -> None:
+        doing = asyncio.ensure_future(stage.provisioner.stop("c"))
+        await stage.world.clock.sleep(5.0)
+        stage.cloud.preempt([nodes[1].id])
+        with pytest.raises(UsageError, match="1 of 2 machines of c no longer exist"):
+            await doing
+
+    stage.run(act)
+    assert stage.world.clock.now_s() - begun_s < STOP_S_MAX / 2
 
 
 @pytest.mark.parametrize("verb", ["stop", "start"])

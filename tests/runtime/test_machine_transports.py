@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -41,6 +43,23 @@ def test_a_command_runs_in_the_node_with_its_input(rig: Rig) -> None:
         node = (await rig.make_cluster()).nodes[0]
         done = await Here(clock=SystemClock()).run(node, ["sh", "-c", "cat; pwd"], timeout_s=300.0, stdin=b"in ")
         assert done.returncode == 0 and done.stdout.decode().startswith("in /")
+
+    asyncio.run(act())
+
+
+def test_a_host_that_has_a_python_by_another_name_only_is_reached(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"sh": shutil.which("sh"), "env": shutil.which("env"), "python3.9": os.path.realpath(sys.executable)}
+    for name, target in names.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).symlink_to(target or name)
+
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        done = await Here(clock=SystemClock()).run(node, ["echo", "up"], timeout_s=300.0)
+        assert (done.returncode, done.stdout) == (0, b"up\n")
 
     asyncio.run(act())
 

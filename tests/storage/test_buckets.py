@@ -12,9 +12,11 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from broker.environment import read_aws_environment
 from broker.errors import AuthError, InvalidRequestError
 from broker.storage import BUCKETS, node_mount, open_bucket, s3, upload
 from broker.storage.base import Bucket
@@ -230,12 +232,19 @@ def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatc
 
 @pytest.mark.parametrize("find_region", [s3.find_region, node_mount.find_region, buckets.find_region])
 @pytest.mark.parametrize(
-    ("bucket", "url"),
-    [("data", "https://data.s3.amazonaws.com/"), ("my.data", "https://s3.amazonaws.com/my.data")],
+    ("bucket", "named", "url"),
+    [
+        ("data", "us-west-2", "https://data.s3.amazonaws.com/"),
+        ("my.data", "us-west-2", "https://s3.amazonaws.com/my.data"),
+        # A bucket of the same name in the public partition belongs to another account.
+        ("data", "cn-north-1", "https://data.s3.cn-north-1.amazonaws.com.cn/"),
+        ("my.data", "us-gov-west-1", "https://s3.us-gov-west-1.amazonaws.com/my.data"),
+    ],
 )
-def test_region_is_asked_at_an_address_that_the_certificate_covers(
-    bucket: str, url: str, *, find_region: Callable[[str], str | None], monkeypatch: pytest.MonkeyPatch
+def test_region_is_asked_at_an_address_of_the_partition_that_the_certificate_covers(
+    bucket: str, named: str, url: str, *, find_region: Callable[[str], str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("AWS_REGION", named)
     headers = Message()
     headers["x-amz-bucket-region"] = "eu-central-1"
 
@@ -245,3 +254,28 @@ def test_region_is_asked_at_an_address_that_the_certificate_covers(
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     assert find_region(bucket) == "eu-central-1"
+    del headers["x-amz-bucket-region"]
+    assert find_region(bucket) == (None if named == "us-west-2" else named)
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda: s3.find_options("b", read_aws_environment()),
+        lambda: node_mount.find_s3_options("b"),
+        lambda: buckets.find_s3_options("b"),
+    ],
+)
+def test_bucket_in_china_is_used_at_the_domain_of_that_partition(
+    find: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library has one domain for all regions."""
+    monkeypatch.setenv("AWS_REGION", "cn-north-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+
+    def fail(request: urllib.request.Request, timeout: float) -> None:
+        raise urllib.error.URLError("unreachable")
+
+    monkeypatch.setattr(urllib.request, "urlopen", fail)
+    expected = {"region": "cn-north-1", "endpoint": "https://s3.cn-north-1.amazonaws.com.cn"}
+    assert find() == expected

@@ -23,6 +23,7 @@ from tests.testbed.ec2_wire import ApiError
 
 Action = Callable[[Account, str, Mapping[str, Any]], Answer]
 ROOT_DEVICE = "/dev/sda1"
+RULES_MAX = 60  # inbound rules of a security group: VPC quotas
 
 
 def describe_regions(account: Account, region: str, asked: Parameters) -> Answer:
@@ -87,7 +88,11 @@ def describe_security_groups(account: Account, region: str, asked: Parameters) -
     fields = {"group-name": "GroupName", "vpc-id": "VpcId"}
     found = _select(account.groups.values(), region, asked, fields)
     keys = ("GroupId", "GroupName", "VpcId", "Tags")
-    return _page(account, asked, "SecurityGroups", [{key: each[key] for key in keys} for each in found])
+    shown = [
+        {key: each[key] for key in keys} | {"IpPermissions": [one for one in each["rules"] if "Direction" not in one]}
+        for each in found
+    ]
+    return _page(account, asked, "SecurityGroups", shown)
 
 
 def authorize(account: Account, region: str, asked: Parameters) -> Answer:
@@ -95,9 +100,31 @@ def authorize(account: Account, region: str, asked: Parameters) -> Answer:
     if group is None or group["region"] != region:
         raise ApiError("InvalidGroup.NotFound")
     for rule in asked["IpPermissions"]:
-        if rule in group["rules"]:
+        if any(_without_descriptions(rule) == _without_descriptions(each) for each in group["rules"]):
             raise ApiError("InvalidPermission.Duplicate")
+        if sum(len(each.get("IpRanges", ("",))) for each in group["rules"] if "Direction" not in each) >= RULES_MAX:
+            raise ApiError("RulesPerSecurityGroupLimitExceeded")
         group["rules"].append(rule)
+    return {"Return": True}
+
+
+def _without_descriptions(rule: Parameters) -> Parameters:
+    """Return a rule without the parts that do not tell it apart from others."""
+    ranges = {
+        key: [{name: text for name, text in each.items() if name != "Description"} for each in rule[key]]
+        for key in ("IpRanges", "Ipv6Ranges")
+        if key in rule
+    }
+    return {**rule, **ranges}
+
+
+def revoke(account: Account, region: str, asked: Parameters) -> Answer:
+    group = account.groups[asked["GroupId"]]
+    for rule in asked["IpPermissions"]:
+        kept = [each for each in group["rules"] if _without_descriptions(rule) != _without_descriptions(each)]
+        if len(kept) == len(group["rules"]):
+            raise ApiError("InvalidPermission.NotFound")
+        group["rules"] = kept
     return {"Return": True}
 
 
@@ -296,6 +323,7 @@ ACTIONS: dict[str, Action] = {
     "ec2:DescribeVolumes": describe_volumes,
     "ec2:DescribeVpcs": describe_vpcs,
     "ec2:GetSpotPlacementScores": get_spot_placement_scores,
+    "ec2:RevokeSecurityGroupIngress": revoke,
     "ec2:RunInstances": run_instances,
     "ec2:StartInstances": start_instances,
     "ec2:StopInstances": stop_instances,

@@ -62,6 +62,7 @@ class FakeGce(Operations):
     tells_permissions: bool = True  # the Resource Manager API is enabled
     others: set[str] = field(default_factory=set)  # projects of ours with nothing in them
     networks: set[str] = field(default_factory=lambda: {"default"})
+    host_project: str = ""  # shares its networks with `project`; its resources are in the same tables
     subnetworks: dict[tuple[str, str], str] = field(default_factory=dict)  # (region, name) -> path of the network
     on_instance: OnInstance | None = None
     allocate: Callable[[int], tuple[str, str]] = lambda n: (f"10.128.{n // 250}.{n % 250 + 2}", f"198.18.0.{n % 250}")
@@ -123,6 +124,9 @@ class FakeGce(Operations):
             self._settle()
             self.calls[f"{method} {'/'.join(each for each in rest.split('/') if each in KINDS)}"] += 1
             self._admit(project, find_permissions(method, rest))
+            network = body.get("network", "") if rest == "global/firewalls" else ""
+            if network.startswith("projects/") and network.split("/")[1] != project:
+                raise invalid("resource.network", "Cross project references are not allowed for this resource")
             fault = self._draw(method, rest)
             if project in self.others:
                 return _group("instances", [])
@@ -144,7 +148,7 @@ class FakeGce(Operations):
         for permission in permissions:
             if self.allowed is not None and permission not in self.allowed:
                 raise GceError(403, "forbidden", f"Required '{permission}' permission for 'projects/{project}'")
-        if project != self.project and project not in self.others:
+        if project not in {self.project, self.host_project, *self.others}:
             raise missing(f"projects/{project}")
 
     def _answer_permissions(self, asked: Sequence[str]) -> Json:

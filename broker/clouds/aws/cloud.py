@@ -33,6 +33,8 @@ LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
 START_HINT = "a stopped machine starts only in its own zone: try later, or terminate it with `broker down` and relaunch"
+NO_SPOT_STOP = "AWS cannot stop these spot nodes, only terminate them"
+NO_SPOT_STOP_HINTS = ("terminate them with `broker down`; on-demand nodes (`use_spot: false`) can be stopped",)
 # https://docs.aws.amazon.com/IAM/latest/UserGuide/id_credentials_temp_enable-regions.html
 TOKEN_HINTS = ("regions that were enabled by hand accept session tokens of regional STS endpoints only",)
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
@@ -177,8 +179,13 @@ class AwsCloud:
         await self._change_each("terminate_instances", [node.id for node in nodes])
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
-        """Stop nodes with one call per region."""
-        await self._change_all("stop_instances", ids)
+        """Stop nodes with one call per region. Raises InvalidRequestError for (one-time) spot nodes."""
+        try:
+            await self._change_all("stop_instances", ids)
+        except InvalidRequestError as error:
+            if await self._has_spot(ids):
+                raise InvalidRequestError(NO_SPOT_STOP, hints=NO_SPOT_STOP_HINTS) from error
+            raise
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
         """Start nodes with one call per region. Raises CapacityError with a hint."""
@@ -302,6 +309,15 @@ class AwsCloud:
         with translated():
             for region, known in (await self._group(ids)).items():
                 await self._clients.change(region, operation, InstanceIds=known)
+
+    async def _has_spot(self, ids: Sequence[str]) -> bool:
+        with translated():
+            for region, known in (await self._group(ids)).items():
+                filters = [{"Name": "instance-id", "Values": known}]
+                nodes = await self._read_nodes(await self._launcher.find_instances(region, filters), region)
+                if any(node.is_spot for node in nodes):
+                    return True
+        return False
 
     async def _group(self, ids: Sequence[str]) -> Mapping[str, list[str]]:
         """Group ids by region. A node of unknown region is looked up in all regions; if none has it, it is gone."""

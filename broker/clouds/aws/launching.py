@@ -27,6 +27,7 @@ class NodeLauncher:
     def __init__(self, clients: Clients, settings: Settings, quotas: Quotas, *, clock: Clock) -> None:
         self._clients = clients
         self._settings = settings
+        self._clock = clock
         self._quotas = quotas
         self._network = Network(clients, settings)
         self._images = Images(clients, settings, clock=clock)
@@ -71,7 +72,7 @@ class NodeLauncher:
 
     async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
         """Add this machine's current address to a cluster's security group; return whether it changed."""
-        return await self._network.renew_access(region, owner=owner, cluster=cluster)
+        return await self._network.renew_access(region, owner=owner, cluster=cluster, now_s=self._clock.now_s())
 
     async def find_instances(self, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Instance]:
         """Return the instances that match the filters, over all pages. Raises CloudError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ from broker.types import NodeRequest
 
 ADDRESS_S_MAX = 10.0
 ANYWHERE = ("0.0.0.0/0", "::/0")
+FULL = "RulesPerSecurityGroupLimitExceeded"
+RENEWED = "broker: ssh from an address as of"  # begins the description of a later address's rule; the time follows
 
 
 @frozen
@@ -131,19 +134,34 @@ class Network:
         )
         return str(made["GroupId"])
 
-    async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
+    async def renew_access(self, region: str, *, owner: str, cluster: str, now_s: float) -> bool:
         """Admit ssh from this machine's current address; return whether it was not admitted before."""
         filters = [_filter("group-name", _join_name(owner, cluster)), _filter(f"tag:{tags.OWNER}", owner)]
         groups = await self._clients.read_all(region, "describe_security_groups", "SecurityGroups", Filters=filters)
         blocks = self._settings.ssh_from or await self._find_own_block()
-        added = [
-            await self._add_rule(
-                region, group["GroupId"], _allow_ports(22, 22, [block]), "authorize_security_group_ingress"
-            )
-            for group in groups
-            for block in blocks
-        ]
+        added = [await self._admit(region, group, block, now_s) for group in groups for block in blocks]
         return any(added)
+
+    async def _admit(self, region: str, group: Mapping[str, Any], block: str, now_s: float) -> bool:
+        """Admit ssh from a block; return whether it was not admitted before.
+
+        A group has at most 60 rules (VPC quotas), which a laptop's addresses reach: then the oldest one makes room.
+        """
+        rule = _allow_ports(22, 22, [block], f"{RENEWED} {now_s:.0f}")
+        try:
+            return await self._add_rule(region, group["GroupId"], rule, "authorize_security_group_ingress")
+        except ApiError as refusal:
+            oldest = find_oldest(group, is_new_format=":" in block)
+            if refusal.code != FULL or oldest is None:
+                raise
+        try:
+            await self._clients.change(
+                region, "revoke_security_group_ingress", GroupId=group["GroupId"], IpPermissions=[oldest]
+            )
+        except ApiError as refusal:
+            if refusal.code != "InvalidPermission.NotFound":  # another process has revoked it
+                raise
+        return await self._add_rule(region, group["GroupId"], rule, "authorize_security_group_ingress")
 
     async def _add_rule(self, region: str, group_id: str, rule: Mapping[str, Any], operation: str) -> bool:
         """Add a rule; return whether it is new."""
@@ -222,10 +240,30 @@ def _allow_group(group_id: str) -> dict[str, Any]:
     return {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
 
 
-def _allow_ports(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
+def find_oldest(group: Mapping[str, Any], *, is_new_format: bool) -> dict[str, Any] | None:
+    """Return the rule of the oldest address that `renew_access` admitted; None if there is none.
+
+    The descriptions of these rules hold the time. All other rules stay: those of the launch, and the user's own.
+    """
+    ranges, cidr = ("Ipv6Ranges", "CidrIpv6") if is_new_format else ("IpRanges", "CidrIp")
+    found = [
+        (float(match[1]), str(each[cidr]), str(each["Description"]))
+        for rule in group.get("IpPermissions", ())
+        for each in rule.get(ranges, ())
+        if rule.get("FromPort") == rule.get("ToPort") == 22
+        and (match := re.fullmatch(rf"{RENEWED} (\d+)", each.get("Description", "")))
+    ]
+    if not found:
+        return None
+    _, block, description = min(found)
+    return _allow_ports(22, 22, [block], description)
+
+
+def _allow_ports(first: int, last: int, blocks: Sequence[str], description: str = "") -> dict[str, Any]:
     rule: dict[str, Any] = {"IpProtocol": "tcp", "FromPort": first, "ToPort": last}
-    old = [{"CidrIp": block} for block in blocks if ":" not in block]
-    new = [{"CidrIpv6": block} for block in blocks if ":" in block]
+    about = {"Description": description} if description else {}
+    old = [{"CidrIp": block, **about} for block in blocks if ":" not in block]
+    new = [{"CidrIpv6": block, **about} for block in blocks if ":" in block]
     return rule | ({"IpRanges": old} if old else {}) | ({"Ipv6Ranges": new} if new else {})
 
 

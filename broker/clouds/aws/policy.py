@@ -20,7 +20,7 @@ MADE = ("CreateSecurityGroup", "CreatePlacementGroup", "CreateLaunchTemplate", "
 ENDED = (
     *("ec2:TerminateInstances", "ec2:StopInstances", "ec2:StartInstances", "ec2:DeleteVolume"),
     *("ec2:DeleteSecurityGroup", "ec2:DeletePlacementGroup", "ec2:DeleteLaunchTemplate"),
-    *("ec2:AuthorizeSecurityGroupIngress", "ec2:AuthorizeSecurityGroupEgress"),
+    *("ec2:AuthorizeSecurityGroupIngress", "ec2:AuthorizeSecurityGroupEgress", "ec2:RevokeSecurityGroupIngress"),
 )
 # an account's first spot machine and first fleet create a role
 SERVICES = ("spot.amazonaws.com", "ec2fleet.amazonaws.com")

@@ -64,7 +64,7 @@ def await_rules(clients: Clients, operations: Sequence[Any]) -> None:
     """Wait for the rules. Raises the CloudError of the first one that failed."""
     for operation in operations:
         try:
-            wait_global(clients, clients.login.project, operation)
+            wait_global(clients, find_rules_project(clients), operation)
         except ExistsError:
             pass
 
@@ -72,6 +72,7 @@ def await_rules(clients: Clients, operations: Sequence[Any]) -> None:
 def admit(clients: Clients, project: str, owner: str, gang: str, callers: Sequence[str]) -> bool:
     """Add address ranges to the ssh rule of a gang; return whether one was missing."""
     name = f"{gang}-ssh"
+    project = find_rules_project(clients, project)
     known = next((rule for rule in list_rules(clients, owner, project=project) if rule.name == name), None)
     if known is None or set(callers) <= set(known.source_ranges):
         return False
@@ -86,7 +87,7 @@ def admit(clients: Clients, project: str, owner: str, gang: str, callers: Sequen
 def close_gang(clients: Clients, project: str, gang: str) -> None:
     """Delete the rules of a gang whose nodes are gone."""
     for purpose in PURPOSES:
-        _delete(clients, project, f"{gang}-{purpose}")
+        _delete(clients, find_rules_project(clients, project), f"{gang}-{purpose}")
 
 
 def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs: Collection[str]) -> int:
@@ -96,7 +97,7 @@ def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs:
         description = read_description(rule.description) or {}
         is_kept = "cluster" not in description or description["cluster"] in keep or description.get("owner") != owner
         if not is_kept and rule.name.rpartition("-")[0] not in live_gangs:
-            _delete(clients, clients.login.project, rule.name)
+            _delete(clients, find_rules_project(clients), rule.name)
             count += 1
     return count
 
@@ -104,8 +105,16 @@ def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs:
 def list_rules(clients: Clients, owner: str, *, project: str = "") -> list[Any]:
     """List the firewall rules of this installation, by the prefix of their names. Raises Google's errors."""
     name_filter = f"name eq {owner_prefix(owner)}.*"
-    request = clients.types.ListFirewallsRequest(project=project or clients.login.project, filter=name_filter)
+    request = clients.types.ListFirewallsRequest(project=find_rules_project(clients, project), filter=name_filter)
     return list(clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S))
+
+
+def find_rules_project(clients: Clients, project: str = "") -> str:
+    """Return the project of the rules: that of the network, which may be shared by another project (Shared VPC). If the
+    settings name none, it is `project`, or the login's."""
+    path = clients.login.settings.network
+    named = path.partition("projects/")[2].partition("/")[0]
+    return named or project or clients.login.project
 
 
 def find_network(clients: Clients) -> str:
@@ -124,7 +133,7 @@ def _insert(clients: Clients, rule: dict[str, Any]) -> Any:
     body = clients.types.Firewall(rule)
     try:
         return clients.get("Firewalls").insert_unary(
-            project=clients.login.project, firewall_resource=body, timeout=TIMEOUT_S
+            project=find_rules_project(clients), firewall_resource=body, timeout=TIMEOUT_S
         )
     except Exception as error:
         if isinstance(as_cloud_error(error), ExistsError):

@@ -40,14 +40,18 @@ LOCAL_SSD = "SCRATCH"  # type of disks that are lost with the host
 UNASKED = "stopped"  # reason of a node that stopped for an unknown reason
 
 
-def insert(clients: Clients, request: NodeRequest, zone: str, image: str, *, identity: str = "") -> None:
+def insert(
+    clients: Clients, request: NodeRequest, zone: str, image: str, *, identity: str = "", failed_count: int = 0
+) -> None:
     """Create the whole gang and wait for the operation's result. Existing instances stay as they are.
 
-    `identity`: their service account, instead of that of the settings.
+    `identity`: their service account, instead of that of the settings. `failed_count`: earlier calls known to have
+    failed, whose request ids Google would answer with the same failure. The names keep the gang unique.
     """
     login = clients.login
     types, client = clients.types, clients.get("Instances")
-    place = {"project": login.project, "zone": zone, "request_id": request_id(request.token, f"insert {zone}")}
+    purpose = f"insert {zone}" + (f" {failed_count}" if failed_count else "")
+    place = {"project": login.project, "zone": zone, "request_id": request_id(request.token, purpose)}
     try:
         if request.placement.node_count == 1:
             body = types.Instance(make_instance(request, zone, image, login.settings, identity=identity))

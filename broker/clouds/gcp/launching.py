@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ from broker.clouds.gcp.quotas import (
 )
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.zones import list_zones
-from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
+from broker.errors import CapacityError, CloudError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.types import Node, NodeEnd, NodeRequest, NodeState
 
+RETRIED = (ThrottledError, TransientError)  # after other refusals, a token is not used again
 CALLERS_KNOWN_S = 60.0  # several gangs in a row share one lookup
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class NodeLauncher:
         self._find_callers = find_callers
         self._callers: tuple[float, Sequence[str]] = (0.0, ())  # when they were determined
         self._identities: dict[str, str] = {}  # cluster -> service account
+        self._failed_counts: Counter[tuple[str, str]] = Counter()  # failed creations by token and zone
 
     def set_identity(self, cluster: str, service_account: str) -> None:
         """Give the machines of `cluster` another service account than that of the settings."""
@@ -128,14 +131,22 @@ class NodeLauncher:
             check_quotas(needs, found, project=project)
 
     async def _insert_in(self, request: NodeRequest, zone: str, image: str) -> None:
-        identity = self._identities.get(request.cluster, "")
+        identity, key = self._identities.get(request.cluster, ""), (request.token, zone)
+        failed_count = self._failed_counts[key]
         try:
             await self._sdk.call(
-                lambda clients: instances.insert(clients, request, zone, image, identity=identity), does_change=True
+                lambda clients: instances.insert(
+                    clients, request, zone, image, identity=identity, failed_count=failed_count
+                ),
+                does_change=True,
             )
-        except (UnknownOutcomeError, TransientError):
+        except UnknownOutcomeError:
             raise
         except CloudError as error:
+            if isinstance(error, RETRIED):
+                self._failed_counts[key] += 1
+            if isinstance(error, TransientError):
+                raise
             await self._delete_rest(request, zone, error)
             raise
 

@@ -149,12 +149,15 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings, ident
 
 
 def make_scheduling(request: NodeRequest) -> dict[str, Any]:
-    """Make the scheduling options. No machine restarts automatically: a node that is gone stays gone; retries
-    are ours."""
+    """Make the scheduling options.
+
+    A job's node does not restart automatically: the job recovers elsewhere. The machine of a cluster or of a broker
+    server does, after a failure of its host, because only its user would start it again.
+    """
     is_spot, has_gpu = request.placement.is_spot, bool(request.placement.offer.accelerator)
     scheduling: dict[str, Any] = {
         "provisioning_model": "SPOT" if is_spot else "STANDARD",
-        "automatic_restart": False,
+        "automatic_restart": not is_spot and not request.spec.is_replaceable,
         # A machine with GPUs cannot migrate while it runs, and a spot machine may not.
         "on_host_maintenance": "TERMINATE" if is_spot or has_gpu else "MIGRATE",
     }

@@ -123,6 +123,14 @@ def judge_cluster(cluster: SlurmCluster, answer: Sequence[Partition] | CloudErro
     return CheckResult(
         name=cluster.name,
         is_ok=bool(descriptions),
-        note=", ".join(descriptions) or "no partition is up",
+        note=(", ".join(descriptions) or "no partition is up") + _note_unknown_memory(answer),
         command="" if descriptions else where,
     )
+
+
+def _note_unknown_memory(partitions: Sequence[Partition]) -> str:
+    """Name the partitions whose nodes have Slurm's default of 1 MB, as `slurm.conf` does not set their memory."""
+    names = [each.name for each in partitions if not each.machine.memory_gib]
+    if not names:
+        return ""
+    return f"; no `RealMemory` in slurm.conf for {', '.join(names)}: a task with `memory` does not match, so omit it"

@@ -22,6 +22,7 @@ from broker.runtime.base import Shell
 from broker.runtime.streams import LINE_BYTES_MAX, Stream, open_program
 from broker.runtime.transports.machine_protocol import pack_header, read_answer
 from broker.runtime.transports.ssh_files import put_files
+from broker.sites.host_python import make_python_argv
 from broker.sites.openssh import Completed, explain
 from broker.types import Node
 from broker.user_files import UserFile
@@ -136,7 +137,7 @@ class MachineTransport:
         return Shell(argv=tuple(argv), env={}, folder=str(Path.home()))
 
     def _list_words(self, node: Node) -> list[str]:
-        return list(self._make_argv(node, ["python3", "-I", "-S", "-c", RELAY, self._find_folder(node)]))
+        return list(self._make_argv(node, make_python_argv("-c", RELAY, self._find_folder(node))))
 
     async def _exchange(self, node: Node, header: bytes, stdin: bytes, *, timeout_s: float) -> Completed:
         with tempfile.TemporaryFile() as errors:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from broker.clouds.aws.policy import make_policy
 from broker.clouds.base import RenewsAccess
 from broker.types import Node, NodeState
 from tests.clouds.aws.bed import AwsBed
-from tests.clouds.contract import make_request, wait_state
+from tests.clouds.contract import OWNER, make_request, wait_state
+from tests.testbed.ec2_surroundings import RULES_MAX
 
 HOME, CAFE = "203.0.113.7/32", "198.51.100.9/32"
 
@@ -56,5 +58,25 @@ def test_stopped_nodes_admit_no_new_address(bed: AwsBed) -> None:
         await wait_state(bed, node.token, NodeState.TERMINATED)
         assert await move(bed, CAFE).renew_access([node]) is False
         assert list_ssh_blocks(bed) == [HOME]
+
+    bed.run(act())
+
+
+def test_a_full_security_group_loses_the_oldest_address_that_was_added_later(bed: AwsBed) -> None:
+    """A group has 60 rules at most; a laptop that moves between networks reaches that in weeks."""
+    bed.account.policy = make_policy(OWNER)
+
+    async def act() -> None:
+        bed.cloud = move(bed, HOME)  # type: ignore[assignment]
+        node = await make_node(bed)
+        (group,) = bed.account.groups.values()
+        own = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "192.0.2.1/32"}]}
+        group["rules"].append(own)  # by hand
+        count = RULES_MAX - len(group["rules"])
+        for number in range(count + 2):
+            assert await move(bed, f"198.51.100.{number}/32").renew_access([node]) is True
+            await bed.clock.sleep(60.0)
+        added = [f"198.51.100.{number}/32" for number in range(2, count + 2)]
+        assert list_ssh_blocks(bed) == [HOME, "192.0.2.1/32", *added]
 
     bed.run(act())

@@ -109,8 +109,9 @@ def test_spot_machine_cannot_be_stopped_and_a_full_zone_starts_none(bed: AwsBed)
         await bed.cloud.create_nodes(spot)
         await bed.cloud.create_nodes(ondemand)
         (node,) = await wait_state(bed, spot.token, NodeState.RUNNING)
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError, match="cannot stop these spot nodes") as refused:
             await bed.adapter.stop_nodes([node.id])
+        assert "broker down" in refused.value.hints[0]
         (node,) = await wait_state(bed, ondemand.token, NodeState.RUNNING)
         before = node.handle
         await bed.adapter.stop_nodes([node.id])

@@ -9,11 +9,13 @@ import pytest
 
 from broker.clouds.aws.check import inspect_account
 from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.aws.policy import make_policy
 from broker.errors import AuthError
 from broker.types import MachineSpec, NodeState
 from tests.clouds.aws.bed import AwsBed, open_session
 from tests.clouds.contract import OWNER, CloudContract, make_request, wait_state
+from tests.testbed.ec2_surroundings import RULES_MAX
 
 
 class TestWithPolicyOnly(CloudContract):
@@ -68,6 +70,12 @@ def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
                 await bed.adapter.stop_nodes(ids)
                 await wait_state(bed, request.token, NodeState.STOPPED, 2)
                 await bed.adapter.start_nodes(ids)
+                nodes = await wait_state(bed, request.token, NodeState.RUNNING, 2)
+                for group in bed.account.groups.values():  # one of its rules is for egress
+                    group["rules"] += [{"IpProtocol": "icmp"}] * (RULES_MAX - len(group["rules"]))
+                for number in (1, 2):  # in a full group, the second one takes the place of the first one
+                    bed.settings = replace(bed.settings, ssh_from=(f"198.51.100.{number}/32",))
+                    assert await AwsCloud(bed.settings, clock=bed.clock, open_session=open_session).renew_access(nodes)
             await bed.cloud.terminate_nodes(nodes)
             await wait_state(bed, request.token, NodeState.TERMINATED, 2)
         assert await bed.adapter.sweep(OWNER, ()) == 5

@@ -66,6 +66,18 @@ def test_an_ordinary_machine_starts_from_ubuntu_and_moves_when_its_host_does(ben
     assert "ubuntu-os-cloud" in made["disks"][0]["initializeParams"]["sourceImage"]
 
 
+@pytest.mark.parametrize(
+    ("is_spot", "is_replaceable", "expected"), [(False, False, True), (False, True, False), (True, False, False)]
+)
+def test_only_machines_that_no_job_would_replace_restart_after_a_failure_of_their_host(
+    bench: Any, request_of: Make, is_spot: bool, is_replaceable: bool, expected: bool
+) -> None:
+    """A broker server would stay down, with all of its jobs, until a person starts its machine."""
+    spec = MachineSpec(is_replaceable=is_replaceable)
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=is_spot, spec=spec)))
+    assert bench.gce.find(node.id.rpartition("/")[2])["scheduling"]["automaticRestart"] is expected
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_same_token_gives_the_same_nodes(bench: Any, request_of: Make, count: int) -> None:
     request = request_of(node_count=count)
@@ -181,6 +193,19 @@ def test_a_refused_insert_raises_its_class_and_leaves_nothing(
     with pytest.raises(kind):
         bench.run(bench.cloud.create_nodes(request_of()))
     assert bench.gce.fault_counts == {f"POST {INSERT}": 1} and bench.gce.list_names() == []
+
+
+@pytest.mark.parametrize("node_count", [1, 2])
+@pytest.mark.parametrize("code", ["INTERNAL_ERROR", "RESOURCE_OPERATION_RATE_EXCEEDED"])
+def test_an_insert_that_failed_is_not_answered_with_its_failure_again(
+    bench: Any, request_of: Make, code: str, node_count: int
+) -> None:
+    """Google keeps a request id, and the failed operation with it, for an hour or more."""
+    request = request_of(node_count=node_count)
+    bench.gce.fail("POST", "/instances", code=code)
+    with pytest.raises((TransientError, ThrottledError)):
+        bench.run(bench.cloud.create_nodes(request))
+    assert len(bench.run(bench.cloud.create_nodes(request))) == node_count
 
 
 def test_tpu_machines_are_refused_with_the_way_to_them(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:

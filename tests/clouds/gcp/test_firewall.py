@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,3 +180,18 @@ def test_rules_are_in_the_network_of_the_subnetwork_that_the_settings_name(
     bench.gce.networks = {"other"}
     with pytest.raises(AuthError, match="network"):
         bench.run(cloud.check())
+
+
+def test_rules_of_a_shared_network_are_in_the_project_that_shares_it(bench: Any, request_of: Make) -> None:
+    """Google refuses a rule whose network is in another project, so that no launch in a Shared VPC succeeded."""
+    bench.gce.host_project, bench.gce.networks = "host", {"vpc"}
+    bench.gce.subnetworks = {("us-east4", "mine"): "projects/host/global/networks/vpc"}
+    settings = Settings(network="projects/host/regions/us-east4/subnetworks/mine")
+    cloud = bench.make_cloud(settings=settings)
+    (node,) = bench.run(cloud.create_nodes(request_of()))
+    assert node.account == bench.gce.project and len(read_rules(bench)) == 2
+    later = bench.make_cloud(settings=replace(settings, ssh_from=("198.51.100.9/32",)))
+    assert bench.run(later.renew_access([node])) is True
+    bench.run(cloud.terminate_nodes([node]))
+    bench.run(cloud.list_nodes(node.owner))
+    assert {name.rpartition("-")[2] for name in bench.gce.firewalls} == {"shut"}

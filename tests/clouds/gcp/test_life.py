@@ -103,6 +103,31 @@ def test_restarted_nodes_are_billed_again(life: Life) -> None:
     life.run(act())
 
 
+def test_a_machine_that_is_stopped_and_started_in_the_console_is_billed_while_it_runs(life: Life) -> None:
+    plan = make_plan(life.bed.offer, ["us-central1-a"], is_spot=False, node_count=1)
+    usd_hour = plan.choice.placement.usd_hour
+
+    async def measure_usd(hours: float) -> float:
+        await life.bed.clock.sleep(hours * 3600)
+        cluster = life.store.clusters.get("c")
+        assert cluster
+        await life.provisioner.refresh(cluster)
+        return life.store.bills.spend_usd(cluster="c", now_s=life.bed.clock.now_s())
+
+    async def act() -> None:
+        await life.provisioner.up("c", plan)
+        machine = life.bed.gce.find(life.standing[0])
+        await life.bed.clock.sleep(3600)
+        life.bed.gce._halt(machine)
+        assert await measure_usd(0.01) == pytest.approx(usd_hour, rel=0.02)
+        assert await measure_usd(10) == pytest.approx(usd_hour, rel=0.02)
+        life.bed.gce._run(machine)
+        assert await measure_usd(1) == pytest.approx(2 * usd_hour, rel=0.02)
+        assert await measure_usd(1) == pytest.approx(3 * usd_hour, rel=0.02)
+
+    life.run(act())
+
+
 def test_a_full_zone_is_skipped_and_leaves_nothing(life: Life) -> None:
     life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # too few for a gang of two
     plan = make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from broker.clouds.slurm.check import parse_partitions
+from broker.clouds.slurm.check import judge_cluster, parse_partitions
 from broker.clouds.slurm.commands import parse_line, parse_pairs
 from broker.clouds.slurm.script import find_partition, make_argv, make_comment, make_script, name_job, read_comment
 from broker.errors import InvalidRequestError
@@ -167,3 +167,11 @@ def test_other_jobs_of_the_user_are_ignored(line: str) -> None:
 
 def test_value_with_a_space_is_one_value() -> None:
     assert parse_pairs("JobId=1 OS=Linux 6.1 #1 SMP Port=1") == {"JobId": "1", "OS": "Linux 6.1 #1 SMP", "Port": "1"}
+
+
+@pytest.mark.parametrize(("memory_mb", "has_note"), [(1, True), (64000, False)])
+def test_check_says_where_the_memory_of_nodes_is_unknown(memory_mb: int, has_note: bool) -> None:
+    """Slurm's default is 1 MB, which no task with `memory` matches; without `memory`, such nodes are offered."""
+    partitions = parse_partitions(f"gpu|8|{memory_mb}|(null)|1|up|infinite\n", "")
+    result = judge_cluster(SlurmCluster(name="hpc"), partitions, is_needed=True)
+    assert result.is_ok and ("`RealMemory`" in result.note) is has_note
