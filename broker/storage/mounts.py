@@ -5,6 +5,7 @@ Pure, except `measure_mounts`.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from broker.storage.base import StoredKey
 from broker.types import StorageMount, Task
 
 PROGRAM = "~/.broker/node_mount.py"
+FUTURE = "from __future__ import annotations\n"
 # SkyPilot's store names -> schemes that nodes support; `gcs://` is an alias of `gs://`.
 STORE_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az", "r2": "r2"}
 SCHEMES = ("s3", "gs", "az", "r2", "file")
@@ -86,8 +88,13 @@ def make_script(steps: Sequence[MountStep]) -> str:
 
 @cache
 def read_program() -> str:
-    """Return the source of `node_mount.py`, which is sent to nodes."""
-    return (Path(__file__).parent / "node_mount.py").read_text(encoding="utf-8").rstrip("\n")
+    """Return the program that is sent to nodes as one file: `node_objects.py`, continued by `node_mount.py`."""
+    objects, program = (
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("node_objects.py", "node_mount.py")
+    )
+    program = program.partition(FUTURE)[2]  # which Python accepts at the start only
+    program = re.sub(r"^from broker\.storage\.node_objects import .*\n", "", program, flags=re.MULTILINE)
+    return f"{objects}\n{program}".rstrip("\n")
 
 
 def measure_mounts(steps: Sequence[MountStep]) -> Mapping[str, float]:

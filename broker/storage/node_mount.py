@@ -7,9 +7,7 @@ continues. Exit code 69 for a reported problem, such as a missing tool, and 1 fo
 from __future__ import annotations
 
 import concurrent.futures
-import configparser
 import contextlib
-import datetime
 import errno
 import hashlib
 import importlib
@@ -21,12 +19,16 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EX_UNAVAILABLE, WORKERS, ATTEMPTS_MAX, PART_BYTES, REGION_S = 69, 16, 3, 8 << 20, 10.0
+from broker.storage.node_objects import MountError, find_r2_login, open_store, read_text  # on a node: in this file
+
+EX_UNAVAILABLE = 69
+WORKERS = 16
+PART_BYTES = 8 << 20
+ATTEMPTS_MAX = 3
 ENDPOINT_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "RCLONE_S3_ENDPOINT")
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of bucket providers, with the machine's own login.
@@ -42,12 +44,9 @@ COPIERS = {
 }
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
 MOUNTS = pathlib.Path.home() / ".broker" / "mounts"  # read by the agent
-RC_SOCKET_VERSION, SOCKET_PATH_BYTES_MAX = (1, 62), 103  # rclone's first for a Unix socket; macOS, Linux has 107
+RC_SOCKET_VERSION = (1, 62)  # of rclone: the first whose remote control supports a Unix socket
+SOCKET_PATH_BYTES_MAX = 103  # macOS; Linux has 107
 CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
-
-
-class MountError(Exception):
-    """A problem to report without a traceback."""
 
 
 def main(mode: str, url: str, target: str, access: str = "") -> None:
@@ -187,81 +186,6 @@ def import_obstore() -> bool:
                 return False
             importlib.invalidate_caches()  # `LIBRARY` did not exist when it was searched
     return False
-
-
-def open_store(url: str) -> tuple[Any, str]:
-    """Open the bucket; return it and the path in it."""
-    import obstore.store
-
-    scheme, _, rest = url.partition("://")
-    bucket, _, path = rest.partition("/")
-    options: dict[str, Any] = {}
-    if scheme == "r2":
-        login, scheme = find_r2_login(), "s3"
-        options = {"endpoint": login["endpoint"], "access_key_id": login["key"], "secret_access_key": login["secret"]}
-        options.update(region="auto", client_options={"allow_http": login["endpoint"].startswith("http://")})
-    elif scheme == "s3":
-        options = find_s3_options(bucket)
-    return obstore.store.from_url(f"{scheme}://{bucket}", **options), path.strip("/")
-
-
-def find_s3_options(bucket: str) -> dict[str, Any]:
-    """Return the S3 endpoint or the bucket's region, and the login granted by broker, if any."""
-    options: dict[str, Any] = {}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
-    elif region := find_region(bucket):
-        china = {"endpoint": f"https://s3.{region}.amazonaws.com.cn"} if region.startswith("cn-") else {}
-        options = {"region": region, **china}  # not AWS_REGION, which is often that of other work
-    granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
-    if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
-        options["credential_provider"] = lambda: read_granted(granted)
-    return options
-
-
-def read_granted(path: pathlib.Path) -> dict[str, Any]:
-    """Read the granted login, to be read again in ten minutes: broker replaces the file before its session ends."""
-    granted = json.loads(path.read_text(encoding="utf-8"))
-    again = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=10)  # nodes may have Python 3.8
-    names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
-    return {**{name: granted.get(theirs) for name, theirs in names.items()}, "expires_at": again}
-
-
-def find_region(bucket: str) -> str | None:
-    """Read the bucket's region, which S3 sends to any client in a header; or that of a variable for China, GovCloud."""
-    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
-    is_apart = named.startswith(("cn-", "us-gov-"))  # other accounts may have the name elsewhere
-    home = f"s3.{named}.amazonaws.com{'.cn' if named.startswith('cn-') else ''}" if is_apart else "s3.amazonaws.com"
-    url = f"https://{home}/{bucket}" if "." in bucket else f"https://{bucket}.{home}/"  # as its certificate
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=REGION_S) as answer:
-            headers = answer.headers
-    except OSError as error:
-        headers = getattr(error, "headers", {})  # an HTTPError has them, too
-    return headers.get("x-amz-bucket-region") or (named if is_apart else None)
-
-
-def find_r2_login() -> dict[str, str]:
-    """Read the login from variables, or from SkyPilot's files for Cloudflare. Raises MountError if there is none."""
-    folder = pathlib.Path.home() / ".cloudflare"
-    account = os.environ.get("R2_ACCOUNT_ID") or read_text(folder / "accountid")
-    endpoint = os.environ.get("R2_ENDPOINT_URL") or (f"https://{account}.r2.cloudflarestorage.com" if account else "")
-    file = configparser.ConfigParser()
-    file.read_string(read_text(folder / "r2.credentials") or "[r2]")
-    profile = file["r2"] if file.has_section("r2") else {}
-    key = os.environ.get("R2_ACCESS_KEY_ID") or profile.get("aws_access_key_id", "")
-    secret = os.environ.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
-    if not (endpoint and key and secret):
-        raise MountError("no login for r2://: set R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY")
-    return {"endpoint": endpoint, "key": key, "secret": secret}
-
-
-def read_text(path: pathlib.Path) -> str:
-    """Return the stripped content of a file; empty if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def use_r2_login() -> None:

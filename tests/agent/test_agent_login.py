@@ -100,7 +100,7 @@ def test_damaged_keys_are_distinguished(content: bytes) -> None:
 
 def test_copy_from_another_region_asks_s3_where_the_bucket_is(tmp_path: Path) -> None:
     """A node runs it as a program of its own; a variable may name the region of other work."""
-    program = Path(agent_login.__file__).parents[1] / "storage" / "node_mount.py"
+    program = Path(agent_login.__file__).parents[1] / "storage" / "node_objects.py"
     script = f"""
 import runpy, sys, os
 sys.argv = ["x"]

@@ -18,7 +18,7 @@ import pytest
 
 from broker.environment import read_aws_environment
 from broker.errors import AuthError, InvalidRequestError
-from broker.storage import BUCKETS, node_mount, open_bucket, s3, upload
+from broker.storage import BUCKETS, node_objects, open_bucket, s3, upload
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
@@ -230,7 +230,7 @@ def test_bucket_is_used_in_its_own_region_whatever_the_variables_name(monkeypatc
     assert endpoint["endpoint"] == "https://storage.example" and "region" not in endpoint
 
 
-@pytest.mark.parametrize("find_region", [s3.find_region, node_mount.find_region, buckets.find_region])
+@pytest.mark.parametrize("find_region", [s3.find_region, node_objects.find_region, buckets.find_region])
 @pytest.mark.parametrize(
     ("bucket", "named", "url"),
     [
@@ -262,7 +262,7 @@ def test_region_is_asked_at_an_address_of_the_partition_that_the_certificate_cov
     "find",
     [
         lambda: s3.find_options("b", read_aws_environment()),
-        lambda: node_mount.find_s3_options("b"),
+        lambda: node_objects.find_s3_options("b"),
         lambda: buckets.find_s3_options("b"),
     ],
 )

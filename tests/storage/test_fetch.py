@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from broker.errors import AuthError, TransientError
-from broker.storage import node_mount, upload
+from broker.storage import node_mount, node_objects, upload
 from broker.storage.base import StoredKey
+from broker.storage.mounts import read_program
 from broker.storage.node_mount import ATTEMPTS_MAX, MountError, copy_by_tool, fetch, find_inside, find_rclone_version
 from broker.storage.upload import ensure_bucket, is_changed
 
@@ -93,7 +94,9 @@ def test_a_bare_node_copies_with_a_library_that_it_installs(tmp_path: Path) -> N
     (tmp_path / "lib/pip/__main__.py").write_text(PIP)
     (tmp_path / "bin").mkdir()
     environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path / "lib")}
-    argv = [sys.executable, "-S", node_mount.__file__, "COPY", "s3://b/a", "~/a"]  # without installed packages
+    program = tmp_path / "node_mount.py"
+    program.write_text(read_program())
+    argv = [sys.executable, "-S", str(program), "COPY", "s3://b/a", "~/a"]  # without installed packages
     done = subprocess.run(
         argv, env={**environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, capture_output=True, text=True, timeout=300
     )
@@ -139,9 +142,9 @@ def test_a_granted_login_is_read_again_before_it_ends_and_own_keys_come_first(
     (tmp_path / "aws.json").write_text(json.dumps(granted))
     for name, value in {"BROKER_ACCESS_DIR": str(tmp_path), "AWS_REGION": "x", "AWS_ACCESS_KEY_ID": "own"}.items():
         monkeypatch.setenv(name, value)
-    assert "credential_provider" not in node_mount.find_s3_options("b")
+    assert "credential_provider" not in node_objects.find_s3_options("b")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    login = node_mount.find_s3_options("b")["credential_provider"]()
+    login = node_objects.find_s3_options("b")["credential_provider"]()
     assert [login[name] for name in ("access_key_id", "secret_access_key", "token")] == ["a", "b", "c"]
     assert 0 < (login["expires_at"] - datetime.now(UTC)).total_seconds() <= 600
 
@@ -202,6 +205,6 @@ def test_a_file_is_sent_where_its_key_is_missing_older_or_of_another_size(tmp_pa
 
 def test_program_of_the_nodes_evaluates_no_annotation_that_python_3_8_lacks() -> None:
     """Nodes with Ubuntu 20.04 have it: `tuple[int, ...]` in a signature ended the program before its first step."""
-    tree = ast.parse(Path(node_mount.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
+    tree = ast.parse(read_program(), feature_version=(3, 8))
     imported = [each.module for each in tree.body if isinstance(each, ast.ImportFrom)]
     assert imported[:1] == ["__future__"], "without it, annotations are evaluated"

@@ -16,7 +16,7 @@ from trainers.node_pythons import PYTHON_OLDEST
 
 ROOT = Path(__file__).parents[2]
 SETUP = ("__init__.py", "setup.py", "node_gpus.py", "node_pythons.py", "node_uv.py", "venv.py", "bridge.py")
-AGENT = [*(f"broker/agent/{name}" for name in FILES), "broker/storage/node_mount.py"]
+AGENT = [*(f"broker/agent/{name}" for name in FILES), "broker/storage/node_mount.py", "broker/storage/node_objects.py"]
 # The programs that hold a node of an SSH pool, of Slurm and of Kubernetes, and those that manage a host.
 MACHINE = (
     "broker/clouds/local_machine.py", "broker/clouds/slurm/node_program.py", "broker/clouds/kubernetes/node_program.py",
