@@ -35,13 +35,16 @@ def parts_average_along_their_own_axis(_: Sequence[str]) -> int:
 
 
 def check_gradients(ranks: Ranks, mean: float) -> Iterator[str]:
-    """Two micro-steps add up."""
+    """Two micro-steps add up, and the next step begins at zero."""
     for kind, axis in ((AllReduce, "replicate"), (ShardedOptimizerStates, "shard"), (ShardedGradients, "shard")):
         strategy = kind(ranks, Grid(ranks, (axis, "pipeline"), "2x2"), OPTIONS)
         model = make_model()
         wrapped = strategy.wrap(model)
         trained = [tensor for _, tensor in strategy.list_trained(model)]
-        for last in (False, True):
+        for last in (False, True, False, True):
+            if not last:
+                for tensor in (*trained, *model.parameters()):
+                    tensor.grad = None
             with strategy.micro_step(wrapped, last=last):
                 add_gradient(model, float(ranks.rank + 1))
         for tensor in trained:
