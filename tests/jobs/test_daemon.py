@@ -362,14 +362,15 @@ def test_a_controller_stops_a_step_of_a_job_that_it_lost(stage: Stage, monkeypat
 
     class Hanging(Controller):
         async def step(self) -> float:
-            if stopped_s:
+            if self.stepped_s:
                 return await super().step()
+            self.stepped_s.append(self._stage.clock.now_s())
             try:
-                await self._stage.clock.sleep(5000.0)
+                await self._stage.clock.sleep(300.0)
             except asyncio.CancelledError:
                 stopped_s.append(self._stage.clock.now_s())
                 raise
-            return math.inf
+            return 1.0
 
     job_id = stage.store.jobs.add("j", Task()).id
     stage.controllers[job_id] = Hanging(stage, job_id)

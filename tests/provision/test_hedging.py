@@ -335,25 +335,6 @@ def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> N
     assert world.cloud.asked[-1][1] - start_s == pytest.approx(LIMITS[Answer.CREATED].least_s, abs=0.5)
 
 
-def test_of_two_gangs_that_run_at_once_the_better_one_is_kept_and_the_other_released(tmp_path: Path) -> None:
-    world = make_world(tmp_path, slow={"east1a": HANG_S, "east1b": HANG_S})
-
-    async def cut_short() -> None:
-        coming = asyncio.ensure_future(world.make_provisioner().up("c", make_plan(world.task)))
-        await world.clock.sleep(40.0)
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
-
-    world.clock.run(cut_short)
-    for intent in world.store.intents.list_open("c"):
-        world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud carries both out after all
-    world.clock.run(lambda: world.clock.sleep(120.0))
-    assert {node.zone for node in world.list_live_nodes()} == {"east1a", "east1b"}
-    cluster = up(world)
-    assert cluster.placement.offer.zone == "east1a"
-    assert {node.zone for node in world.list_live_nodes()} == {"east1a"}
-
-
 @pytest.mark.parametrize(
     ("slow", "every"),
     [

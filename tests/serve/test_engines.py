@@ -177,7 +177,7 @@ def test_stream_that_an_engine_keeps_open_after_its_fault_continues_elsewhere(tm
             assert isinstance(stand, EngineStandIn)
             stand.faults, stand.lingers = [DEAD], True
         try:
-            events = await asyncio.wait_for(bed.stream(COMPLETIONS, **ask(COMPLETIONS)), 60.0)
+            events = await asyncio.wait_for(bed.stream(COMPLETIONS, **ask(COMPLETIONS)), 20.0)
         finally:
             for stand in bed.stands:
                 stand.lingers = False  # type: ignore[attr-defined]
