@@ -12,7 +12,7 @@ import pytest
 
 from broker.access import granting
 from broker.access.base import Grant, Need
-from broker.access.granting import Grants
+from broker.access.granting import Grants, join_grants
 from broker.access.needs import list_needs
 from broker.clock import SystemClock
 from broker.config import Config
@@ -250,3 +250,23 @@ def test_expired_credentials_do_not_stay_in_memory(config: Config, granter: Fake
         grants.check([plan_on(make_task(f"s3://runs-{number}"), "gcp")])
         granter.now_s += granter.life_s * 0.6
     assert len(grants._known) == 2, "the first has expired, the second is still usable"
+
+
+def test_grants_of_several_schemes_end_and_are_renewed_with_the_first_of_them() -> None:
+    day = Grant(files={"a": Secret(value="x")}, issued_s=5.0, expires_s=100.0, renew_s=80.0, by="one")
+    week = Grant(
+        envs={"B": "y"}, secrets={"C": Secret(value="z")}, issued_s=9.0, expires_s=700.0, renew_s=30.0, by="two"
+    )
+    both = join_grants([day, week])
+    assert (both.issued_s, both.expires_s, both.renew_s, both.by) == (5.0, 100.0, 30.0, "one, two")
+    assert (set(both.files), set(both.envs), set(both.secrets)) == ({"a"}, {"B"}, {"C"})
+
+
+def test_keys_that_a_task_both_reads_and_writes_are_granted_for_writing() -> None:
+    place = "s3://data/run"
+    task = Task(run="x", inputs=(DataSet(url=place, size_gib=1.0),), outputs=(DataSet(url=place, size_gib=1.0),))
+    (need,) = list_needs(task, "me")
+    assert (need.is_read_only, need.is_optional) == (False, True)
+    mounted = replace(task, storage_mounts=(StorageMount(target="/run", source=(place,), mode="COPY"),))
+    (need,) = list_needs(mounted, "me")
+    assert (need.is_read_only, need.is_optional, need.source) == (False, False, "file_mounts: /run")

@@ -270,3 +270,8 @@ def test_the_timeline_has_the_price_of_each_attempt_and_that_of_on_demand(frozen
         assert tip in shown
     bars = [float(each) for each in re.findall(r'height="([0-9.]+)" class="price spot"', shown)]
     assert bars == pytest.approx([64 * 2 / 6] * 2, abs=0.1)  # two nodes of 1 USD, on-demand 3
+
+
+def test_a_step_that_is_repeated_at_once_begins_another_curve() -> None:
+    lines = ["step 1/4  loss 2.5", "step 2/4  loss 2.25", "step 2/4  loss 2.0", "step 3/4  loss 1.5"]
+    assert read_losses(lines) == [[(1, 2.5), (2, 2.25)], [(2, 2.0), (3, 1.5)]]

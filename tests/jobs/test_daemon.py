@@ -27,7 +27,7 @@ from broker.jobs.daemon_parts import Notifies, StartsSchedules
 from broker.jobs.daemon_process import ensure_daemon, hold_lock
 from broker.jobs.lease_keeper import SILENT_S
 from broker.jobs.node_samples import get_folder, list_jobs
-from broker.jobs.workload import BEAT_EVERY_S
+from broker.jobs.workload import BEAT_EVERY_S, SharedWorkload
 from broker.notify.notification import Notification, Sink
 from broker.notify.notifier import LINGER_S, Notifier
 from broker.notify.settings import NotifySettings
@@ -336,6 +336,55 @@ def test_a_controller_that_is_stopped_leaves_its_jobs_unchanged(stage: Stage) ->
 
     assert 50.0 <= stage.run(ask) < 53.0
     assert stage.store.jobs.list_unfinished_ids() == [1] and 45 < len(job.stepped_s) < 55
+
+
+def test_a_stopped_controller_of_a_shared_store_leaves_its_jobs_to_others_at_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.store, "is_shared", True)
+    monkeypatch.setattr(Store, "read_time_s", lambda self: stage.clock.now_s())
+    stage.add_job(*[1.0] * 500)
+
+    async def ask() -> None:
+        await stage.clock.sleep(50.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.run(ask)
+    assert not stage.store.claims.has_controller()
+    assert SharedWorkload(stage.store, stage.clock, name="next").refresh() == [1]
+
+
+def test_a_controller_stops_a_step_of_a_job_that_it_lost(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two of them would act on the job's machines until the step ends."""
+    monkeypatch.setattr(stage.store, "is_shared", True)
+    monkeypatch.setattr(Store, "read_time_s", lambda self: stage.clock.now_s())
+    stopped_s = list[float]()
+
+    class Hanging(Controller):
+        async def step(self) -> float:
+            if self.stepped_s:
+                return await super().step()
+            self.stepped_s.append(self._stage.clock.now_s())
+            try:
+                await self._stage.clock.sleep(300.0)
+            except asyncio.CancelledError:
+                stopped_s.append(self._stage.clock.now_s())
+                raise
+            return 1.0
+
+    job_id = stage.store.jobs.add("j", Task()).id
+    stage.controllers[job_id] = Hanging(stage, job_id)
+    begun_s = stage.clock.now_s()
+
+    async def take() -> None:
+        await stage.clock.sleep(100.0)
+        (holder,) = {row[0] for row in stage.store.rows("SELECT holder FROM claims WHERE job_id = ?", (job_id,))}
+        stage.store.claims.release(holder, [job_id])
+        stage.store.claims.renew("other")
+        assert stage.store.claims.claim("other", [job_id])
+
+    stage.run(take)
+    assert len(stopped_s) == 1 and stopped_s[0] - begun_s < 110.0
 
 
 def test_state_is_copied_before_old_jobs_become_totals(stage: Stage) -> None:

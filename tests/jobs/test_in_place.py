@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.errors import CloudError, InvalidRequestError, TransientError
-from broker.jobs.in_place import has_ended
-from broker.types import Cluster, JobRecovery, JobStatus, ObservedCheckpoints, RunStatus, Task
+from broker.errors import CloudError, InvalidRequestError, ThrottledError, TransientError
+from broker.jobs.in_place import KEPT_S_MAX, Kept, has_ended
+from broker.types import (
+    Attempt,
+    Cluster,
+    Goal,
+    JobRecovery,
+    JobStatus,
+    Node,
+    NodeRequest,
+    NodeState,
+    ObservedCheckpoints,
+    RunStatus,
+    Task,
+)
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import Report, World, make_plan
 
@@ -133,3 +146,67 @@ def test_new_nodes_are_kept_while_they_boot_and_not_where_the_files_of_the_task_
         return await controller._in_place._prepare(world.get_job(), cluster, (1,))
 
     assert world.clock.run(act) is is_kept
+
+
+def step_in_place(world: World, kept_s: float) -> Kept:
+    """Take one step towards a restart on nodes that may be kept for `kept_s` from now."""
+    controller = world.make_controller()
+
+    async def act() -> Kept:
+        cluster = await world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id)
+        await world.gang.start(cluster, world.task, run_id=1, envs={"BROKER_JOB_ID": str(world.job_id)})
+        attempt = Attempt(
+            job_id=world.job_id, number=1, cluster="c", placement=cluster.placement, started_s=world.clock.now_s(),
+            kept_until_s=world.clock.now_s() + kept_s,
+        )  # fmt: skip
+        return await controller._in_place.step(world.get_job(), attempt)
+
+    kept = world.clock.run(act)
+    assert isinstance(kept, Kept)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("kept_s", "is_kept"), [(-1.0, False), (0.0, False), (60.0, True), (KEPT_S_MAX, True), (KEPT_S_MAX + 1.0, False)]
+)
+def test_nodes_are_kept_up_to_their_limit_and_not_for_longer_if_the_clock_was_set_back(
+    tmp_path: Path, kept_s: float, is_kept: bool
+) -> None:
+    assert (step_in_place(make_world(tmp_path), kept_s) is not Kept.GIVEN_UP) is is_kept
+
+
+def test_nodes_of_a_job_without_money_are_not_kept(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.job_id = world.store.jobs.add("poor", replace(world.task, goal=Goal(budget_usd=1e-9))).id
+    assert step_in_place(world, 60.0) is Kept.GIVEN_UP
+
+
+def test_no_node_replaces_a_lost_one_once_the_budget_is_used_up_in_the_meantime(tmp_path: Path) -> None:
+    """The cloud throttles the call while the other node is billed."""
+    world = make_world(tmp_path)
+    world.job_id = world.store.jobs.add("poor", replace(world.task, goal=Goal(budget_usd=1.0))).id
+    controller, create, asked = world.make_controller(), world.cloud.create_nodes, list[str]()
+
+    async def act() -> Kept:
+        cluster = await world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id)
+
+        async def throttle(request: NodeRequest) -> Sequence[Node]:
+            asked.append(request.token)
+            if len(asked) == 1:
+                bill = replace(cluster.nodes[0], id="other", usd_hour=1e6)
+                world.store.bills.record(bill)
+                raise ThrottledError("slow down")
+            return await create(request)
+
+        world.cloud.create_nodes = throttle  # type: ignore[method-assign]
+        lost = replace(cluster, nodes=(cluster.nodes[0], replace(cluster.nodes[1], state=NodeState.TERMINATED)))
+        kept = controller._in_place._replace(world.get_job(), lost)
+        while kept is Kept.WAITING:
+            await world.clock.sleep(1.0)
+            kept = controller._in_place._replace(world.get_job(), lost)
+            if controller._in_place._replacing is None:
+                break
+        return kept
+
+    assert world.clock.run(act) is Kept.GIVEN_UP
+    assert len(asked) == 1

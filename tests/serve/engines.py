@@ -6,6 +6,7 @@ Triton's OpenAI frontend 26.07 (`python/openai`). Tokens are those of `StandIn`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,7 @@ class EngineStandIn(StandIn):
         super().__init__()
         self.engine, self.reasoning = engine, reasoning
         self.faults: list[dict[str, Any]] = []  # with which the next generations end after the first `free` tokens
+        self.lingers = False  # after a fault the stream stays open, with comments only
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/v1/models":
@@ -86,6 +88,9 @@ class EngineStandIn(StandIn):
     async def _fail(self, answer: web.StreamResponse, fault: dict[str, Any]) -> web.StreamResponse:
         """End a stream as vLLM and SGLang do if they are terminated or their engine fails."""
         await self._write(answer, fault)
+        while self.lingers:  # until the client is gone
+            await answer.write(b": ping\n\n")
+            await asyncio.sleep(0.01)
         await answer.write(b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer

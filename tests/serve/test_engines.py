@@ -171,6 +171,22 @@ def test_stream_that_an_engine_ends_because_of_itself_continues_elsewhere(
     assert (load.resumed, load.broken) == (2, 0)
 
 
+def test_stream_that_an_engine_keeps_open_after_its_fault_continues_elsewhere(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for stand in bed.stands:
+            assert isinstance(stand, EngineStandIn)
+            stand.faults, stand.lingers = [DEAD], True
+        try:
+            events = await asyncio.wait_for(bed.stream(COMPLETIONS, **ask(COMPLETIONS)), 20.0)
+        finally:
+            for stand in bed.stands:
+                stand.lingers = False  # type: ignore[attr-defined]
+        assert join(events) == expect_text("hi", 12)
+
+    load = play(tmp_path, scene, make_stands=make_stands("vllm"))
+    assert (load.resumed, load.broken) == (2, 0)
+
+
 def test_error_of_the_request_itself_reaches_the_client_without_another_try(tmp_path: Path) -> None:
     async def scene(bed: Bed) -> None:
         for stand in bed.stands:

@@ -84,6 +84,17 @@ def test_jobs_that_count_towards_a_monthly_budget_are_kept(sqlite_store: Store, 
     assert store.retention.compact(keep_days=90.0, ended_jobs_max=1) == 2
 
 
+def test_equal_costs_of_pruned_and_kept_bills_of_a_cloud_both_count(store: Store, clock: Hands) -> None:
+    for begin_s in (NOW_S - 200 * DAY_S, NOW_S - 2 * DAY_S):
+        clock.time_s = begin_s + 2 * 3600
+        run_job(store, clock, begin_s=begin_s, hours=1.0, usd_hour=4.0)
+    clock.time_s = NOW_S
+    before = store.bills.list_cloud_spend_usd(now_s=NOW_S)
+    assert store.retention.compact() == 1
+    assert store.bills.list_cloud_spend_usd(now_s=NOW_S) == pytest.approx(before)
+    assert store.bills.list_cloud_spend_usd(now_s=NOW_S) == pytest.approx({"aws": 8.0})
+
+
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_jobs_of_three_years_become_totals_to_the_cent(sqlite_store: Store, clock: Hands, count: int) -> None:
     store = sqlite_store

@@ -16,7 +16,7 @@ from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
 from broker.errors import BrokerError, UsageError
 from broker.runtime.reports import parse_progress
 from broker.sweeps.asha import Records, is_kept, list_rungs, record
-from broker.sweeps.board import Board, decide, decode, encode, find_best, rank
+from broker.sweeps.board import Board, decide, decode, encode, find_best, is_cancelled, list_failures, rank
 from broker.sweeps.space import NumberRange, draw, parse_parameter, parse_parameters
 from broker.task.loader import load_tasks_text
 from broker.types import Job, JobStatus, Progress, Task
@@ -109,7 +109,9 @@ def test_the_worked_example_of_the_rule() -> None:
     records, is_third = record(records, [30, 90], 2, 35, 2.7)
     assert (is_first, is_second, is_third) == (True, False, True)
     assert record(records, [30, 90], 2, 80, 9.9) == (records, True)  # recorded once a rung
-    assert not is_kept({0: 1.0, 1: math.nan}, 1)
+    assert not is_kept({0: 1.0, 1: math.nan}, 1) and not is_kept({0: math.nan, 1: 2.0}, 0)
+    of_four = {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
+    assert [run for run in of_four if is_kept(of_four, run)] == [2, 3], "the best third, rounded up"
 
 
 def test_a_run_that_has_diverged_is_stopped() -> None:
@@ -134,6 +136,56 @@ def test_runs_first_observed_late_do_not_stop_those_that_reach_a_rung_in_time() 
     assert set(records) == {270} and set(records[270]) == {0, 1, 2}, "a finished run has no loss at a rung"
     records, is_continued = record(records, rungs, 4, 30, 2.5)
     assert is_continued and records[30] == {4: 2.5}
+
+
+def make_run(
+    run: int, status: JobStatus, *, loss: float | None = None, step: int = 0, is_cancelled: bool = False
+) -> Job:
+    progress = Progress(step=step, total=810, loss=loss) if step else None
+    return Job(
+        id=run + 1, name="s", status=status, task=Task(name="s", run="x"), submitted_s=0.0, progress=progress,
+        cancel_requested=is_cancelled,
+    )  # fmt: skip
+
+
+def test_a_stopped_run_makes_room_before_its_machines_are_gone_and_is_cancelled_once() -> None:
+    board = Board(stopped={0: 30, 1: 30})
+    jobs = {
+        0: make_run(0, JobStatus.RUNNING, loss=9.0, step=40, is_cancelled=True),
+        1: make_run(1, JobStatus.RUNNING, loss=9.0, step=40),
+    }
+    step = decide(board, jobs, runs=6, parallel=2, early="asha")
+    assert (step.starts, step.stops, step.is_over) == ((2, 3), (1,), False)
+
+
+def test_a_program_is_at_fault_if_its_runs_of_this_command_have_all_failed_without_a_step() -> None:
+    failed = {run: make_run(run, JobStatus.FAILED) for run in range(3)}
+    assert [job.id for job in list_failures(failed, after=0)] == [1, 2, 3]
+    assert not list_failures(failed, after=1), "the first one failed under an earlier command"
+    assert not list_failures({**failed, 3: make_run(3, JobStatus.RUNNING, step=5)}, after=0), "another one works"
+
+
+def test_a_sweep_is_cancelled_with_all_runs_that_it_did_not_stop_itself() -> None:
+    live, cancelled = make_run(1, JobStatus.RUNNING), make_run(2, JobStatus.CANCELLED)
+    board = Board(stopped={0: 30})
+    jobs = {0: make_run(0, JobStatus.CANCELLED, step=40), 1: live, 2: cancelled, 3: make_run(3, JobStatus.SUCCEEDED)}
+    assert not is_cancelled(board, jobs, before=[0, 3]), "early stopping and success are no wish of the user"
+    assert not is_cancelled(board, jobs, before=[0, 1, 2])
+    assert is_cancelled(board, jobs, before=[0, 2, 3])
+
+
+def test_the_best_run_has_a_loss_and_runs_that_got_further_are_ranked_before_others() -> None:
+    done = JobStatus.SUCCEEDED
+    jobs = {
+        0: make_run(0, done, loss=math.nan, step=810),
+        1: make_run(1, done, loss=2.0, step=810),
+        2: make_run(2, JobStatus.RUNNING, loss=1.0, step=100),
+        3: make_run(3, JobStatus.RUNNING, loss=1.5, step=300),
+        4: make_run(4, JobStatus.FAILED, loss=0.1, step=500),
+        5: make_run(5, JobStatus.CANCELLED, loss=9.0, step=30),
+    }
+    assert find_best(jobs) == 1 and rank(jobs, {5: 30}) == [1, 0, 3, 2, 5, 4]
+    assert find_best({0: jobs[0]}) is None
 
 
 class SweepWorld(World):

@@ -15,7 +15,8 @@ ZONES = {
     "us-west-2": ("us-west-2a", "us-west-2b"),
     "eu-central-1": ("eu-central-1a",),
 }
-TYPES: dict[str, dict[str, Any]] = {  # vCPUs, and how many Elastic Fabric Adapters it takes
+# vCPUs, how many Elastic Fabric Adapters it takes, and how many network cards it has, if these are not as many
+TYPES: dict[str, dict[str, Any]] = {
     "m5.large": {"vcpus": 2, "efa": 0},
     "t3.nano": {"vcpus": 2, "efa": 0},
     "c6g.xlarge": {"vcpus": 4, "efa": 0},
@@ -23,6 +24,8 @@ TYPES: dict[str, dict[str, Any]] = {  # vCPUs, and how many Elastic Fabric Adapt
     "p4d.24xlarge": {"vcpus": 96, "efa": 4},
     "p5.48xlarge": {"vcpus": 192, "efa": 32},
     "trn1.32xlarge": {"vcpus": 128, "efa": 8},
+    "g6e.48xlarge": {"vcpus": 192, "efa": 2, "cards": 4},
+    "hpc6id.32xlarge": {"vcpus": 64, "efa": 4, "cards": 2},
 }
 QUOTA_VCPUS = 1000.0
 KEPT_S = 3600.0  # a terminated instance is described for about an hour

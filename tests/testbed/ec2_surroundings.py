@@ -185,7 +185,7 @@ def describe_instance_types(account: Account, region: str, asked: Parameters) ->
                 "InstanceType": each,
                 "NetworkInfo": {
                     "EfaSupported": TYPES[each]["efa"] > 0,
-                    "MaximumNetworkCards": max(1, TYPES[each]["efa"]),
+                    "MaximumNetworkCards": TYPES[each].get("cards", max(1, TYPES[each]["efa"])),
                     "EfaInfo": {"MaximumEfaInterfaces": TYPES[each]["efa"]},
                 },
             }

@@ -191,6 +191,16 @@ def test_machine_with_several_cards_has_efa_on_each_where_nodes_need_no_public_a
     assert card["InterfaceType"] == "efa"
 
 
+@pytest.mark.parametrize(("instance_type", "vcpus"), [("g6e.48xlarge", 192), ("hpc6id.32xlarge", 64)])
+def test_machine_has_as_many_efa_as_it_takes_and_one_on_each_card(bed: AwsBed, instance_type: str, vcpus: int) -> None:
+    """The first takes fewer than it has cards, the second more; EC2 refuses both other numbers."""
+    bed.settings = replace(bed.settings, uses_private_addresses=True)
+    bed.cloud = bed.reopen()
+    bed.offer = replace(OFFER, instance_type=instance_type, vcpus=vcpus)
+    cards = launch(bed, spec=MachineSpec(network_tier="best"))["NetworkInterfaces"]
+    assert [card["NetworkCardIndex"] for card in cards] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("instance_type", "accelerator", "words"),
     [

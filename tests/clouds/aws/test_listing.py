@@ -206,6 +206,34 @@ def test_throttled_sweep_continues_and_a_forbidden_one_raises(bed: AwsBed) -> No
     bed.run(act())
 
 
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("SecurityGroup", "DependencyViolation"),
+        ("SecurityGroup", "InvalidGroup.InUse"),
+        ("PlacementGroup", "InvalidPlacementGroup.InUse"),
+        ("Volume", "VolumeInUse"),
+    ],
+)
+def test_what_a_machine_still_uses_is_left_to_the_next_sweep(bed: AwsBed, kind: str, code: str) -> None:
+    bed.account.volumes["vol-1"] = {
+        "region": "us-east-1", "VolumeId": "vol-1", "State": "available",
+        "Tags": [{"Key": "broker-owner", "Value": OWNER}, {"Key": "broker-cluster", "Value": "train"}],
+    }  # fmt: skip
+
+    async def act() -> None:
+        request = make_request(bed, node_count=2)
+        nodes = await bed.cloud.create_nodes(request)
+        await settle(bed)
+        await bed.cloud.terminate_nodes(nodes)
+        await wait_state(bed, request.token, NodeState.TERMINATED, 2)
+        bed.account.fail(f"Delete{kind}", code)
+        assert await bed.adapter.sweep(OWNER, ()) == 2, "the others"
+        assert await bed.adapter.sweep(OWNER, ()) == 1
+
+    bed.run(act())
+
+
 def test_preparing_makes_no_calls_and_the_first_call_reports_a_wrong_profile(
     bed: AwsBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

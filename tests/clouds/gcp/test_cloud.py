@@ -240,6 +240,14 @@ def test_a_node_that_is_not_listed_yet_does_not_count_as_gone(bench: Any, reques
     assert bench.run(bench.cloud.list_nodes(node.owner)).nodes == (node,)
 
 
+def test_a_node_of_another_owner_is_not_listed_whatever_its_label_says(bench: Any, request_of: Make) -> None:
+    """Labels can be edited by everyone in the project, and nodes that are listed may be ended."""
+    (theirs,) = bench.run(bench.cloud.create_nodes(request_of(owner="theirs")))
+    (mine,) = bench.run(bench.cloud.create_nodes(request_of(token="1" * 32)))
+    bench.gce.find(theirs.id.rpartition("/")[2])["labels"]["broker-owner"] = mine.owner
+    assert [node.id for node in bench.run(bench.make_cloud().list_nodes(mine.owner))] == [mine.id]
+
+
 def test_a_node_that_shut_itself_down_is_deleted_when_it_is_seen(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=False)))
     bench.gce.shut_down(node.id.rpartition("/")[2])

@@ -58,7 +58,7 @@ def islands_follow_the_algorithm(arguments: Sequence[str]) -> int:
     ranks = join_ranks()
     name = arguments[0]
     options = StrategyOptions(
-        diloco=DilocoOptions(every_steps=4, learning_rate=0.7, momentum=0.9), gossip=GossipOptions(every_steps=2)
+        diloco=DilocoOptions(every_steps=5, learning_rate=0.7, momentum=0.9), gossip=GossipOptions(every_steps=2)
     )
     strategy = create_strategy(name, ranks, options)
     model = make_model()
@@ -88,7 +88,7 @@ def simulate(name: str, world_size: int) -> list[list[list[Tensor]]]:
             optimizer.step()
         values = [[each.detach().clone() for each in model.parameters()] for model in models]
         done = step + 1
-        if name == "diloco" and done % 4 == 0:
+        if name == "diloco" and (done % 5 == 0 or done == CONFIG.steps):  # also after the last step
             for place in range(len(anchor)):
                 outer = anchor[place] - sum(value[place] for value in values) / world_size
                 velocity[place] = 0.9 * velocity[place] + outer

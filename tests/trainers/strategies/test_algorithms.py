@@ -20,6 +20,18 @@ def test_ring_sums_as_the_library_does(worlds: Worlds, tmp_path: Path, ranks: in
     assert ended.codes == [0] * ranks, ended.errors
 
 
+def test_strategies_in_a_grid_average_along_their_own_axis(worlds: Worlds, tmp_path: Path) -> None:
+    check = "tests.trainers.strategies.grid_checks:parts_average_along_their_own_axis"
+    ended = worlds.call(tmp_path, check, [], ranks=4)
+    assert ended.codes == [0] * 4, ended.errors
+
+
+def test_a_server_clips_the_mean_of_its_workers_without_those_that_skip(worlds: Worlds, tmp_path: Path) -> None:
+    check = "tests.trainers.strategies.grid_checks:server_clips_the_mean_of_its_workers"
+    ended = worlds.call(tmp_path, check, [], ranks=3)
+    assert ended.codes == [0] * 3, ended.errors
+
+
 def test_parameters_that_single_ranks_use_get_their_own_gradients(worlds: Worlds, tmp_path: Path) -> None:
     """Gradients of layers that other ranks did not use must not be added to those of other layers."""
     ended = worlds.call(tmp_path, f"{CHECKS}:branches_of_single_ranks_are_averaged", [], ranks=2)
