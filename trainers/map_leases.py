@@ -44,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class MapPlan:
-    """The plan of a map as workers need it; `lease_s` is how long a lease is valid without renewal."""
+    """The plan of a map, for its workers. A lease is valid for `lease_s` without renewal."""
 
     input: str
     lease_s: float

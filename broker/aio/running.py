@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent import futures
@@ -191,4 +192,8 @@ def make_sync_iterator(call: Callable[P, AsyncIterator[T]]) -> Callable[P, Itera
                     wait(source.aclose())
                 thread.submit(runner.close).result()
 
+    signature = inspect.signature(call)
+    returned = str(signature.return_annotation).removeprefix("Async")  # `help` shows `Iterator[str]`
+    changed: Any = run
+    changed.__signature__ = signature.replace(return_annotation=returned)
     return run

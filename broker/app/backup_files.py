@@ -83,7 +83,7 @@ class BackupFiles:
         self._unused_since_s: dict[str, float] = {}
 
     def send(self, digests: Collection[str]) -> None:
-        """Write the uploads that the bucket lacks. One that was deleted here is left out: its job fails here, too."""
+        """Write the uploads that the bucket lacks, except any deleted here, whose jobs fail here as well."""
         if self._sent is None:
             self._sent = {each.key.rpartition("/")[2] for each in self._bucket.list_keys(PREFIX)}
         for digest in sorted(set(digests) - self._sent):
@@ -153,7 +153,7 @@ def unseal_folder(source: Path, folder: Path, *, digest: str, key: bytes) -> Non
 
 
 def _bind(digest: str, index: int, *, is_last: bool) -> bytes:
-    """Return what a block is authenticated with: blocks of other uploads, or in another order, are refused."""
+    """Return the associated data of a block, so that one of another upload, or in another order, is refused."""
     return f"broker upload 1 {digest} {index} {is_last}".encode()
 
 

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from broker.app.container import Context
 from broker.clouds import CHECKS, CLOUDS
-from broker.clouds.findings import CanInspectQuickly
+from broker.clouds.findings import CanInspectQuickly, CheckResult
 from broker.errors import CloudError, StateError, UsageError
 from broker.frozen import frozen
 from broker.task.reading import suggest
 
 if TYPE_CHECKING:
-    from broker.clouds.findings import CheckResult, Inspector
+    from broker.clouds.findings import Inspector
 
 EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> library that its adapter imports
+LOCAL = "local"
 LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
 
 
@@ -37,7 +38,7 @@ async def check_clouds(context: Context) -> Sequence[CloudSummary]:
     checked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
     unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]
     answers = await _check_all([*checked, *unlisted], context)
-    found = [CloudSummary(name="local", can_launch=True, note="this machine, simulated prices")]
+    found = [CloudSummary(name=LOCAL, can_launch=True, note="this machine, simulated prices")]
     for name in listed:
         if name in answers:
             found.append(answers[name])
@@ -76,6 +77,8 @@ async def _check_all(names: Sequence[str], context: Context) -> Mapping[str, Clo
 
 async def inspect_closely(name: str, context: Context) -> Sequence[CheckResult]:
     """Check everything that one cloud requires, on its side and on this machine. Raises UsageError, CloudError."""
+    if name == LOCAL and LOCAL in context.clouds:  # a server may exclude it
+        return [CheckResult(name="machine", is_ok=True, note="`local` is this machine: always usable, no login needed")]
     findings = await find_inspector(name).inspect(context.config, clock=context.clock)
     return [*findings, *_list_missing_programs(name, context)]
 

@@ -14,7 +14,7 @@ from broker.cli.completion import complete_clusters
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_count, format_duration, format_usd, to_plain
-from broker.types import ClusterStatus, Run
+from broker.types import ClusterStatus, Run, RunStatus
 
 ClusterName = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="Cluster name.", show_default=False, autocompletion=complete_clusters)
@@ -84,20 +84,29 @@ def _show_time(run: Run, now_s: float) -> str:
 
 def cancel(
     cluster: ClusterName,
-    run_ids: Annotated[list[int] | None, typer.Argument(metavar="RUN...", help="Run IDs.")] = None,
+    run_ids: Annotated[
+        list[int] | None, typer.Argument(metavar="RUN...", help="Run IDs (default: the newest running one).")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live runs.")] = False,
     yes: options.Yes = False,
 ) -> None:
     """Cancel runs on a cluster."""
-    wanted = None if everything else tuple(run_ids or ())
+    session = make_session()
+    wanted = None if everything else tuple(run_ids or _find_newest(session, cluster))
     if wanted != ():
         which = "all live runs" if wanted is None else "run " + ", ".join(map(str, wanted))
         options.confirm(f"Cancel {which} on {cluster}?", yes=yes)
-    ended = make_session().call(cancel_runs, cluster=cluster, run_ids=wanted)
+    ended = session.call(cancel_runs, cluster=cluster, run_ids=wanted)
     for run_id in ended:
         print_line(f"cancelled run {run_id}")
     if not ended:
         print_line("no live runs to cancel")
+
+
+def _find_newest(session: Session, cluster: str) -> list[int]:
+    """Return the newest run that has begun, as `sky cancel CLUSTER` chooses it, or none."""
+    begun = (RunStatus.SETTING_UP, RunStatus.RUNNING)
+    return sorted(run.id for run in session.call(list_runs, cluster=cluster) if run.status in begun)[-1:]
 
 
 def status(

@@ -51,7 +51,7 @@ def login(
         found = replace(found, token=log_in(found, lambda page: _show_page(page, opens=browser)))
     else:
         found = replace(found, token=_read_token(token, token_file))
-    answer = check_handshake(RemoteSession(found))
+    answer = check_handshake(RemoteSession(found, is_logged_in=False))
     save_login(find_home() / LOGIN, found)
     print_line(f"Logged in to {found.url} as {answer.user} ({answer.role.value}), server version {answer.version}")
 

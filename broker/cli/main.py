@@ -141,8 +141,9 @@ app = typer.Typer(
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
         from broker import __version__
+        from broker.cli.render import print_line
 
-        typer.echo(__version__)
+        print_line(__version__)
         raise typer.Exit
 
 

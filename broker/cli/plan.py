@@ -20,7 +20,7 @@ from broker.errors import UsageError
 from broker.types import Objective, PipelinePlan, Plan, Task
 
 TaskArgument = Annotated[
-    Path | None,
+    str | None,  # not a Path, for which an empty name is the current folder
     typer.Argument(metavar="[TASK.yaml]", help="Task file. Omit it to plan from options alone.", show_default=False),
 ]
 MaxPriceOption = Annotated[
@@ -90,8 +90,10 @@ def plan(
         _show(context, each, what_if or (), plot, top=top, explain=explain, pareto=pareto)
 
 
-def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
+def _read(file: str | None, overrides: options.Overrides) -> Sequence[Task]:
     """Read the tasks of a file, or of options alone; a mistyped file name is an error, not a command."""
+    if file is not None and not file.strip():
+        raise UsageError("the name of the task file is empty", hints=["is a variable of the shell unset?"])
     if file is None:
         if overrides == options.NO_OVERRIDES:
             raise UsageError(
@@ -99,11 +101,11 @@ def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
                 hints=["name a task file, or describe the node: `broker plan --gpus H100:8`"],
             )
         return options.read_tasks([], overrides)
-    if not options.is_file([str(file)]):
+    if not options.is_file([file]):
         from broker.task.loader import load_tasks
 
-        return load_tasks(file)  # raises an error with the reason why the file cannot be read
-    return options.read_tasks([str(file)], overrides)
+        return load_tasks(Path(file))  # raises an error with the reason why the file cannot be read
+    return options.read_tasks([file], overrides)
 
 
 def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list[dict[str, object]]]:

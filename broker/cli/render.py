@@ -75,9 +75,14 @@ def _write_error(text: str) -> None:
 
 
 def print_line(text: str = "") -> None:
-    """Write a line to stdout and flush it."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """Write a line to stdout and flush it. Raises BrokerError if it cannot be written, BrokenPipeError."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise BrokerError(f"cannot write the output: {error.strerror or error}") from None
 
 
 def print_wrapped(text: str, *, indent: int) -> None:
@@ -107,7 +112,7 @@ def print_json(value: Any) -> None:
     """Write a value to stdout as indented JSON."""
     import json
 
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    print_line(json.dumps(value, indent=2, default=str))
 
 
 def measure_width() -> int:

@@ -81,7 +81,7 @@ def log_in(login: ServerLogin, open_browser: Callable[[str], None], *, waits: in
     `open_browser` receives the URL to open. Raises UsageError if the server has no issuer, or after ten minutes without
     a login, and AuthError or DeniedError for a refused login.
     """
-    session = RemoteSession(login)
+    session = RemoteSession(login, is_logged_in=False)
     begin: LoginBegin = decode(session.request("GET", "/v1/login"), LoginBegin)
     state, verifier = secrets.token_urlsafe(32), secrets.token_urlsafe(48)
     challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).decode().rstrip("=")

@@ -53,8 +53,11 @@ class RemoteSession:
 
     clock: Clock
 
-    def __init__(self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None, is_logged_in: bool = True
+    ) -> None:
         self._login = login
+        self._is_logged_in = is_logged_in  # `broker logout` would remove this login
         self._note = on_note
         self._is_lost = False  # the newest verb lost its connection, or never had one
         self.request_id = ""  # of the newest verb on the server; empty until it has begun
@@ -215,7 +218,10 @@ class RemoteSession:
             self._is_lost = True
             raise TransientError(
                 f"the server at {self._login.url} does not respond: {error.strerror or error}",
-                hints=["check that it is running and reachable", "work without it: `broker logout`"],
+                hints=[
+                    "check that it is running and reachable",
+                    *(["work without it: `broker logout`"] if self._is_logged_in else []),
+                ],
             ) from None
 
     def _send(

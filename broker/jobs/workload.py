@@ -186,7 +186,7 @@ class SharedWorkload:
         self._beat_s = now_s
         skew_s = now_s - self._store.read_time_s()
         if abs(skew_s) > SKEW_S_MAX and not self._is_skewed:
-            log.warning("this machine's clock differs by %.0f s from the store's: costs and budgets do, too", skew_s)
+            log.warning("this machine's clock differs by %.0f s from the store's, and so do costs and budgets", skew_s)
         self._is_skewed = abs(skew_s) > SKEW_S_MAX
         self._given_up = {
             job_id: until_s for job_id, until_s in self._given_up.items() if now_s < until_s <= now_s + REST_S

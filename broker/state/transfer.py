@@ -250,7 +250,10 @@ def check_store(store: Store) -> list[str]:
     for table in ("attempts", "attempt_steps", "log_offsets", "forecasts"):
         for row in store.rows(f"SELECT DISTINCT job_id FROM {table} WHERE job_id NOT IN (SELECT id FROM jobs)"):
             found.append(f"{table} of job {row['job_id']}, which is missing")
-    for row in store.rows("SELECT name, job_id FROM clusters WHERE job_id NOT IN (SELECT id FROM jobs)"):
+    # NULL, the job of an unmanaged cluster, is `NOT IN` an empty table
+    for row in store.rows(
+        "SELECT name, job_id FROM clusters WHERE job_id IS NOT NULL AND job_id NOT IN (SELECT id FROM jobs)"
+    ):
         found.append(f"cluster {row['name']} belongs to job {row['job_id']}, which is missing")
     for row in store.rows("SELECT id, resumes FROM jobs WHERE resumes NOT IN (SELECT id FROM jobs)"):
         found.append(f"job {row['id']} resumes job {row['resumes']}, which is missing")

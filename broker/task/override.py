@@ -29,7 +29,13 @@ def override_resources(
     use_spot: bool | None = None,
     num_nodes: int | None = None,
 ) -> Task:
-    """Apply the flags to every alternative of a task; None leaves a field unchanged. Raises TaskError."""
+    """Apply the flags to every alternative of a task; None leaves a field unchanged. Raises TaskError.
+
+    The accelerator `none` removes those of the task, as in SkyPilot.
+    """
+    if accelerators is not None and accelerators.strip().lower() == "none":
+        accelerators = None
+        task = replace(task, resources=_remove_accelerators(task.resources))
     given: dict[str, Any] = {
         "infra": infra, "cloud": cloud, "region": region, "zone": zone, "instance_type": instance_type,
         "accelerators": accelerators, "cpus": cpus, "memory": memory, "use_spot": use_spot,
@@ -77,6 +83,18 @@ def override_resources(
         num_nodes=num_nodes or task.num_nodes,
         notices=(*kept, *reader.take_notices()),
     )
+
+
+def _remove_accelerators(resources: Sequence[Resources]) -> tuple[Resources, ...]:
+    """Return the alternatives without accelerators; of those that this makes equal, the first is kept."""
+    kept: list[Resources] = []
+    made: list[Resources] = []
+    for each in resources:
+        bare = replace(each, accelerator=None, accelerator_count=0)
+        if (plain := replace(bare, preference=None)) not in made:
+            made.append(plain)
+            kept.append(bare)
+    return tuple(kept)
 
 
 def _place_image(each: Resources, moved: Resources, others: Sequence[Resources]) -> Resources | None:

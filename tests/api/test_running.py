@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import broker
 from broker.aio import running
 from broker.aio.running import list_remote_lines, make_sync, make_sync_iterator
 from broker.app.clusters import LogChunk
@@ -81,3 +83,8 @@ def test_loop_over_a_servers_lines_may_end_before_the_run_does(tmp_path: Path, m
     assert not release.is_set() and not refused.is_set(), "the loop ended while the server was silent"
     release.set()
     assert refused.wait(LIMIT_S), "the thread stops at the next lines"
+
+
+def test_help_shows_that_logs_are_an_ordinary_iterator() -> None:
+    for each in (broker.logs, broker.jobs.logs):
+        assert inspect.signature(each).return_annotation == "Iterator[str]"

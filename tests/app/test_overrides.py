@@ -188,3 +188,12 @@ def test_mistyped_file_has_the_near_miss_in_its_folder_as_a_hint(task_file: str)
     with pytest.raises(TaskError) as caught:
         read_task([task_file.replace("train.yaml", "trian.yml")], Overrides())
     assert [each.hint for each in caught.value.issues] == ["did you mean `train.yaml`?"]
+
+
+def test_gpus_none_removes_the_accelerators_of_a_task_as_in_skypilot(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("resources: {accelerators: {A100: 8, H100: 8}, cpus: 4+, labels: {team: vision}}\nrun: echo\n")
+    (only,) = read_task([str(path)], Overrides(gpus="None")).resources
+    assert (only.accelerator, only.accelerator_count) == (None, 0)
+    assert only.cpus and only.labels == {"team": "vision"}
+    assert read_task(["echo"], Overrides(gpus="none", infra="local")).resources[0].accelerator is None

@@ -16,7 +16,7 @@ from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Placement, Task
+from broker.types import Cluster, ClusterStatus, Placement, Run, RunStatus, Task
 from tests.simulation.world import make_offer
 
 
@@ -137,6 +137,25 @@ def test_runs_are_cancelled_on_a_terminal_only_after_a_yes(
     assert asked == [{"cluster": "dev", "run_ids": (2, 3)}, {"cluster": "dev", "run_ids": None}]
 
 
+def test_without_an_id_the_newest_running_run_is_cancelled(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {1: RunStatus.SUCCEEDED, 2: RunStatus.RUNNING, 3: RunStatus.RUNNING, 4: RunStatus.PENDING}
+    cancelled: list[int] = []
+
+    async def list_runs(gang: object, cluster: Cluster) -> list[Run]:
+        return [Run(id=each, cluster="dev", name="x", status=status, started_s=1.0) for each, status in states.items()]
+
+    async def cancel(gang: object, cluster: Cluster, run_id: int) -> None:
+        cancelled.append(run_id)
+
+    monkeypatch.setattr("broker.runtime.gang.Gang.list_runs", list_runs)
+    monkeypatch.setattr("broker.runtime.gang.Gang.cancel", cancel)
+    add_clusters(store, "dev")
+    assert run("cancel", "dev", "--yes") == 0
+    assert "cancelled run 3" in capsys.readouterr().out and cancelled == [3]
+
+
 def test_cluster_of_a_live_job_stays_and_the_others_go(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     job = store.jobs.add("train", Task())
     add_clusters(store, "job-1-1", job_id=job.id)
@@ -191,3 +210,10 @@ def test_cloud_that_refuses_keeps_only_its_own_cluster(
     assert run("down", "a", "b", "c", "--yes") == 1
     assert list_names(store) == ["a"]
     assert "the region gives no answer" in capsys.readouterr().err
+
+
+def test_check_of_the_local_cloud_says_that_it_is_this_machine(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", "local") == 0
+    assert "`local` is this machine" in capsys.readouterr().out

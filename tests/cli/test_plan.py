@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -180,3 +181,25 @@ def test_a_cloud_without_prices_explains_how_to_add_them() -> None:
     assert "`broker catalog update --cloud vast`" in broker("plan", "--infra", "vast", "--gpus", "H100:8").stderr
     assert "`broker catalog update --cloud runpod`" in broker("plan", "--gpus", "A4000").stderr
     assert "no offers of" not in broker("plan", "--infra", "aws", "--gpus", "H100:7").stderr
+
+
+def test_empty_name_of_a_task_file_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["plan", ""])
+    assert "the name of the task file is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "--gpus", "H100:8", "--infra", "aws"], ["status", "--json"], ["--version"]]
+)
+def test_output_that_cannot_be_written_is_named(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit, match=r"^1$"):
+            main(arguments)
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "error: cannot write the output: No space left on device" in capsys.readouterr().err

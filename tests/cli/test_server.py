@@ -187,6 +187,8 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
         away = terminal.run("status", code=5)
         assert "does not respond" in away.stderr and "`broker logout`" in away.stderr
         terminal.run("logout")
+        refused = terminal.run("login", terminal.url, "--token", made.strip(), code=5)
+        assert "does not respond" in refused.stderr and "logout" not in refused.stderr
         assert terminal.run("jobs", "queue").stdout.startswith("No managed jobs")
     written = [path for path in terminal.folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
     assert not written, "no file keeps the secret"
@@ -215,6 +217,7 @@ def test_history_of_a_job_is_watched_exported_and_reported(usual_terminal: Shell
     assert usual_terminal.run("cost", "--forecast").stdout.startswith("No job with a forecast has succeeded yet")
     clouds = {each["cloud"]: each["can_launch"] for each in usual_terminal.read_json("check")}
     assert clouds["local"] and not clouds["aws"]
+    assert usual_terminal.run("check", "local").stdout.startswith("ok     machine: `local` is this machine")
     assert usual_terminal.run("check", "nope", code=2).stderr.startswith("error: unknown cloud `nope`\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,11 @@ def test_a_state_of_another_installation_is_refused(open_sqlite: OpenStore, tmp_
     with pytest.raises(StateError, match="installation 0123456789ab"):
         import_store(target, tmp_path / "file")
     target.close()
+
+
+def test_cluster_without_a_job_is_intact_in_a_state_without_jobs(store: Store) -> None:
+    store.clusters.put(replace(CLUSTER, job_id=None))
+    assert store.jobs.list() == [] and check_store(store) == []
 
 
 def test_a_check_names_damaged_rows_and_missing_references(store: Store) -> None:
