@@ -88,12 +88,18 @@ def _set_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
 
 
 def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool, spend_usd_max: float) -> Plan:
-    """Plan the cheapest locations for one node; without GPUs, 2 vCPUs, which every account may launch.
+    """Plan the cheapest locations for one node; without GPUs, 2 vCPUs and any memory, which every account may launch.
 
     Raises UsageError if 15 minutes exceed the limit everywhere.
     """
     overrides = options.Overrides(
-        name=MARK, infra=infra, gpus=gpus, cpus=None if gpus else "2+", num_nodes=1, use_spot=is_spot
+        name=MARK,
+        infra=infra,
+        gpus=gpus,
+        cpus=None if gpus else "2+",
+        memory=None if gpus else "0.5+",
+        num_nodes=1,
+        use_spot=is_spot,
     )
     task = context.resolve(options.read_task([PROGRAM], overrides))
     try:
