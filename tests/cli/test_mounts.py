@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 
 import boto3
 import pytest
@@ -50,8 +50,9 @@ def test_local_files_are_put_into_a_bucket_that_is_made_for_them(shell: Shell) -
     (shell.folder / "set" / "deep" / "words").write_text("from here\n")
     (shell.folder / "set" / ".skyignore").write_text("*.tmp\n")
     (shell.folder / "set" / "x.tmp").write_text("no")
-    for path in (shell.folder / "set").rglob("*"):
-        os.utime(path, (1e9, 1e9))  # older than the upload by more than S3's whole seconds
+    written_s = max(path.stat().st_ctime for path in (shell.folder / "set").rglob("*"))
+    # S3 states whole seconds: what is uploaded in the second of its change is sent again.
+    shell.wait_until(lambda: int(time.time()) > int(written_s), "the second has passed")
     task = """\
 resources: {infra: local}
 file_mounts:

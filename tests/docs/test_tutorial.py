@@ -30,7 +30,7 @@ class Reader(Shell):
         return output
 
     def has_counted(self) -> bool:
-        return any((job["progress"] or {}).get("step", 0) > 0 for job in self.read_json("jobs", "queue"))
+        return any((job["progress"] or {}).get("step", 0) > 1 for job in self.read_json("jobs", "queue"))
 
 
 @pytest.fixture
@@ -60,5 +60,5 @@ def test_reader_sees_the_job_resume_where_it_was(reader: Reader) -> None:
     before, after = ([int(step) for attempt, step in lines if attempt == number] for number in "12")
     assert before == list(range(1, len(before) + 1))
     # The last lines of a lost machine may be lost with it; their steps are not.
-    assert after == list(range(after[0], 31)) and 1 < before[-1] <= after[0], "it resumed where it was"
+    assert after == list(range(after[0], 31)) and len(before) <= after[0] > 1, "it resumed where it was"
     assert not reader.read_json("status")["clusters"] and "job-1" not in shown["status"]
