@@ -49,7 +49,7 @@ def test_a_first_attempt_waits_for_a_new_login_and_names_the_command_once(tmp_pa
     assert len(waits) > 1 and waits[0].startswith("the SSO session has expired; run `aws sso login`; retrying in ")
 
 
-def test_a_login_that_expires_again_is_named_again_and_waits_begin_anew(
+def test_a_login_that_expires_again_is_named_again_and_waits_start_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
