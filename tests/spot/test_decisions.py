@@ -125,7 +125,7 @@ def test_hours_of_observation_without_a_change_lengthen_the_expected_period() ->
 
 
 def test_periods_add_up_and_open_ones_are_kept_apart_from_closed_ones() -> None:
-    """3 h and 0.3 h open, and 0.15 h closed, which continues; then 0.3 h closed, of which the first 0.1 h are unseen."""
+    """3 h and 0.3 h open, 0.15 h closed, which continues; then 0.3 h closed, of which the first 0.1 h are unseen."""
     seen = NOTHING_SEEN.with_period(3.0, is_open=True).with_period(0.3, is_open=True)
     seen = seen.with_period(0.15, is_open=False, is_ended=False).with_period(0.3, is_open=False, from_hours=0.1)
     for found, expected in (
