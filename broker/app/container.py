@@ -263,9 +263,12 @@ class Context(Permissions):
             self.warn(error)
 
     def keep_jobs_going(self) -> None:
-        """Restart a dead daemon if any job, service or schedule is live. Commands that show jobs call this."""
+        """Restart a dead daemon if any job, service or schedule is live, or an ended job still has machines.
+
+        Commands that show jobs call this.
+        """
         store = self.store
-        if store.jobs.has_live() or store.services.list_names() or store.schedules.has_active():
+        if store.jobs.has_unfinished() or store.services.list_names() or store.schedules.has_active():
             self.revive_daemon()
 
     def warn(self, error: BrokerError) -> None:

@@ -15,14 +15,11 @@ from contextlib import contextmanager
 from broker.frozen import frozen
 from broker.state.base import FENCE, Database, Fence
 from broker.state.daemon_stats import DaemonStats, decode_stats
+from broker.state.jobs import UNFINISHED
 
 HOUSEKEEPING = 0
 LEASE_S = 9.0  # four missed renewals of a process that renews every two seconds; a takeover then takes less than 15 s
-# The rows of `_UNFINISHED` are those of `JobRows.list_unfinished_ids`, and the services.
-_UNFINISHED = (
-    "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
-    "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL UNION SELECT claim FROM services"
-)
+_NEED_CONTROLLER = " UNION ".join((*UNFINISHED, "SELECT claim FROM services"))
 
 
 @frozen
@@ -69,7 +66,7 @@ class Claims:
     def find_free(self, limit: int) -> Sequence[int]:
         """Return services, unfinished jobs and housekeeping not held by a process with a lease, oldest first."""
         rows = self._database.rows(
-            f"SELECT id FROM ({_UNFINISHED} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
+            f"SELECT id FROM ({_NEED_CONTROLLER} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
             f"(SELECT job_id FROM claims WHERE NOT {write_is_free()}) ORDER BY id LIMIT {int(limit)}",
             (self._database.read_time_s(),),
         )
@@ -132,7 +129,7 @@ class Claims:
         """Return the number of live controllers and of unfinished jobs."""
         row = self._database.rows(
             f"SELECT (SELECT count(*) FROM controllers WHERE {write_has_lease()}), "
-            f"(SELECT count(*) FROM ({_UNFINISHED}) AS jobs)",
+            f"(SELECT count(*) FROM ({_NEED_CONTROLLER}) AS jobs)",
             (self._database.read_time_s(),),
         )[0]
         return JobLoad(controller_count=row[0], job_count=row[1])

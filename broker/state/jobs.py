@@ -50,6 +50,12 @@ COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
     "resumes, first_attempt, hedge, uid, outcome_kind, displaced_by"
 )
+# The jobs that need a controller: those that are live, and ended ones with a cluster or an attempt to close.
+UNFINISHED = (
+    "SELECT id FROM jobs WHERE NOT is_terminal",
+    "SELECT job_id FROM clusters WHERE job_id IS NOT NULL",
+    "SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL",
+)
 REPLICA_REQUEST = "service/"  # begins the request IDs of replicas: service/NAME/UID of the service/NUMBER
 ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
 
@@ -187,21 +193,17 @@ class JobRows:
         rows = self._database.rows("SELECT status, count(*) AS jobs FROM jobs GROUP BY status ORDER BY status")
         return {row["status"]: int(row["jobs"]) for row in rows if row["status"] in JobStatus.__members__}
 
-    def has_live(self) -> bool:
-        """Return whether any job has not ended."""
-        return bool(self._database.rows("SELECT 1 FROM jobs WHERE NOT is_terminal LIMIT 1"))
-
     def list_live_ids(self) -> Sequence[int]:
         """Return the IDs of jobs that have not ended, in ascending order."""
         return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
+    def has_unfinished(self) -> bool:
+        """Return whether `list_unfinished_ids` would list any job."""
+        return any(self._database.rows(f"{query} LIMIT 1") for query in UNFINISHED)
+
     def list_unfinished_ids(self) -> Sequence[int]:
         """Return the live jobs, and the ended ones that still have a cluster or an attempt to close."""
-        rows = self._database.rows(
-            "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
-            "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL ORDER BY 1"
-        )
-        return [row["id"] for row in rows]
+        return [row["id"] for row in self._database.rows(f"{' UNION '.join(UNFINISHED)} ORDER BY 1")]
 
     def set_status(
         self, job_id: int, status: JobStatus, failure: str = "", *, outcome_kind: OutcomeKind | None = None

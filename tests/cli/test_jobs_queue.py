@@ -16,6 +16,7 @@ from broker.jobs.submission import submit_tasks
 from broker.state.store import Store
 from broker.task.loader import load_tasks_text
 from broker.types import EventKind, JobStatus, Task, make_event
+from tests.state.test_rows import make_cluster
 
 PIPE = "name: nightly\n---\nname: prepare\nrun: x\n---\nname: train\nrun: x\n"
 
@@ -71,12 +72,21 @@ def test_every_command_that_looks_at_live_jobs_restarts_a_dead_daemon(
     monkeypatch.setenv("BROKER_HOME", str(tmp_path))
     store = Store(tmp_path / "state.db", clock=SystemClock())
     job = store.jobs.add("train", Task())
-    for count, status in enumerate([None, JobStatus.SUCCEEDED]):
-        if status:
-            store.jobs.set_status(job.id, status)
+    store.clusters.put(make_cluster("c", job_id=job.id))
+
+    def look() -> None:
+        started.clear()
         with pytest.raises(SystemExit, match=r"^0$"):
             main(arguments)
-        assert len(started) == 1, "once while the job is live, and not after its end" if count else "not started"
+
+    look()
+    assert started, "the job is live"
+    store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+    look()
+    assert started, "its machines are left, which would be billed for as long as no daemon ends them"
+    store.clusters.delete("c")
+    look()
+    assert not started, "nothing is left to do"
     store.close()
 
 

@@ -294,7 +294,7 @@ def test_daemon_reports_its_steps_and_failures_with_its_heartbeat(stage: Stage) 
     found: list[DaemonStats | None] = []
 
     async def look() -> None:
-        while stage.store.jobs.has_live():
+        while stage.store.jobs.list_live_ids():
             found.append(stage.store.leader.read_stats())
             await stage.clock.sleep(1.0)
 

@@ -76,7 +76,7 @@ def test_an_export_neither_holds_up_controllers_nor_is_ended_by_the_server(
     monkeypatch.setattr(transfer, "_to_json", convert_slowly)
     transfer.export_store(store, tmp_path / "file")
     assert limits == ["0"]
-    assert controller.jobs.has_live() is False
+    assert controller.jobs.list_live_ids() == []
     text = (tmp_path / "file").read_text()
     assert '"status": "PENDING"' in text and '{"table": "secrets"' in text, "as of one moment"
 

@@ -108,12 +108,28 @@ def test_live_and_unfinished_jobs(store: Store) -> None:
     store.clusters.put(make_cluster("mine"))
     for job in (ended, open_attempt, has_cluster):
         store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
-    assert store.jobs.list_live_ids() == [1, 5] and store.jobs.has_live()
+    assert store.jobs.list_live_ids() == [1, 5]
     assert store.jobs.list_unfinished_ids() == [1, 3, 4, 5]
     assert store.jobs.count() == 5
     for job_id in (1, 5):
         store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
-    assert not store.jobs.has_live()
+    assert store.jobs.list_live_ids() == []
+
+
+def test_a_job_is_unfinished_until_its_last_attempt_is_closed_and_its_cluster_is_gone(store: Store) -> None:
+    assert not store.jobs.has_unfinished()
+    job = store.jobs.add("a", Task())
+    assert store.jobs.has_unfinished(), "it is live"
+    store.jobs.put_attempt(make_attempt(job.id))
+    store.clusters.put(make_cluster("c", job_id=job.id))
+    store.clusters.put(make_cluster("mine"))
+    store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+    store.jobs.put_attempt(make_attempt(job.id, ended_s=START_S + 1.0))
+    assert store.jobs.has_unfinished(), "it has a cluster"
+    store.clusters.delete("c")
+    assert not store.jobs.has_unfinished()
+    store.jobs.put_attempt(make_attempt(job.id))
+    assert store.jobs.has_unfinished(), "its attempt is open"
 
 
 def test_a_list_shows_the_newest_and_every_live_one(store: Store, clock: Hands) -> None:
