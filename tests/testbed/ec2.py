@@ -7,6 +7,7 @@ real machines: a test may put a real host behind an instance, set its addresses,
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from tests.testbed.ec2_access import list_targets
@@ -25,6 +26,8 @@ class FakeAws:
 
     def __init__(self, account: Account, *, address: str = "127.0.0.1") -> None:
         self.account = account
+        # Called with each action: before it takes effect, and (True) before its answer leaves. May raise HangUp.
+        self.on_call: Callable[[str, bool], None] = lambda action, is_after: None
         self.calls_at_once_max = 0
         self._calls_at_once = 0
         self.lock = threading.RLock()  # hold it to change the account from another thread
@@ -64,6 +67,7 @@ class FakeAws:
             action = f"{service}:{name}"
             account.tick()
             account.calls.append((action, region, parameters))
+            self.on_call(action, False)
             if not account.has_login:
                 raise ApiError("InvalidClientTokenId" if service == "sts" else "AuthFailure", status=401)
             if key in account.expired_keys:
@@ -79,6 +83,7 @@ class FakeAws:
             if action not in known:
                 raise ApiError("InvalidAction", f"this fake knows no {action}")
             answer = known[action](account, region, parameters)
+            self.on_call(action, True)
             if account.take_fault(name, region, is_after=True):
                 raise HangUp
             return answer

@@ -31,7 +31,11 @@ class AwsServer:
                 self._answer(200, "text/plain", f"{caller_address}\n".encode())
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                size = int(self.headers.get("Content-Length", 0))
+                body = self.rfile.read(size)
+                if len(body) < size:  # the client was killed
+                    self.close_connection = True
+                    return
                 scope = SCOPE.search(self.headers.get("Authorization", ""))
                 service = scope["service"] if scope else "ec2"
                 try:

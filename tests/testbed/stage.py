@@ -66,10 +66,16 @@ class WatchedGce(FakeGce):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
+        # Called with each request: before it takes effect, and (True) before its answer leaves. May raise LostAnswer.
+        self.on_call: Callable[[str, bool], None] = lambda action, is_after: None
 
     def answer(self, method: str, path: str, query: dict[str, str], body: Any) -> Any:
         self.requests.append((method, path, query, body))
-        return super().answer(method, path, query, body)
+        action = f"{method} {path.rpartition('/')[2] if method == 'POST' else ''}".strip()
+        self.on_call(action, False)
+        answer = super().answer(method, path, query, body)
+        self.on_call(action, True)
+        return answer
 
 
 class Stage(Shell):

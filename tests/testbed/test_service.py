@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from broker.types import JobStatus, Replica
+from tests.cli.conftest import Shell
 from tests.serve.live_load import StreamTally, read_streams
 from tests.signals import signal_all
 from tests.testbed.metadata import MetadataServer
@@ -83,8 +84,8 @@ def find_address(pool: Pool, replica: Replica) -> str:
         return cluster.nodes[0].address if cluster is not None and cluster.nodes else ""
 
 
-def count_ready(pool: Pool) -> int:
-    (service,) = pool.read_json("serve", "status")
+def count_ready(shell: Shell) -> int:
+    (service,) = shell.read_json("serve", "status")
     return sum(each["status"] == "READY" for each in service["replicas"])
 
 
