@@ -25,7 +25,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         split = urlsplit(self.path)
-        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        text = self.rfile.read(size)
+        if len(text) < size:  # the client was killed
+            self.close_connection = True
+            return
         status: int
         try:
             body = json.loads(text) if text else {}
