@@ -134,6 +134,16 @@ def test_job_that_slurm_never_starts_ends_with_the_reason(reason: str) -> None:
     assert (node.state, node.reason) == (NodeState.TERMINATED, f"Slurm never starts it: {reason}")
 
 
+def test_job_that_another_cluster_of_the_federation_took_is_cancelled_and_not_gone() -> None:
+    """It may have been moved there by hand; counted as ended, its attempt would run twice."""
+    controller = Controller()
+    controller.jobs = [(1, "REVOKED", ask("first"))]
+    assert [node.state for node in controller.list_nodes()] == [NodeState.PENDING]
+    assert controller.cancelled == ["1"]
+    (node,) = controller.list_nodes()
+    assert (node.state, node.reason) == (NodeState.TERMINATED, "another cluster of the federation took it")
+
+
 @pytest.mark.parametrize("reason", ["Resources", "Priority", "AssocGrpGRES", "QOSMaxGRESPerUser", "PartitionNodeLimit"])
 def test_job_that_waits_for_others_stays_in_the_queue(reason: str) -> None:
     controller = Controller()
