@@ -34,12 +34,17 @@ async def run_by_ssh(host: Host, program: bytes, timeout_s: float) -> Completed:
 
 async def call_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> Any:
     """Return the program's answer. Raises CloudError."""
+    return (await ask_host(run, host, verb, **fields))["answer"]
+
+
+async def ask_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> Mapping[str, Any]:
+    """Return the program's `answer`, and the `uid` of the login. Raises CloudError."""
     program = make_program({"verb": verb, **fields})
     done = await run(host, program, CALL_S)
     try:
-        answer: Mapping[str, Any] = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
-        return answer["answer"]
-    except (ValueError, KeyError) as error:
+        found: Mapping[str, Any] = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
+        return {"answer": found["answer"], "uid": found["uid"]}
+    except (ValueError, KeyError, TypeError) as error:
         why = explain(done.stderr) or f": exit code {done.returncode}"
         hints = ("install Python 3.8 or newer on the host",) if done.returncode in (NOT_FOUND, NO_PYTHON) else ()
         raise TransientError(f"broker's program failed on host `{host.name}`{why}", hints=hints) from error
