@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from broker.clock import Clock
-from broker.clouds import local_machine
+from broker.clouds import local_machine, usual_python
 from broker.clouds.slurm import node_program
 from broker.clouds.slurm.commands import (
     QueuedJob,
@@ -170,7 +170,7 @@ class SlurmCloud:
         script = make_script(
             request,
             partition,
-            program=read_source(node_program.__file__),
+            program="\n".join(read_source(str(each.__file__)) for each in (node_program, usual_python)),
             machine=read_source(local_machine.__file__),
             kill_wait_s=KILL_WAIT_S,
         )

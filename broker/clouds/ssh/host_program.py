@@ -17,6 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # sent after this file, into the same namespace
+    from broker.clouds.usual_python import find_path
 
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
 BOOT_S_MAX = 45.0  # a busy host; less than the 60 s that the caller waits
@@ -219,19 +223,6 @@ def make_env(folder: str) -> dict[str, str]:
     own = {"HOME": os.path.join(folder, "home"), "TMPDIR": os.path.join(folder, "tmp"), "BROKER_NODE_DIR": folder}
     own["PATH"] = find_path(folder)
     return {**passed, **own, "PYTHONUNBUFFERED": "1", "BROKER_HOST_HOME": os.path.expanduser("~")}
-
-
-def find_path(folder: str) -> str:
-    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
-    the agent is started by it."""
-    path = os.environ.get("PATH", os.defpath)
-    if os.environ.get("BROKER_PYTHON", "python3") == "python3":
-        return path
-    place = os.path.join(folder, "bin")
-    os.makedirs(place, mode=0o700, exist_ok=True)
-    if not os.path.lexists(os.path.join(place, "python3")):
-        os.symlink(sys.executable, os.path.join(place, "python3"))
-    return place + os.pathsep + path
 
 
 def make_socket_folder() -> str:

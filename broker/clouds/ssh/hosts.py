@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.clock import within
-from broker.clouds import local_machine
+from broker.clouds import local_machine, usual_python
 from broker.clouds.ssh import host_program
 from broker.errors import TransientError
 from broker.sites.host_python import NO_PYTHON, make_python_argv
@@ -53,7 +53,8 @@ async def ask_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> M
 def make_program(request: Mapping[str, object]) -> bytes:
     """Return the program's source with its request; only a claim needs the machine's source."""
     machine = read_source(local_machine.__file__) if request["verb"] == "claim" else ""
-    return f"{read_source(host_program.__file__)}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
+    program = "\n".join(read_source(str(each.__file__)) for each in (host_program, usual_python))
+    return f"{program}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
 
 
 @cache
