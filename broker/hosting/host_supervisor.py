@@ -19,6 +19,7 @@ from typing import Any, Callable
 REPLACED = "state/server/replaced"  # written by a server that another one has replaced
 RESTART_S_MAX = 30.0
 PAUSE_S = 0.1
+OUTPUT = 1  # the descriptor of stdout
 LOG = "server.log"
 LOG_BYTES_MAX = 16 << 20  # then it becomes `server.log.1`, which replaces the one before
 LOG_CHECK_S = 60.0
@@ -62,9 +63,9 @@ def keep_log_small(folder: str) -> None:
     pause = threading.Event()
     while not pause.wait(LOG_CHECK_S):
         try:
-            rotate_log(folder, sys.__stdout__.fileno())
-        except (OSError, AttributeError, ValueError):
-            pass  # a full disk, or no output at all: the next check tries again
+            rotate_log(folder, OUTPUT)
+        except OSError:
+            pass  # a full disk: the next check tries again
 
 
 def rotate_log(folder: str, output: int, bytes_max: int = LOG_BYTES_MAX) -> bool:
