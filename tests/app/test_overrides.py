@@ -37,6 +37,17 @@ def test_empty_command_starts_nothing(
     assert "error: the task file or command is empty" in capsys.readouterr().err
 
 
+def test_blank_program_is_no_managed_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would pay for a machine, and succeed."""
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    (tmp_path / "blank.yaml").write_text("resources: {infra: local}\nrun: '  '\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["jobs", "launch", str(tmp_path / "blank.yaml"), "--dryrun"])
+    assert "has no `run:`" in capsys.readouterr().err
+
+
 def test_flags_override_the_env_file_which_overrides_the_task(
     task_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
