@@ -22,10 +22,10 @@ class SweepMark:
         self._path = home / "access" / "swept"
 
     def read(self) -> str:
-        """Return the mark of the newest sweep; empty before the first."""
+        """Return the mark of the newest sweep; empty before the first, or if it cannot be read."""
         try:
             return self._path.read_text(encoding="ascii")
-        except FileNotFoundError:
+        except OSError:
             return ""
 
     def renew(self) -> None:
