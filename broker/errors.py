@@ -111,16 +111,17 @@ class FencedError(StateError):
     """Another controller has taken over: this one may no longer write for the job."""
 
 
+DROPPABLE_TABLES = ("jobs", "attempts", "clusters", "intents", "nodes", "schedules", "due_times")
+
+
 class DamagedRowError(StateError):
     """A row of the state file is unreadable; `table` and `key` identify it."""
 
     def __init__(self, table: str, key: str, why: str) -> None:
+        dropping = f", or delete the row with `broker state drop {table} '{key}'`" if table in DROPPABLE_TABLES else ""
         super().__init__(
             f"row `{key}` of `{table}` in the state file is damaged: {why}",
-            hints=(
-                f"restore the newest copy with `broker state restore`, "
-                f"or delete the row with `broker state drop {table} '{key}'`",
-            ),
+            hints=(f"restore the newest copy with `broker state restore`{dropping}",),
         )
         self.table = table
         self.key = key

@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.access import GRANTERS, find_granter
 from broker.access.base import CanSweepGrants, Grant, Granter, Need
-from broker.access.kept import name_needs
+from broker.access.kept import SweepMark, name_needs
 from broker.access.needs import group_needs, list_needs
 from broker.clock import Clock
 from broker.config import Config, has_own_bucket_access
@@ -41,6 +41,7 @@ class Grants:
         self._config, self._clock, self._find_task, self._record_event = config, clock, find_task, record_event
         self._granters: dict[str, Granter] = dict(granters or {})
         self._known: dict[tuple[tuple[Need, ...], str], Grant] = {}
+        self._sweep_mark, self._swept = SweepMark(config.home), ""  # `_known` holds no grant that was made before it
         # cluster -> when its nodes' files were replaced, and when they are due. A clock that shows an earlier time was
         # set back, and credentials expire by the clock of their issuer.
         self._renew_s: dict[str, tuple[float, float]] = {}
@@ -104,9 +105,12 @@ class Grants:
 
     def sweep(self) -> int:
         """Delete the accounts and users behind the grants; return their number. Call this only if none of our nodes
-        remain. Raises CloudError."""
+        remain. Every process forgets the grants that it holds. Raises CloudError."""
         granters = (self._get_granter(scheme) for scheme in GRANTERS)
-        return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))
+        try:
+            return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))
+        finally:
+            self._sweep_mark.renew()
 
     def _issue(self, cluster: Cluster, task: Task, *, is_renewal: bool = False) -> Grant | None:
         cloud = cluster.placement.offer.cloud
@@ -134,6 +138,9 @@ class Grants:
         """
         endpoint = _find_endpoint(scheme, task)
         with self._lock:
+            # Swept by `broker gc` while a launch waited for its price, or since a daemon last had a job.
+            if (swept := self._sweep_mark.read()) != self._swept:
+                self._known, self._swept = {}, swept
             known = self._known.get((needs, endpoint))
             now_s = self._clock.now_s()
             if known is not None and known.issued_s <= now_s < known.renew_s:

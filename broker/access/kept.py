@@ -15,6 +15,26 @@ from broker.access.base import Need
 from broker.locks import hold_lock
 
 
+class SweepMark:
+    """A file that changes with each sweep: a process that holds a grant of before has to make another."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / "access" / "swept"
+
+    def read(self) -> str:
+        """Return the mark of the newest sweep; empty before the first, or if it cannot be read."""
+        try:
+            return self._path.read_text(encoding="ascii")
+        except OSError:
+            return ""
+
+    def renew(self) -> None:
+        """Write another mark. It is created with the folder's other files, so the folder exists."""
+        aside = self._path.with_name(f".swept.{uuid.uuid4().hex}")
+        aside.write_text(uuid.uuid4().hex, encoding="ascii")
+        aside.replace(self._path)
+
+
 class KeptKeys:
     """Files below `access/` of the state folder; their names begin with the scheme of the bucket."""
 

@@ -75,7 +75,7 @@ def plan_goal(context: Context, job: Job, *, paid_usd: float) -> Plan | None:
         begun = measure_begun_start(job, start_hours=start_s / 3600, now_s=now_s)
     if task.goal is None or not task.goal.work_hours:
         return None
-    goal = replace(task.goal, confidence=0.0, budget_usd=None)
+    goal = replace(task.goal, keeps_late=True, budget_usd=None)
     if goal.deadline_hours is not None and not begun.is_spot:
         goal = replace(goal, deadline_hours=goal.deadline_hours + begun.hours)
     return _plan_rest(context, job, replace(task, goal=goal))

@@ -40,7 +40,7 @@ class JobTarget:
         """Fill in checkpoint folders and unattended times. Raises UsageError for a task without `run`."""
         from broker.jobs.allowance import apply_unattended_default, read_unattended_s
 
-        if idle := next((task for task in tasks if task.run is None), None):
+        if idle := next((task for task in tasks if not (task.run or "").strip()), None):
             name = idle.name or "(no name)"
             raise UsageError(
                 f"task {name} has no `run:`; a managed job requires one, because it ends when its program ends",

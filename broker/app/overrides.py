@@ -52,6 +52,14 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
     if is_file(entrypoint):
         tasks = load_tasks(Path(entrypoint[0]), envs=envs, secrets=secrets)
     else:
+        if entrypoint and not any(word.strip() for word in entrypoint):
+            raise UsageError(
+                "the task file or command is empty",
+                hints=[
+                    "is a variable of the shell unset?",
+                    "to start a cluster without a program, pass a task file without `run:` to `broker launch`",
+                ],
+            )
         check_flag("COMMAND", write_command(entrypoint), SCRIPT)
         tasks = tuple(
             replace(each, run=write_command(entrypoint), envs=envs)

@@ -25,10 +25,12 @@ from broker.cli.jobs_show import JobName, follow_job
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
-from broker.formatting import format_count
+from broker.formatting import format_count, format_usd
+from broker.types import JobStatus
 from broker.types import Secret as SecretValue
 
 if TYPE_CHECKING:
+    from broker.app.session import Session
     from broker.types import Job, Plan
 
 app = typer.Typer(
@@ -183,6 +185,7 @@ def retry(
     ],
     secret: options.Secret = None,
     request_id: options.RequestId = None,
+    yes: options.Yes = False,
     detach: options.Detach = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the new job (of a group: all jobs) as JSON without following it.")
@@ -192,7 +195,9 @@ def retry(
     """Resubmit an ended job or job group from its checkpoints."""
     session = make_session()
     secrets = {name: SecretValue(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
-    if session.call(find_members, job=job):
+    members = session.call(find_members, job=job)
+    _confirm_retry(session, members or [session.call(show_job, job=job).job], yes=yes)
+    if members:
         members = session.call(retry_group, job=job, secrets=secrets, request_id=request_id)
         if as_json or output is options.Format.JSON:
             print_json([jobs_show.describe(each, 0.0) for each in members])
@@ -206,6 +211,22 @@ def retry(
     print_line(f"Submitted managed job {again.id} ({again.name}), which resumes from the checkpoints of job {job}")
     if not detach:
         follow_job(session, again.id)
+
+
+def _confirm_retry(session: Session, ended: Sequence[Job], *, yes: bool) -> None:
+    """Ask for confirmation of the price per hour, as a launch does, unless `yes`. Jobs that cannot be retried are left
+    to the verb, which refuses them."""
+    if yes or not all(each.status.is_terminal and each.status is not JobStatus.SUCCEEDED for each in ended):
+        return
+    from broker.app.verbs.account import plan_tasks
+    from broker.jobs.replanning import drop_limits
+    from broker.pipelines.concurrency import find_usd_hour_max
+
+    tasks = tuple(drop_limits(each.task) for each in ended)  # a job may be retried after its deadline
+    plans = session.call(plan_tasks, tasks=tasks, is_dryrun=False)
+    if any(plan.choice.placement.offer.cloud != "local" for plan in plans):
+        up_to = "up to " if len(plans) > 1 else ""
+        options.ask(f"Start again at {up_to}{format_usd(find_usd_hour_max(plans))} USD/h?")
 
 
 def _print_retried(members: Sequence[Job], *, is_followed: bool) -> None:

@@ -18,6 +18,7 @@ from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS, PRIC
 
 NAME_WIDTH = max(map(len, COMMANDS))
 WITH_OTHER_WORDS = ("gpus", "jobs", "local")  # whose first argument may be one of `other_words`
+BROKEN_PIPE = 141  # as a shell reports SIGPIPE: 128 + 13
 COMMAND = "broker.command"  # in click's context: the running command; not set while help is shown
 
 
@@ -70,9 +71,17 @@ class LazyGroup(TyperGroup):
             ctx.meta[COMMAND] = " ".join([str(found[0]), *words])
         return found
 
+    def make_context(self, *args: Any, **attributes: Any) -> Any:
+        try:
+            return super().make_context(*args, **attributes)
+        except BrokenPipeError:  # help that nothing reads
+            sys.exit(BROKEN_PIPE)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # which Typer would turn into exit code 1
+            sys.exit(BROKEN_PIPE)
         except KeyboardInterrupt:
             sys.stderr.write(interrupts.NOTE)
             raise typer.Exit(interrupts.CODE) from None
@@ -177,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(interrupts.NOTE)
         sys.exit(interrupts.CODE)
     except BrokenPipeError:
-        sys.exit(141)
+        sys.exit(BROKEN_PIPE)
     except Exception as error:
         if "--debug" in given:
             raise

@@ -174,7 +174,7 @@ def _rehearse_job(
 
         write_rehearsal(html, result, page, log)
         print_note(f"wrote {html}")
-    raise_failure(result, preemptions)
+    raise_failure(result, preemptions, is_shown=not as_json)
 
 
 def read_duration_s(text: str) -> float:

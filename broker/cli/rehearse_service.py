@@ -48,7 +48,7 @@ def rehearse_service(
 
         write_service_rehearsal(html, result)
         print_note(f"wrote {html}")
-    raise_service_failure(result, preemptions)
+    raise_service_failure(result, preemptions, is_shown=not as_json)
 
 
 def run_service_rehearsal(

@@ -55,12 +55,23 @@ def _hint() -> str:
 
 def _print_os_error(error: OSError) -> int:
     """Print an unusable file or disk, which is not a bug; the exit code shows whether it is the state folder's."""
+    if _is_from_typer(error):
+        _write_error(f"{_error()} cannot write the output: {error.strerror}")
+        return BrokerError.exit_code
     home = find_home()
     path = Path(str(error.filename)) if isinstance(error.filename, str | bytes | Path) else None
     is_ours = path is not None and (path == home or home in path.parents)
     _write_error(f"{_error()} cannot use {path or 'a file'}: {error.strerror}")
     _write_error(f"\n{_hint()} check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
     return StateError.exit_code if is_ours or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else 1
+
+
+def _is_from_typer(error: OSError) -> bool:
+    """Return whether Typer wrote the output: help, usage and completions, which do not pass `print_line`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("typer.")
 
 
 def note_damage(error: BrokerError) -> None:

@@ -12,7 +12,7 @@ from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line
 from broker.config import Config, find_home, find_state_url
-from broker.errors import StateError, UsageError
+from broker.errors import DROPPABLE_TABLES, StateError, UsageError
 from broker.formatting import format_count
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 CopyName = Annotated[
     str | None, typer.Argument(metavar="COPY", help="Backup: a name in `backups/`, or a path (default: the newest).")
 ]
+HINTS_MAX = 5  # of `check`, one for each damaged row
 IsOwner = Annotated[bool, typer.Option("--owner", help="Rewrite only the lost or damaged `owner` file.")]
 
 
@@ -126,9 +127,7 @@ def reset(yes: options.Yes = False) -> None:
 def drop(
     table: Annotated[
         str,
-        typer.Argument(
-            metavar="TABLE", help="Table, as named in the error: jobs, attempts, clusters, intents or nodes."
-        ),
+        typer.Argument(metavar="TABLE", help=f"Table, as named in the error: {', '.join(DROPPABLE_TABLES)}."),
     ],
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key, as named in the error.")],
     yes: options.Yes = False,
@@ -184,14 +183,12 @@ def check() -> None:
     """Check every row of the state for damage and dangling references."""
     from broker.state.transfer import check_store
 
-    problems = check_store(make_context().store)
+    hints: dict[str, None] = {}  # in order, each once
+    problems = check_store(make_context().store, on_damage=lambda error: hints.update(dict.fromkeys(error.hints)))
     for problem in problems:
         print_line(problem)
     if problems:
-        raise StateError(
-            f"the state has {format_count(len(problems), 'problem')}",
-            hints=("remove a damaged row with `broker state drop`",),
-        )
+        raise StateError(f"the state has {format_count(len(problems), 'problem')}", hints=list(hints)[:HINTS_MAX])
     print_line("the state is intact")
 
 

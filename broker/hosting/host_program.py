@@ -2,7 +2,7 @@
 
     FOLDER/owner               the installation that set up the server; requests of another one are refused
     FOLDER/releases/DIGEST/    unpacked wheels of broker; `current` links to the one in use
-    FOLDER/server.log          output of the server and its supervisor
+    FOLDER/server.log          output of the server and its supervisor; `server.log.1` is the part before it
     FOLDER/python/             an environment with the packages that broker needs, unless an installed Python has them
     FOLDER/state/              BROKER_HOME of the server, mode 0700
 

@@ -12,12 +12,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, Callable
 
 REPLACED = "state/server/replaced"  # written by a server that another one has replaced
 RESTART_S_MAX = 30.0
 PAUSE_S = 0.1
+OUTPUT = 1  # the descriptor of stdout
+LOG = "server.log"
+LOG_BYTES_MAX = 16 << 20  # then it becomes `server.log.1`, which replaces the one before
+LOG_CHECK_S = 60.0
 
 
 def supervise(folder: str) -> None:
@@ -25,6 +30,7 @@ def supervise(folder: str) -> None:
     lock = os.open(os.path.join(folder, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     write_text(os.path.join(folder, "supervisor.pid"), str(os.getpid()))
+    threading.Thread(target=keep_log_small, args=(folder,), daemon=True).start()
     wait_s, stopping = 1.0, []
     while True:
         release = os.path.realpath(os.path.join(folder, "current"))
@@ -50,6 +56,38 @@ def supervise(folder: str) -> None:
         if is_over or stopping:
             write_text(os.path.join(folder, "given-up"), str(code))
             return
+
+
+def keep_log_small(folder: str) -> None:
+    """Rotate the log for as long as this process lives."""
+    pause = threading.Event()
+    while not pause.wait(LOG_CHECK_S):
+        try:
+            rotate_log(folder, OUTPUT)
+        except OSError:
+            pass  # a full disk: the next check tries again
+
+
+def rotate_log(folder: str, output: int, bytes_max: int = LOG_BYTES_MAX) -> bool:
+    """Copy a log that has grown too large, then empty it; return whether it was. Raises OSError.
+
+    The server and its daemon have the file open, in append mode: they continue at its new end. `output` is a descriptor
+    of it, as systemd may have made the file as root. Lines written between the copy and the cut are lost.
+    """
+    path = os.path.join(folder, LOG)
+    found = os.stat(path)
+    if found.st_size <= bytes_max or not os.path.samestat(found, os.fstat(output)):
+        return False
+    aside = path + ".new"
+    try:
+        shutil.copyfile(path, aside)
+        os.chmod(aside, 0o600)
+        os.replace(aside, path + ".1")
+    except OSError:
+        forget(aside)  # a part of it, on a full disk
+        raise
+    os.ftruncate(output, 0)
+    return True
 
 
 def make_environment(folder: str, release: str) -> dict[str, Any]:

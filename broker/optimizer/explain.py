@@ -28,7 +28,7 @@ def lift_limits(task: Task) -> Task:
 
     The deadline stays, so that each estimate still has its chance to meet it.
     """
-    return replace(task, goal=replace(task.goal, budget_usd=None, confidence=0.0)) if task.goal else task
+    return replace(task, goal=replace(task.goal, budget_usd=None, keeps_late=True)) if task.goal else task
 
 
 def list_losers(plan: Plan, unlimited: Plan) -> list[Rejected]:

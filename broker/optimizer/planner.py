@@ -114,7 +114,7 @@ def _plan_alternative(
     if avoid is not None:
         keep("recently refused", lambda each: not avoid(place(each, task.num_nodes)), lambda each: "")
     if goal is not None and goal.work_hours is not None:
-        if goal.deadline_hours is not None:
+        if goal.deadline_hours is not None and not goal.keeps_late:
             keep("deadline", lambda each: _is_timely(each, goal.confidence), _show_chance)
         if goal.budget_usd is not None:
             budget = goal.budget_usd

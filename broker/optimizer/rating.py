@@ -28,7 +28,7 @@ from broker.optimizer.ranking import RankedOffer
 from broker.optimizer.throughput import scale_work
 from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.market_model import NOTHING, MarketEvidence
-from broker.types import AcceleratorFigures, EgressPrice, Estimate, Goal, Offer, Placement, Resources, Task
+from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
 
 # Preemptions observed by (cloud, region, zone, instance type).
 History = Mapping[tuple[str, str, str | None, str], Observation]
@@ -267,8 +267,7 @@ class CostModel:
         goal, given = self._task.goal, forecast.inputs
         if goal is None or given is None or given.deadline_hours is None or given.has_fallback:
             return 0.0
-        required = goal.confidence or Goal.confidence  # plans without one show the chances of what others reject
-        return max(required - (self._find_chance(forecast) or 0.0), 0.0)
+        return max(goal.confidence - (self._find_chance(forecast) or 0.0), 0.0)
 
     def _find_chance(self, forecast: RunForecast) -> float | None:
         given = forecast.inputs

@@ -9,7 +9,7 @@ from broker.app.service_checks import check_library, check_service
 from broker.app.services import drop_job_limits, drop_notice
 from broker.errors import BrokerError
 from broker.rehearsal.service_result import ServiceRehearsal
-from broker.rehearsal.service_verdict import list_bad
+from broker.rehearsal.verdict import SHOWN, list_bad
 from broker.types import ServiceProtocol, Task
 
 PORT_VARIABLE = "BROKER_REPLICA_PORT"
@@ -37,11 +37,15 @@ def choose_service(task: Task, *, note: Callable[[str], None]) -> Task:
     return replace(drop_notice(drop_job_limits(task)), service=spec)
 
 
-def raise_service_failure(result: ServiceRehearsal, preemptions: int) -> None:
-    """Raise BrokerError if the service did not start or recover, or was not preempted as requested."""
+def raise_service_failure(result: ServiceRehearsal, preemptions: int, *, is_shown: bool) -> None:
+    """Raise BrokerError if the service did not start or recover, or was not preempted as requested.
+
+    `is_shown`: the findings are on the screen already, with their hints.
+    """
     bad = list_bad(result.findings)
     if bad:
-        raise BrokerError(bad[0].text, hints=[each.hint for each in bad if each.hint])
+        hints = [each.hint for each in bad if each.hint and not is_shown]
+        raise BrokerError(SHOWN if is_shown else bad[0].text, hints=hints)
     if result.has_spot and result.forced_preemptions < preemptions:
         raise BrokerError(
             f"the rehearsal ended after {result.forced_preemptions} of {preemptions} preemptions",

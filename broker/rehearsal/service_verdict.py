@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from broker.formatting import format_count, format_duration
@@ -154,8 +153,3 @@ def format_percent(share: float) -> str:
     if share in (0.0, 1.0):
         return f"{share:.0%}"
     return f"{min(share, 0.9999) * 100:.2f}".rstrip("0").rstrip(".") + "%"
-
-
-def list_bad(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings that make a rehearsal fail."""
-    return [each for each in findings if each.level == "bad"]

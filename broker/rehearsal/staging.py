@@ -12,6 +12,7 @@ from broker.lab.traces import parse_trace
 from broker.rehearsal.context import Stage
 from broker.rehearsal.market import PlaceMarket, ReplayedMarket, SeededMarket
 from broker.rehearsal.result import Rehearsal
+from broker.rehearsal.verdict import SHOWN, list_bad
 from broker.types import JobStatus, Plan, Task
 
 PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
@@ -60,10 +61,13 @@ def lift_stall_limit(task: Task) -> Task:
     return replace(task, recovery=replace(task.recovery, stall_timeout_s=None))
 
 
-def raise_failure(result: Rehearsal, preemptions: int) -> None:
-    """Raise BrokerError if the run failed, or was not preempted as requested."""
-    bad = [each for each in result.findings if each.level == "bad"]
-    hints = [each.hint for each in bad if each.hint]
+def raise_failure(result: Rehearsal, preemptions: int, *, is_shown: bool) -> None:
+    """Raise BrokerError if the run failed, or was not preempted as requested.
+
+    `is_shown`: the findings are on the screen already, with their hints.
+    """
+    bad = list_bad(result.findings)
+    hints = [each.hint for each in bad if each.hint and not is_shown]
     if result.status is not JobStatus.SUCCEEDED:
         raise BrokerError(f"the job ended with status {result.status.value}: {result.failure}", hints=hints)
     if result.preemptions < preemptions:
@@ -72,4 +76,4 @@ def raise_failure(result: Rehearsal, preemptions: int) -> None:
             hints=["use a longer task, and report its steps in `$BROKER_PROGRESS_FILE`"],
         )
     if bad:
-        raise BrokerError(bad[0].text, hints=hints)
+        raise BrokerError(SHOWN if is_shown else bad[0].text, hints=hints)

@@ -18,6 +18,7 @@ REPORT_HINT = (
 )
 TRAINER_PACKAGES = ("torch", "numpy")  # the extra `train`
 OWN_HINT = "hint: "  # `trainers.setup` and other bundled programs write it at the start of their last line
+SHOWN = "the rehearsal failed, see the lines marked BAD"
 GOOD_SHARE = 0.02  # of expected time that an interval may cost above the best one
 
 
@@ -46,6 +47,11 @@ class CheckpointInterval:
     def waste_share(self) -> float:
         """Additional time compared with the best interval, as a fraction."""
         return self.hours / self.best_hours - 1 if self.best_hours > 0 else 0.0
+
+
+def list_bad(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that make a rehearsal fail."""
+    return [each for each in findings if each.level == "bad"]
 
 
 def weigh_interval(

@@ -230,12 +230,16 @@ def _to_json(value: object) -> object:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def check_store(store: Store) -> list[str]:
-    """Read every row and follow its references; return the errors, empty for an intact store."""
+def check_store(store: Store, *, on_damage: Callable[[DamagedRowError], None] = lambda error: None) -> list[str]:
+    """Read every row and follow its references; return the errors, empty for an intact store.
+
+    Each damaged row is reported to `on_damage`, too.
+    """
     found: list[str] = []
 
     def note(error: DamagedRowError) -> None:
         found.append(error.message)
+        on_damage(error)
 
     store.jobs.list(on_damage=note)
     store.clusters.list(on_damage=note)
@@ -270,7 +274,11 @@ def _check_tasks(store: Store, note: Callable[[DamagedRowError], None]) -> None:
             store.schedules.list_due_times(schedule)
         except DamagedRowError as error:
             note(error)
-    for service in store.services.list():
+    try:
+        services = store.services.list()
+    except DamagedRowError as error:
+        return note(error)
+    for service in services:
         try:
             store.services.get_task(service.name, service.version)
         except DamagedRowError as error:

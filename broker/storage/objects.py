@@ -16,6 +16,9 @@ PARTS_MAX = 10_000  # of an object, in S3's limits
 PART_BYTES_MIN = 8 << 20
 PARTS_AT_ONCE = 4  # of each file: parts are held in memory, and many files are sent at once
 READ_BYTES = 8 << 20
+EMPTY_PART = (
+    "broker cannot copy keys with `//`: rename the object, name a folder without one, or mount it with `mode: MOUNT`"
+)
 
 # obstore.exceptions -> ours. FileNotFoundError is obstore's NotFoundError, of an object or of the bucket.
 ERRORS: dict[str, type[BrokerError]] = {
@@ -152,6 +155,8 @@ class ObjectBucket:
             raise self._translate(verb, error) from error
         except FileNotFoundError as error:
             raise self._translate(verb, error) from error
+        except ValueError as error:  # of a key that the library cannot express
+            raise InvalidRequestError(f"cannot {verb} `{self._url}`: {error}", hints=(EMPTY_PART,)) from error
 
     def _translate(self, verb: str, error: Exception) -> BrokerError:
         name = "NotFoundError" if isinstance(error, FileNotFoundError) else type(error).__name__
@@ -159,6 +164,8 @@ class ObjectBucket:
         kind = CODES.get(code or "") or ERRORS[name]
         first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
         message = f"cannot {verb} `{self._url}`: {code or first or name}"
+        if name == "InvalidPathError":
+            return kind(message, hints=(EMPTY_PART,))
         return kind(message, hints=(self._login,) if kind is AuthError else ())
 
 

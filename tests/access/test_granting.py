@@ -270,3 +270,18 @@ def test_keys_that_a_task_both_reads_and_writes_are_granted_for_writing() -> Non
     mounted = replace(task, storage_mounts=(StorageMount(target="/run", source=(place,), mode="COPY"),))
     (need,) = list_needs(mounted, "me")
     assert (need.is_read_only, need.is_optional, need.source) == (False, False, "file_mounts: /run")
+
+
+def test_a_grant_that_was_swept_while_a_launch_waited_for_its_price_is_made_again(
+    config: Config, granter: FakeGranter
+) -> None:
+    """The nodes would get the key of a deleted account, and lose every checkpoint."""
+    task = make_task("gs://bucket/run")
+    (config.home / "access").mkdir()
+    launch, _ = make_grants(config, granter)
+    launch.check([plan_on(task, "aws")])
+    collector, _ = make_grants(config, granter)  # `broker gc`, in another process
+    collector.sweep()
+    request = asyncio.run(launch.grant(make_cluster("aws"), task))
+    assert request is not None and request["files"] == {"key": "key-2"}
+    assert asyncio.run(launch.grant(make_cluster("aws"), task)) == request, "once"

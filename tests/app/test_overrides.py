@@ -21,6 +21,33 @@ def task_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("verb", [["launch"], ["jobs", "launch"], ["serve", "up"], ["rehearse"]])
+@pytest.mark.parametrize("words", [[""], ["  "], ["", ""]])
+def test_empty_command_starts_nothing(
+    verb: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of an unset variable: a machine would be paid for that runs nothing."""
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([*verb, *words])
+    assert "error: the task file or command is empty" in capsys.readouterr().err
+
+
+def test_blank_program_is_no_managed_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would pay for a machine, and succeed."""
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    (tmp_path / "blank.yaml").write_text("resources: {infra: local}\nrun: '  '\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["jobs", "launch", str(tmp_path / "blank.yaml"), "--dryrun"])
+    assert "has no `run:`" in capsys.readouterr().err
+
+
 def test_flags_override_the_env_file_which_overrides_the_task(
     task_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,8 +70,20 @@ def test_retry_is_refused_like_the_launch_where_no_credentials_can_work(
     memory.close()
     store.arn = "arn:aws:sts::123456789012:assumed-role/AWSReservedSSO_Developer/me"
     store.forbidden = {"CreateUser"}
-    done = shell.run("jobs", "retry", "1", "--detach-run", code=5)
+    done = shell.run("jobs", "retry", "1", "--detach-run", "--yes", code=5)
     assert "nodes on aws would have no access to `s3://testbed/runs/" in done.stderr and "bucket_role" in done.stderr
+    assert [each["id"] for each in shell.read_json("jobs", "queue", "--all")] == [1]
+    assert not [action for action, _, _ in account.calls if action in LAUNCHES]
+
+
+def test_retry_asks_for_the_price_as_a_launch_does(shell: Shell, account: Account, store: FakeStore) -> None:
+    (task,) = load_tasks_text(TASK, "t.yaml")
+    memory = Store(shell.home / "state.db", clock=SystemClock())
+    job = memory.jobs.add("train", *apply_default_checkpoints([task], None))
+    memory.jobs.set_status(job.id, JobStatus.FAILED, "`run` exited with code 1")
+    memory.close()
+    asked = shell.run("jobs", "retry", "1", "--detach-run", code=2).stderr
+    assert "Start again at " in asked and "USD/h?" in asked and "confirm with `--yes`" in asked
     assert [each["id"] for each in shell.read_json("jobs", "queue", "--all")] == [1]
     assert not [action for action, _, _ in account.calls if action in LAUNCHES]
 

@@ -190,7 +190,11 @@ def test_empty_name_of_a_task_file_is_not_the_current_folder(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan", "--gpus", "H100:8", "--infra", "aws"], ["status", "--json"], ["--version"]]
+    "arguments",
+    [
+        *(["plan", "--gpus", "H100:8", "--infra", "aws"], ["status", "--json"], ["--version"]),
+        *(["--help"], ["jobs", "launch", "--help"], ["--show-completion", "bash"]),
+    ],
 )
 def test_output_that_cannot_be_written_is_named(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,3 +207,21 @@ def test_output_that_cannot_be_written_is_named(
         with contextlib.suppress(OSError):
             full.close()
     assert "error: cannot write the output: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "--gpus", "H100:8", "--infra", "aws"], ["--help"], ["jobs", "launch", "--help"]]
+)
+def test_output_that_nothing_reads_ends_the_command_as_sigpipe_would(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        with pytest.raises(SystemExit, match=r"^141$"):
+            main(arguments)
+        with contextlib.suppress(OSError):
+            pipe.close()
+    assert "rror" not in capsys.readouterr().err

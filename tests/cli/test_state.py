@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from broker.cli.main import main
+from broker.clock import SystemClock
+from broker.state.store import Store
 from tests.cli.conftest import Shell
 
 LONG = """\
@@ -71,3 +76,17 @@ def test_owner_is_brought_back_from_the_store(shell: Shell) -> None:
     shell.run("state", "restore", "--owner")
     assert (shell.home / "owner").read_text() == owner
     shell.run("status")
+
+
+def test_check_names_the_command_for_each_damaged_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    store.write("INSERT INTO clusters (name, body) VALUES ('dev', '{}')")
+    store.close()
+    with pytest.raises(SystemExit, match=r"^4$"):
+        main(["state", "check"])
+    told = capsys.readouterr()
+    assert "row `dev` of `clusters`" in told.out
+    assert "`broker state drop clusters 'dev'`" in told.err

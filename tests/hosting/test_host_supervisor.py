@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,3 +33,54 @@ def test_signal_during_the_pause_before_a_restart_starts_no_other_server(
         signal.signal(signal.SIGTERM, before)
     assert len(starts) == 1
     assert (tmp_path / "given-up").read_text() == "1"
+
+
+def test_log_is_rotated_under_its_writers_and_two_files_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    write = (
+        "import sys\nfor line in sys.stdin: print(line, end='', flush=True); print('done', file=sys.stderr, flush=True)"
+    )
+    with path.open("ab") as log, subprocess.Popen(
+        [sys.executable, "-c", write], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.PIPE, text=True
+    ) as server:  # fmt: skip
+        assert server.stdin is not None and server.stderr is not None
+        for number in range(3):
+            print(f"{number} " + "x" * 100, file=server.stdin, flush=True)
+            assert server.stderr.readline() == "done\n"
+            assert host_supervisor.rotate_log(str(tmp_path), log.fileno(), bytes_max=100)
+            assert not host_supervisor.rotate_log(str(tmp_path), log.fileno(), bytes_max=100), "it is small now"
+        print("last", file=server.stdin, flush=True)
+        assert server.stderr.readline() == "done\n"
+    assert path.read_bytes() == b"last\n", "without a hole before it"
+    assert (tmp_path / "server.log.1").read_text().startswith("2 ")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["server.log", "server.log.1"]
+
+
+def test_log_that_is_not_the_output_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text("x" * 1000)
+    with (tmp_path / "other").open("ab") as other:
+        assert not host_supervisor.rotate_log(str(tmp_path), other.fileno(), bytes_max=100)
+    assert (tmp_path / "server.log").stat().st_size == 1000
+
+
+def test_supervisor_rotates_the_log_while_the_server_runs(tmp_path: Path) -> None:
+    """In a process of its own, whose output is the log; the server ends once its log was rotated."""
+    release = tmp_path / "release"
+    release.mkdir()
+    (tmp_path / "current").symlink_to(release)
+    (tmp_path / "start.json").write_text("[]")
+    (release / "python.path").write_text("/bin/sh")
+    rotated = tmp_path / "server.log.1"
+    program = (
+        "import subprocess, sys\n"
+        "from broker.hosting import host_supervisor\n"
+        "host_supervisor.LOG_CHECK_S = 0.01\n"
+        "host_supervisor.rotate_log.__defaults__ = (100,)\n"
+        "start = subprocess.Popen\n"
+        f"script = 'until [ -e {rotated} ]; do echo a line of the server; done'\n"
+        "subprocess.Popen = lambda argv, **options: start(['/bin/sh', '-c', script], **options)\n"
+        "host_supervisor.supervise(sys.argv[1])\n"
+    )
+    with (tmp_path / "server.log").open("ab") as log:
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=log, stderr=log, check=True, timeout=120)
+    assert rotated.read_text().startswith("a line of the server")

@@ -170,6 +170,16 @@ def test_cheap_spot_is_not_refused_for_the_deadline_that_it_keeps_with_more_plac
     assert (relaxed.expected_usd or 0.0) <= (made.choice.expected_usd or 0.0)
 
 
+def test_what_is_shown_beside_a_plan_has_as_many_places_as_the_plan() -> None:
+    """With 0.3 required, fewer places suffice than with the default of 0.9."""
+    offers = [offer(zone=f"us-east-1{zone}", spot_usd_hour=10.0 + number) for number, zone in enumerate("abcdef")]
+    task = SPOT_ONLY.replace("deadline: 60h", "deadline: 60h, hour_value: 0")
+    made, listed = plan(task, offers), plan(lift_limits(read(task)), offers)
+    found = [forecast_plan(each) for each in (made, listed, plan(task.replace("0.3", "0.9"), offers))]
+    places = [each.places for each in found if each is not None]
+    assert places[0] == places[1] < places[2]
+
+
 def test_the_chances_of_a_deadline_are_those_of_the_plan_made_for_it() -> None:
     made = plan(TASK.replace("budget: 1000", "hour_value: 0"), [offer()])
     assert made.choice.placement.is_spot

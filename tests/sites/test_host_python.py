@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.slurm import node_program
-from broker.clouds.ssh import host_program
 from broker.clouds.ssh.hosts import COMMAND
+from broker.clouds.usual_python import find_path
 from broker.sites.host_python import NO_PYTHON, make_python_argv
 
 PROBE = "import os, sys; print(os.environ['BROKER_PYTHON'], sys.flags.isolated, *sys.argv[1:])"
@@ -58,14 +57,12 @@ def test_command_suits_any_login_shell() -> None:
     assert shlex.split(COMMAND)[:3] == ["exec", "sh", "-c"]
 
 
-@pytest.mark.parametrize("program", [host_program, node_program])
 def test_programs_of_a_node_find_the_newer_python_by_the_usual_name(
-    program: object, old_host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old_host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "node"
     monkeypatch.setenv("PATH", str(old_host))
     monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
-    find_path = program.find_path  # type: ignore[attr-defined]
     assert find_path(str(folder)) == str(old_host) and not folder.exists(), "`python3` suffices"
     monkeypatch.setenv("BROKER_PYTHON", "python3.9")
     for _ in range(2):  # a claim may be repeated

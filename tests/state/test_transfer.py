@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import StateError
+from broker.errors import DROPPABLE_TABLES, DamagedRowError, StateError
+from broker.state.restoring import DROPPABLE, drop_row
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.state.transfer import LEFT_OUT, TABLES, check_store, export_store, import_store
@@ -137,4 +138,15 @@ def test_a_check_names_damaged_rows_and_missing_references(store: Store) -> None
     store.write("UPDATE nodes SET created_s = ?", (1e300,))
     problems = " ".join(check_store(store))
     assert "nodes" in problems and "clusters" in problems and "attempts of job 77" in problems and "jobs" in problems
+    damaged: list[DamagedRowError] = []
+    check_store(store, on_damage=damaged.append)
+    for each in damaged:
+        assert f"`broker state drop {each.table} '{each.key}'`" in each.hints[0]
+        assert drop_row(store, each.table, each.key)
+    assert not any("damaged" in each for each in check_store(store))
+
+
+def test_a_damaged_row_of_a_table_that_cannot_be_dropped_names_no_command_for_it() -> None:
+    assert set(DROPPABLE_TABLES) == set(DROPPABLE)
+    assert "drop" not in DamagedRowError("service_versions", "web/1", "not JSON").hints[0]
     assert PLACEMENT.node_count == 2

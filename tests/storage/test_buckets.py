@@ -64,6 +64,18 @@ def test_written_objects_are_read_listed_and_deleted(bucket: Bucket) -> None:
     assert [each.key for each in bucket.list_keys()] == ["a/c/d", "ab"]
 
 
+def test_key_with_an_empty_part_is_refused_with_the_way_out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    prefix = uuid.uuid4().hex
+    put_marker(server, f"{prefix}//raw")
+    bucket = open_bucket(f"s3://{BUCKET}/{prefix}")
+    for call in (bucket.list_keys, lambda: bucket.read("a//b"), lambda: bucket.write("a//b", b"")):
+        with pytest.raises(InvalidRequestError, match="empty path segment") as caught:
+            call()
+        assert "keys with `//`" in caught.value.hints[0]
+
+
 def test_empty_objects_by_which_a_console_marks_folders_are_no_keys(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

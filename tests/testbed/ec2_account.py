@@ -89,6 +89,7 @@ class Account:
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
     has_login: bool = True
     number: str = ACCOUNT  # of the account that the login reaches
+    partition: str = "aws"
     caller: str = ""  # access key of the present call
     expired_keys: set[str] = field(default_factory=set)  # access keys
     disabled_regions: set[str] = field(default_factory=set)

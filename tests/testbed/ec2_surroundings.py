@@ -274,7 +274,7 @@ def get_caller_identity(account: Account, region: str, asked: Parameters) -> Ans
     who = f"iam::{account.number}:user/ada"
     if account.caller.startswith("ASIA"):
         who = f"sts::{account.number}:assumed-role/{account.caller}/i-1"
-    return {"Account": account.number, "Arn": f"arn:aws:{who}", "UserId": "AIDAFAKE"}
+    return {"Account": account.number, "Arn": f"arn:{account.partition}:{who}", "UserId": "AIDAFAKE"}
 
 
 def _page(account: Account, asked: Parameters, key: str, found: list[Any]) -> Answer:

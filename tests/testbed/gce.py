@@ -58,6 +58,7 @@ class FakeGce(Operations):
     limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
     allowed: set[str] | None = None  # permissions of the caller; None: all
     rollback_failures: set[str] = field(default_factory=set)  # zones in which refused gangs are not removed
+    partial_refusals: dict[str, str] = field(default_factory=dict)  # zone -> code of its next gang, after one instance
     disabled: bool = False  # the API is not enabled for the project
     tells_permissions: bool = True  # the Resource Manager API is enabled
     others: set[str] = field(default_factory=set)  # projects of ours with nothing in them
@@ -267,6 +268,8 @@ class FakeGce(Operations):
             refusal = refusal or self._find_capacity_refusal(zone, body)
             if refusal is None:
                 made.append(self._make(zone, body))
+            if len(bodies) > 1 and made and (code := self.partial_refusals.pop(zone, "")):
+                refusal = {"code": code, "message": f"injected {code}"}
         target = made[0] if made else self._describe(zone, bodies[0]["name"])
 
         def settle() -> None:

@@ -135,7 +135,7 @@ class Submitter(threading.Thread):
         evidence = self._bed.evidence / work.name
         evidence.mkdir(exist_ok=True)  # its program may have been killed before it made it
         (evidence / "repaired").touch()
-        arguments = ("jobs", "retry", str(job.id), "--detach-run", "--request-id", f"{work.name}-again")
+        arguments = ("jobs", "retry", str(job.id), "--yes", "--detach-run", "--request-id", f"{work.name}-again")
         if self._bed.run(*arguments).returncode:
             return False
         self._repeat(arguments)

@@ -20,7 +20,8 @@ AGENT = [*(f"broker/agent/{name}" for name in FILES), "broker/storage/node_mount
 # The programs that hold a node of an SSH pool, of Slurm and of Kubernetes, and those that manage a host.
 MACHINE = (
     "broker/clouds/local_machine.py", "broker/clouds/slurm/node_program.py", "broker/clouds/kubernetes/node_program.py",
-    "broker/clouds/ssh/host_program.py", "broker/hosting/host_program.py", "broker/hosting/host_supervisor.py",
+    "broker/clouds/ssh/host_program.py", "broker/clouds/usual_python.py",
+    "broker/hosting/host_program.py", "broker/hosting/host_supervisor.py",
     "broker/runtime/node_python.py",
 )  # fmt: skip
 # All that a trainer imports before torch, and the rendezvous, which needs none.

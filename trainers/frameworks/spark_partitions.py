@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def compute(folder: Path, partition: int) -> None:
         inputs, targets = read_points(item, 0, 1)
         values.append(float(np.square(inputs.mean(axis=1, keepdims=True) - targets).mean()))
     target = path_of(folder, partition)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.{bridge.attempt()}")
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")  # the folder is shared, and hosts share pids
     with aside.open("wb") as file:
         np.save(file, np.array(values))
         file.flush()

@@ -71,6 +71,9 @@ async def _check_login(clients: Clients) -> tuple[CheckResult, str]:
         note = f"{refusal.code}: {refusal.message}"
         return CheckResult(name="credentials", is_ok=False, note=note, command=LOGIN_COMMAND), ""
     who = str(answer["Arn"]).rpartition(":")[2]  # user/NAME, assumed-role/NAME/SESSION, root
+    if (partition := str(answer["Arn"]).split(":")[1]) != "aws":
+        note = f"account {answer['Account']} is in `{partition}`, where broker starts no machines (docs/AWS.md)"
+        return CheckResult(name="credentials", is_ok=False, note=note, command=LOGIN_COMMAND), who
     return CheckResult(name="credentials", is_ok=True, note=f"account {answer['Account']}, {who}"), who
 
 

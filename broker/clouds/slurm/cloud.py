@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from broker.clock import Clock
-from broker.clouds import local_machine
+from broker.clouds import local_machine, usual_python
 from broker.clouds.slurm import node_program
 from broker.clouds.slurm.commands import (
     QueuedJob,
@@ -28,7 +28,7 @@ from broker.clouds.slurm.commands import (
     show_job,
 )
 from broker.clouds.slurm.script import find_partition, make_argv, make_script, name_job, read_comment
-from broker.clouds.slurm.states import EXIT_REASONS, GONE, find_error, find_state, is_hopeless
+from broker.clouds.slurm.states import EXIT_REASONS, GONE, REVOKED, find_error, find_state, is_hopeless
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -170,7 +170,7 @@ class SlurmCloud:
         script = make_script(
             request,
             partition,
-            program=read_source(node_program.__file__),
+            program="\n".join(read_source(str(each.__file__)) for each in (node_program, usual_python)),
             machine=read_source(local_machine.__file__),
             kill_wait_s=KILL_WAIT_S,
         )
@@ -227,18 +227,20 @@ class SlurmCloud:
         self._ends = {key: value for key, value in self._ends.items() if key[0] != cluster.name or key[1] in jobs}
 
     async def _give_up(self, cluster: SlurmCluster, job: QueuedJob, owner: str) -> None:
-        """Cancel a job of the owner that never starts; the next list reports it with the reason."""
+        """Cancel a job of the owner that never starts on this cluster; the next list reports it with the reason."""
         tags = read_comment(job.comment)
         if tags is None or tags["o"] != owner or find_state(job.state)[0] is not NodeState.PENDING:
             return
-        if not is_hopeless(job.reason):
+        is_elsewhere = job.state == REVOKED  # cancelled here, it ends there too; its nodes there cannot be reached
+        if not is_elsewhere and not is_hopeless(job.reason):
             return
+        why = "another cluster of the federation took it" if is_elsewhere else f"Slurm never starts it: {job.reason}"
         try:
             await self._cancel(cluster, job.id, name_job(owner, tags["t"]))
         except CloudError as error:  # it must not hide the other jobs; the next list tries again
-            log.warning("job %d of cluster `%s`, which never starts, stays: %s", job.id, cluster.name, error.message)
+            log.warning("job %d of cluster `%s` never starts there, but stays: %s", job.id, cluster.name, error.message)
         else:
-            self._ends[(cluster.name, job.id)] = (f"Slurm never starts it: {job.reason}", self._clock.now_s())
+            self._ends[(cluster.name, job.id)] = (why, self._clock.now_s())
 
     async def _make_nodes(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[Node]:
         """Return a node for each rank of one of our jobs; nothing for others."""

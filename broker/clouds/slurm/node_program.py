@@ -15,6 +15,10 @@ import signal
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # sent after this file, into the same namespace
+    from broker.clouds.usual_python import find_path
 
 YOUNG_S = 60.0
 
@@ -46,19 +50,6 @@ def main(settings: dict[str, object], machine: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     remove(socket)
     os._exit(code if code >= 0 else 76)
-
-
-def find_path(folder: str) -> str:
-    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
-    the agent is started by it."""
-    path = os.environ.get("PATH", os.defpath)
-    if os.environ.get("BROKER_PYTHON", "python3") == "python3":
-        return path
-    place = os.path.join(folder, "bin")
-    os.makedirs(place, mode=0o700, exist_ok=True)
-    if not os.path.lexists(os.path.join(place, "python3")):
-        os.symlink(sys.executable, os.path.join(place, "python3"))
-    return place + os.pathsep + path
 
 
 def remove_stale(root: str) -> None:

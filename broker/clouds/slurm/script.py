@@ -94,7 +94,7 @@ def read_comment(text: str) -> Mapping[str, Any] | None:
 
 
 def make_script(request: NodeRequest, partition: Partition, *, program: str, machine: str, kill_wait_s: float) -> bytes:
-    """Return the script. `program` is the source of node_program.py, `machine` that of local_machine.py."""
+    """Return the script. `program`: the source of node_program.py and what it needs; `machine`: of local_machine.py."""
     settings = {"name": name_nodes(request), "notice_s": partition.grace_s or kill_wait_s}
     text = (
         f"{program}\nSETTINGS = json.loads({json.dumps(settings)!r})\n"

@@ -21,6 +21,7 @@ from broker.errors import (
 from broker.sites.host_python import NO_PYTHON
 from broker.types import NodeEnd, NodeState
 
+REVOKED = "REVOKED"
 # State -> ours, and why a node ended there. The names are those of `squeue -t`.
 STATES: Mapping[str, tuple[NodeState, str]] = {
     "PENDING": (NodeState.PENDING, ""),
@@ -30,6 +31,8 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
     "REQUEUE_HOLD": (NodeState.PENDING, ""),
     "SPECIAL_EXIT": (NodeState.PENDING, ""),
     "RESV_DEL_HOLD": (NodeState.PENDING, ""),
+    # Waits or runs on another cluster of the federation; also shown after its end there, until Slurm forgets the job.
+    REVOKED: (NodeState.PENDING, ""),
     "RUNNING": (NodeState.RUNNING, ""),
     "RESIZING": (NodeState.RUNNING, ""),
     "SIGNALING": (NodeState.RUNNING, ""),
@@ -48,7 +51,6 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
     "BOOT_FAIL": (NodeState.TERMINATED, "boot failure"),
     "LAUNCH_FAILED": (NodeState.TERMINATED, "launch failure"),
     "OUT_OF_MEMORY": (NodeState.TERMINATED, NodeEnd.OUT_OF_MEMORY),
-    "REVOKED": (NodeState.TERMINATED, "revoked"),
 }
 # Reasons of pending jobs that Slurm keeps, but never starts: they exceed a limit that holds for each single job. Limits
 # of all jobs together, and of nodes that are down, pass.

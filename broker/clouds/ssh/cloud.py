@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from broker.clock import Clock
-from broker.clouds.ssh.hosts import RunOnHost, call_host, fence, run_by_ssh
+from broker.clouds.ssh.hosts import RunOnHost, ask_host, fence, run_by_ssh
 from broker.clouds.ssh.memory import HostMemory
 from broker.config import Config
 from broker.errors import (
@@ -37,6 +37,8 @@ from broker.sites.pools import Host, name_offer, read_hosts
 from broker.types import Node, NodeList, NodeRequest, NodeState
 from broker.user_files import UserFile
 
+UID = "?uid="  # in a handle, before the user on the host whose home folder has the claim
+REALLY_OFF = "if the host is switched off for good, add it with `is_off: true`"
 HOST_LOCK = "/var/tmp/broker-host/lock"  # one for all users of a host; released with the last process that holds it
 
 
@@ -72,6 +74,7 @@ class SshCloud:
         self._run = run
         self._find_lock = find_lock
         self._creating = asyncio.Lock()
+        self._uids: dict[str, int] = {}  # host -> the user that the login reaches, as of the newest answer
 
     async def check(self) -> None:
         """Return if any host answers; otherwise raise the first host's error."""
@@ -125,7 +128,8 @@ class SshCloud:
                 raise removal
 
     def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
-        """Return an AuthError for a pool, or for the host of a node, that `ssh_pools.yaml` does not list."""
+        """Return an AuthError for a pool, or for the host of a node, that `ssh_pools.yaml` does not list, or that it
+        reaches as another user than the node's: each user's claims are in their home folder."""
         hosts = self._read_file()
         if node is None:
             return None if any(host.pool == region for host in hosts) else make_removal(f"pool `{region}`")
@@ -133,8 +137,18 @@ class SshCloud:
             return other
         pool, name, _ = split_handle(node)
         if any((host.pool, host.name) == (pool, name) for host in hosts):
-            return None
+            return self._find_other_user(f"{pool}/{name}", node)
         return make_removal(f"host `{name}` of pool `{pool}`", node)
+
+    def _find_other_user(self, key: str, node: Node) -> CloudError | None:
+        owner, uid = node.handle.rpartition(UID)[2], self._uids.get(key)
+        if UID not in node.handle or uid is None or owner == str(uid):
+            return None
+        return AuthError(
+            f"host `{key}` is now reached as user {uid}, so node `{node.id}` of user {owner} can be neither checked "
+            "nor terminated",
+            hints=("restore the host's `user` until its nodes have ended", REALLY_OFF),
+        )
 
     def avoid_machine(self, node: Node, *, until_s: float) -> None:
         """Claim the node's host for no other node before `until_s`, in this state folder."""
@@ -143,7 +157,7 @@ class SshCloud:
 
     async def _end(self, host: Host, ids: Sequence[str], *, is_forgotten: bool = False) -> None:
         try:
-            answer = await call_host(self._run, host, "end", ids=list(ids), is_forgotten=is_forgotten)
+            answer = await self._ask(host, "end", ids=list(ids), is_forgotten=is_forgotten)
         except TransientError:
             if not await fence(host):
                 raise
@@ -210,7 +224,9 @@ class SshCloud:
         """Return the node, or why the host is unavailable. Raises UnknownOutcomeError if the answer is lost."""
         record = make_record(request, rank, host, lock=self._find_lock(host), now_s=self._clock.now_s())
         try:
-            answer = await call_host(self._run, host, "claim", record=record)
+            answer = await self._ask(
+                host, "claim", record=record, has_accelerator=bool(host.machine and host.machine.accelerator)
+            )
         except TransientError as error:
             raise UnknownOutcomeError(f"the claim of host `{host.name}` was not answered: {error.message}") from error
         if "taken" in answer:
@@ -270,7 +286,7 @@ class SshCloud:
             # By our clock; the host's may differ.
             ended_s=self._clock.now_s() - max(0.0, claim["now_s"] - ended["ended_s"]) if ended else None,
             reason=ended["reason"] if ended else "",
-            handle=f"pool://{host.pool}/{host.name}/{claim['id']}",
+            handle=f"pool://{host.pool}/{host.name}/{claim['id']}" + (f"{UID}{claim['uid']}" if "uid" in claim else ""),
         )
 
     def _list_hosts(self) -> Sequence[Host]:
@@ -283,6 +299,11 @@ class SshCloud:
         except BrokerError as error:
             raise TransientError(error.message, hints=error.hints) from error
 
+    async def _ask(self, host: Host, verb: str, **fields: object) -> Any:
+        found = await ask_host(self._run, host, verb, **fields)
+        self._uids[host.key] = found["uid"]
+        return found["answer"]
+
     async def _call_all_hosts(self, verb: str, **fields: object) -> Mapping[Host, Any]:
         return await self._call_hosts(self._list_hosts(), verb, **fields)
 
@@ -291,7 +312,7 @@ class SshCloud:
 
         async def call(host: Host) -> Any:
             try:
-                return await call_host(self._run, host, verb, **fields)
+                return await self._ask(host, verb, **fields)
             except CloudError as error:
                 return error
 
@@ -331,7 +352,7 @@ def make_removal(what: str, node: Node | None = None) -> AuthError:
         f"{what} is no longer in `ssh_pools.yaml`, so {whose} can be neither checked nor terminated",
         hints=(
             "add the host to `ssh_pools.yaml` again; remove it after its nodes have ended",
-            "if the host is switched off for good, add it with `is_off: true`",
+            REALLY_OFF,
         ),
     )
 

@@ -17,10 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # sent after this file, into the same namespace
+    from broker.clouds.usual_python import find_path
 
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
 BOOT_S_MAX = 45.0  # a busy host; less than the 60 s that the caller waits
 KILL_S_MAX = 45.0
+GPU_LIST_S_MAX = 10.0
+STRANGERS_MIB_MIN = 1024  # more than a monitor of GPUs or an idle notebook uses
 HOST_TAKEN = 3  # as in local_machine.py
 PASSED_ENV = ("LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TZ", "PATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 
@@ -45,7 +51,7 @@ def main(request: dict[str, object], machine: str) -> None:
         folders = [os.path.join(root, name) for name in sorted(os.listdir(root))]
         found = [observe(folder) for folder in folders if is_of_host(folder)]
         answer = [each for each in found if each and each["owner"] == request["owner"]]
-    print(json.dumps({"answer": answer}))
+    print(json.dumps({"answer": answer, "uid": os.geteuid()}))
 
 
 def claim(root: str, request: dict[str, object], machine: str) -> object:
@@ -63,10 +69,14 @@ def claim(root: str, request: dict[str, object], machine: str) -> object:
         # The address at which sshd was reached: the file may contain a name that only the user's machine resolves.
         address = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2] or record["address"]
         write_json(
-            os.path.join(aside, "node.json"), {**record, "socket": socket, "address": address, "made_on": identify()}
+            os.path.join(aside, "node.json"),
+            {**record, "socket": socket, "address": address, "made_on": identify(), "uid": os.geteuid()},
         )
         os.rename(aside, folder)
     if not is_alive(folder) and not os.path.exists(os.path.join(folder, "ended.json")):
+        if request["has_accelerator"] and (strangers := list_gpu_programs()):
+            shutil.rmtree(folder, ignore_errors=True)
+            return {"taken": read_holder(root) or strangers}
         program = os.path.join(root, f"machine-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.py")
         if not os.path.exists(program):
             with open(program + ".new", "w", encoding="utf-8") as file:
@@ -134,6 +144,23 @@ def probe() -> dict[str, object]:
     return {"vcpus": len(os.sched_getaffinity(0)), "memory_gib": round(pages / 2**30, 1), "cards": cards}
 
 
+def list_gpu_programs() -> str:
+    """Describe the programs that compute on the host's GPUs; empty if they use little memory, or cannot be listed.
+
+    Asked before a node of ours runs here: they are of other people, or of another broker.
+    """
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=GPU_LIST_S_MAX)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    pairs = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]
+    found = {pid.strip(): int(used) for pid, used in pairs if used.strip().isdigit()}  # or `[N/A]`
+    if done.returncode or sum(found.values()) < STRANGERS_MIB_MIN:
+        return ""
+    return f"programs on its GPUs ({sum(found.values())} MiB, process {', '.join(sorted(found)[:4])})"
+
+
 def identify() -> dict[str, str]:
     """Return the current boot of this host, and a name of the host that later boots keep."""
     found = {"boot": "", "host": os.uname().nodename}
@@ -196,19 +223,6 @@ def make_env(folder: str) -> dict[str, str]:
     own = {"HOME": os.path.join(folder, "home"), "TMPDIR": os.path.join(folder, "tmp"), "BROKER_NODE_DIR": folder}
     own["PATH"] = find_path(folder)
     return {**passed, **own, "PYTHONUNBUFFERED": "1", "BROKER_HOST_HOME": os.path.expanduser("~")}
-
-
-def find_path(folder: str) -> str:
-    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
-    the agent is started by it."""
-    path = os.environ.get("PATH", os.defpath)
-    if os.environ.get("BROKER_PYTHON", "python3") == "python3":
-        return path
-    place = os.path.join(folder, "bin")
-    os.makedirs(place, mode=0o700, exist_ok=True)
-    if not os.path.lexists(os.path.join(place, "python3")):
-        os.symlink(sys.executable, os.path.join(place, "python3"))
-    return place + os.pathsep + path
 
 
 def make_socket_folder() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.clock import within
-from broker.clouds import local_machine
+from broker.clouds import local_machine, usual_python
 from broker.clouds.ssh import host_program
 from broker.errors import TransientError
 from broker.sites.host_python import NO_PYTHON, make_python_argv
@@ -34,12 +34,17 @@ async def run_by_ssh(host: Host, program: bytes, timeout_s: float) -> Completed:
 
 async def call_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> Any:
     """Return the program's answer. Raises CloudError."""
+    return (await ask_host(run, host, verb, **fields))["answer"]
+
+
+async def ask_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> Mapping[str, Any]:
+    """Return the program's `answer`, and the `uid` of the login. Raises CloudError."""
     program = make_program({"verb": verb, **fields})
     done = await run(host, program, CALL_S)
     try:
-        answer: Mapping[str, Any] = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
-        return answer["answer"]
-    except (ValueError, KeyError) as error:
+        found: Mapping[str, Any] = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
+        return {"answer": found["answer"], "uid": found["uid"]}
+    except (ValueError, KeyError, TypeError) as error:
         why = explain(done.stderr) or f": exit code {done.returncode}"
         hints = ("install Python 3.8 or newer on the host",) if done.returncode in (NOT_FOUND, NO_PYTHON) else ()
         raise TransientError(f"broker's program failed on host `{host.name}`{why}", hints=hints) from error
@@ -48,7 +53,8 @@ async def call_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> 
 def make_program(request: Mapping[str, object]) -> bytes:
     """Return the program's source with its request; only a claim needs the machine's source."""
     machine = read_source(local_machine.__file__) if request["verb"] == "claim" else ""
-    return f"{read_source(host_program.__file__)}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
+    program = "\n".join(read_source(str(each.__file__)) for each in (host_program, usual_python))
+    return f"{program}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
 
 
 @cache

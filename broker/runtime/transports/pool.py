@@ -25,7 +25,7 @@ def make_transport(config: Config, *, clock: Clock) -> PoolTransport:
 
 
 class PoolTransport(MachineTransport):
-    """Handles are `pool://POOL/HOST/NODE`."""
+    """Handles are `pool://POOL/HOST/NODE?uid=USER`."""
 
     def __init__(self, config: Config, *, clock: Clock) -> None:
         super().__init__(clock=clock)
@@ -43,7 +43,7 @@ class PoolTransport(MachineTransport):
         return [*login.make_argv("-t" if has_terminal else "-T"), "exec " + shlex.join(command)]
 
     def _find_folder(self, node: Node) -> str:
-        return f".broker-pool/{node.handle.rpartition('/')[2]}"
+        return f".broker-pool/{node.id}"
 
 
 def _read_logins(path: Path) -> Mapping[str, SshLogin]:

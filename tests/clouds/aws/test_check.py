@@ -43,6 +43,15 @@ def test_wrong_login_is_the_only_result(bed: AwsBed) -> None:
     assert (finding.name, finding.is_ok, finding.command) == ("credentials", False, "aws configure")
 
 
+@pytest.mark.parametrize("partition", ["aws-cn", "aws-us-gov"])
+def test_login_of_a_partition_without_prices_is_the_only_result(bed: AwsBed, partition: str) -> None:
+    """Its machines would never be planned, and the policy of `check --policy` names none of its resources."""
+    bed.account.partition = partition
+    (finding,) = inspect(bed).values()
+    assert not finding.is_ok and finding.is_needed
+    assert finding.note == f"account 123456789012 is in `{partition}`, where broker starts no machines (docs/AWS.md)"
+
+
 def test_profile_that_is_not_there_is_a_wrong_login(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody-wrote-this")
     (finding,) = inspect(bed).values()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from broker.clouds.gcp.names import instance_names
-from broker.errors import CapacityError, UnknownOutcomeError
+from broker.errors import BrokerError, CapacityError, UnknownOutcomeError
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import ClusterStatus, Estimate, Node, NodeState, Offer, Plan, Resources, Task
@@ -166,6 +166,28 @@ def test_a_part_of_a_refused_gang_that_cannot_be_deleted_at_once_is_deleted_befo
     with pytest.raises(CapacityError):
         life.run(life.provisioner.up("c", make_region_plan(life), hedge=1))
     assert life.standing == [] and not life.store.intents.list_open()
+
+
+@pytest.mark.parametrize(
+    "code", ["INTERNAL_ERROR", "QUOTA_EXCEEDED", "RATE_LIMIT_EXCEEDED", "PERMISSIONS_ERROR", "CONDITION_NOT_MET"]
+)
+@pytest.mark.parametrize("is_undeletable", [False, True])
+def test_a_gang_whose_creation_fails_after_its_first_node_is_whole_or_gone(
+    life: Life, code: str, is_undeletable: bool
+) -> None:
+    """Whatever Google says, its rollback may fail, and so may the first deletion."""
+    life.bed.gce.partial_refusals["us-central1-a"] = code
+    life.bed.gce.rollback_failures.add("us-central1-a")
+    if is_undeletable:
+        life.bed.gce.fail("DELETE", "us-central1-a/instances", code="backendError", status=503, times=3)
+    try:
+        cluster = life.run(life.provisioner.up("c", make_region_plan(life), hedge=1))
+    except BrokerError:
+        assert life.standing == [] and not life.store.intents.list_open()
+    else:
+        assert all(node.state is NodeState.RUNNING for node in life.run(life.provisioner.refresh(cluster)).nodes)
+        assert len(life.standing) == len(cluster.nodes) == 2, "nothing else is paid for"
+    assert not life.bed.gce.partial_refusals, "the failure happened"
 
 
 def test_a_created_gang_that_cannot_be_queried_is_no_refusal(life: Life) -> None:

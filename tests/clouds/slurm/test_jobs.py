@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,6 +39,7 @@ class Controller:
     def __init__(self) -> None:
         self.jobs: list[tuple[int, str, NodeRequest]] = []
         self.submitted: list[Sequence[str]] = []
+        self.script = ""
         self.shown_node = Completed(returncode=0, stdout=b"NodeName=n0 NodeAddr=10.0.0.7 State=MIXED\n", stderr=b"")
         self.federation = ""
         self.reason = "None"
@@ -55,6 +59,7 @@ class Controller:
             )
         elif argv[0] == "sbatch" and "--test-only" not in argv:
             self.submitted.append(argv)
+            self.script = stdin.decode()
             self.jobs.append((7, "RUNNING", self.next_request))
         elif argv[0] == "scancel" and "--signal=USR1" not in argv:
             self.cancelled.append(argv[-1])
@@ -132,6 +137,26 @@ def test_job_that_slurm_never_starts_ends_with_the_reason(reason: str) -> None:
     assert controller.cancelled == ["1"]
     (node,) = controller.list_nodes()
     assert (node.state, node.reason) == (NodeState.TERMINATED, f"Slurm never starts it: {reason}")
+
+
+def test_program_of_a_node_is_sent_with_everything_that_it_calls() -> None:
+    controller = Controller()
+    asyncio.run(controller.cloud.create_nodes(controller.next_request))
+    packed = max(re.findall(r"[A-Za-z0-9+/=]{500,}", controller.script), key=len)
+    program = zlib.decompress(base64.b64decode(packed)).decode().rpartition("\nSETTINGS = ")[0]
+    names: dict[str, object] = {"__name__": "node"}
+    exec(compile(program, "node", "exec"), names)  # noqa: S102 - as on a node
+    assert {"main", "find_path"} <= set(names)
+
+
+def test_job_that_another_cluster_of_the_federation_took_is_cancelled_and_not_gone() -> None:
+    """It may have been moved there by hand; counted as ended, its attempt would run twice."""
+    controller = Controller()
+    controller.jobs = [(1, "REVOKED", ask("first"))]
+    assert [node.state for node in controller.list_nodes()] == [NodeState.PENDING]
+    assert controller.cancelled == ["1"]
+    (node,) = controller.list_nodes()
+    assert (node.state, node.reason) == (NodeState.TERMINATED, "another cluster of the federation took it")
 
 
 @pytest.mark.parametrize("reason", ["Resources", "Priority", "AssocGrpGRES", "QOSMaxGRESPerUser", "PartitionNodeLimit"])

@@ -16,7 +16,8 @@ from broker.sites.openssh import Completed
 from broker.sites.pools import Host
 
 ANSWER = (
-    b'{"answer": {"vcpus": 96, "memory_gib": 1007.5, "cards": ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"]}}\n'
+    b'{"answer": {"vcpus": 96, "memory_gib": 1007.5, "cards": ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"]}, '
+    b'"uid": 1000}\n'
 )
 
 

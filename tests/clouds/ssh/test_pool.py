@@ -21,9 +21,10 @@ from broker.clouds.ssh.memory import HostMemory
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, TransientError, UnknownOutcomeError
 from broker.provision.lifecycle import Provisioner
+from broker.sites.facts import Machine
 from broker.sites.login import SshLogin
 from broker.sites.openssh import Completed, call
-from broker.sites.pools import Host
+from broker.sites.pools import Host, list_offers
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Node, NodeState
 from tests.clouds.contract import OWNER, make_request, wait_for
@@ -228,6 +229,65 @@ def test_node_on_a_host_that_left_the_file_does_not_count_as_gone(bed: PoolBed, 
     store.close()
 
 
+class UsersBed(PoolBed):
+    """Hosts on which each user has a home folder and a number of their own."""
+
+    async def run_on_host(self, host: Host, program: bytes, timeout_s: float) -> Completed:
+        user = host.login.user or "alice"
+        assert b"os.geteuid()" in program
+        program = program.replace(b"os.geteuid()", {"alice": b"1001", "bob": b"1002"}[user])
+        home = self.find_home(host.name) / user
+        home.mkdir(parents=True, exist_ok=True)
+        env = {"HOME": str(home), "PATH": os.pathsep.join((f"{sys.base_prefix}/bin", os.environ["PATH"]))}
+        return await call(["sh", "-c", COMMAND], stdin=program, timeout_s=timeout_s, what=host.name, env=env)
+
+    def log_in(self, user: str | None) -> None:
+        self.hosts = [replace(host, login=replace(host.login, user=user)) for host in self.hosts]
+
+
+def test_node_of_another_user_of_the_host_does_not_count_as_gone(tmp_path: Path) -> None:
+    """Its claim is in the home folder of the user that the file named at its start: the job would run twice."""
+    bed = UsersBed(tmp_path / "bed", host_count=1)
+    store, provisioner = make_lifecycle(bed, tmp_path)
+    request = make_request(bed)
+    (node,) = asyncio.run(bed.pool.create_nodes(request))
+    cluster = Cluster(
+        name=request.cluster, status=ClusterStatus.UP, placement=request.placement, attempt=1, nodes=(node,)
+    )
+    store.clusters.put(cluster)
+    bed.log_in("bob")
+    for act in (provisioner.refresh(cluster), provisioner.down(cluster.name)):
+        with pytest.raises(AuthError, match=r"now reached as user 1002, so node `.*` of user 1001 can be") as caught:
+            asyncio.run(act)
+        assert "restore the host's `user`" in caught.value.hints[0]
+    assert store.clusters.get(cluster.name), "its record is kept, and with it the way to end it"
+    bed.log_in("alice")
+    asyncio.run(provisioner.down(cluster.name))
+    assert not store.clusters.get(cluster.name)
+    store.close()
+
+
+@pytest.mark.parametrize(("used_mib", "is_taken"), [("40960", True), ("300", False), ("[N/A]", False)])
+def test_host_whose_gpus_others_use_is_not_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_mib: str, is_taken: bool
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\ncase $HOME in */h1) echo '4711, {used_mib}' ;; esac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    bed = PoolBed(tmp_path / "bed", host_count=2)
+    machine = Machine(vcpus=4, memory_gib=16, accelerator="H100", accelerator_count=8)
+    bed.hosts = [replace(host, machine=machine) for host in bed.hosts]
+    bed.offer = list_offers(bed.hosts)[0]
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    assert node.handle.startswith("pool://lab/h2/" if is_taken else "pool://lab/h1/")
+    if is_taken:
+        with pytest.raises(CapacityError, match=r"h1 is in use by programs on its GPUs \(40960 MiB, process 4711\)"):
+            asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    bed.clean_up([OWNER])
+
+
 def test_pool_that_left_the_file_hides_a_launch_of_unknown_outcome(bed: PoolBed) -> None:
     removed, bed.hosts = bed.hosts, []
     found = bed.pool.find_removal("lab")
@@ -376,7 +436,7 @@ def test_machine_that_is_listed_under_several_names_is_one_node_under_the_name_o
     claim = {**record, "state": "RUNNING", "ended": None, "now_s": 1.0}
 
     async def answer(host: Host, program: bytes, timeout_s: float) -> Completed:
-        return Completed(returncode=0, stdout=json.dumps({"answer": [claim]}).encode(), stderr=b"")
+        return Completed(returncode=0, stdout=json.dumps({"answer": [claim], "uid": 0}).encode(), stderr=b"")
 
     pool = SshCloud(lambda: hosts, folder=tmp_path / "state", clock=bed.clock, run=answer)
     listed = asyncio.run(pool.list_nodes(OWNER)).nodes
