@@ -107,9 +107,8 @@ class Goal:
     deadline_hours: float | None = None
     budget_usd: float | None = None
     confidence: float = 0.9
-    keeps_late: bool = (
-        False  # placements that meet the deadline with a lower chance are ranked, too; not in a task file
-    )
+    # Placements that meet the deadline with a lower chance are ranked, too. Not in a task file.
+    keeps_late: bool = False
     # of finishing an hour earlier; None: derived from the on-demand price of the gang
     hour_value_usd: float | None = None
 
