@@ -22,13 +22,18 @@ def pack(path: Path) -> bytes:
     return target.getvalue()
 
 
-def make_folder(root: Path) -> Path:
+NAMES = {"b.py": 0o640, "a.sh": 0o700, "sub/c.txt": 0o600, **{f"f{number:02}": 0o600 for number in range(20)}}
+
+
+def make_folder(root: Path, *, is_reversed: bool = False) -> Path:
     folder = root / "work"
     (folder / "sub").mkdir(parents=True)
-    for name, mode in (("b.py", 0o640), ("a.sh", 0o700), ("sub/c.txt", 0o600)):
+    for name in sorted(NAMES, reverse=is_reversed):
         path = folder / name
         path.write_text(name)
-        path.chmod(mode)
+        path.chmod(NAMES[name])
+        if os.getuid() == 0:
+            os.chown(path, 1234, 1234)
         os.utime(path, (1_700_000_000.5, 1_700_000_000.5))
     return folder
 
@@ -36,7 +41,7 @@ def make_folder(root: Path) -> Path:
 def test_archive_has_names_modes_and_times_but_no_owners_and_no_times_of_folders(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(pack(make_folder(tmp_path)))) as archive:
         entries = {each.name: each for each in archive.getmembers()}
-    assert list(entries) == sorted(entries) == ["work", "work/a.sh", "work/b.py", "work/sub", "work/sub/c.txt"]
+    assert list(entries) == sorted({"work", "work/sub", *(f"work/{name}" for name in NAMES)})
     assert {name: entries[name].mode for name in ("work/a.sh", "work/b.py")} == {"work/a.sh": 0o755, "work/b.py": 0o644}
     assert {each.mtime for each in entries.values() if each.isfile()} == {1_700_000_000}, "nodes compare file times"
     assert {each.mtime for each in entries.values() if each.isdir()} == {0}
@@ -44,7 +49,7 @@ def test_archive_has_names_modes_and_times_but_no_owners_and_no_times_of_folders
 
 
 def test_equal_folders_give_equal_archives_wherever_they_are(tmp_path: Path) -> None:
-    one, other = make_folder(tmp_path / "one"), make_folder(tmp_path / "other")
+    one, other = make_folder(tmp_path / "one"), make_folder(tmp_path / "other", is_reversed=True)
     os.utime(other, (5, 5))
     assert pack(one) == pack(other)
     (other / "b.py").write_text("B")
