@@ -46,6 +46,15 @@ def test_epoch_shows_each_window_once_and_a_block_its_own_chunks_only(
     assert following == order.find_block(samples.start + min(chunk * block, count))
 
 
+def test_each_epoch_and_each_seed_has_its_own_order_within_a_block() -> None:
+    orders = {
+        tuple(ShuffleOrder(count=30, chunk=30, block=1, seed=seed).locate(30 * epoch + place) for place in range(30))
+        for seed in (7, 8)
+        for epoch in range(3)
+    }
+    assert len(orders) == 6
+
+
 class Counting(FolderSource):
     """A folder that counts requests."""
 
@@ -82,6 +91,16 @@ def test_windows_are_those_of_the_files_and_none_spans_two(tokens: Path, tmp_pat
     inputs, targets = corpus.read(0, corpus.window_count)
     assert bool((targets == inputs + 1).all())
     assert sorted(inputs[:, 0].tolist()) == [*range(0, 400, 8), *range(1000, 1088, 8)]
+
+
+@pytest.mark.parametrize(("count", "windows"), [(0, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
+def test_a_window_needs_the_token_after_it_in_its_own_file(tmp_path: Path, count: int, windows: int) -> None:
+    ids = torch.arange(count).to(torch.uint16)
+    (tmp_path / "a.bin").write_bytes(bytes(ids.view(torch.uint8).tolist()))
+    (tmp_path / "b.bin").write_bytes(bytes(range(2 * 9)))
+    shards = Shards(FolderSource(tmp_path), {"a.bin": 2 * count, "b.bin": 18}, torch.uint16, CONTEXT)
+    assert shards.window_count == windows + 1
+    assert len(shards.read(range(shards.window_count))) == 2 * (CONTEXT + 1) * (windows + 1)
 
 
 def test_any_rank_reads_the_same_sample_at_any_time(tokens: Path, tmp_path: Path) -> None:
