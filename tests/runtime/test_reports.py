@@ -18,7 +18,18 @@ from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime.gang import Gang, list_live, sort_nodes
 from broker.runtime.packing import pack_agent
-from broker.runtime.reports import find_checkpoints, find_faults, find_newest_progress, find_own_times, parse_progress
+from broker.runtime.reports import (
+    find_checkpoints,
+    find_faults,
+    find_head,
+    find_newest_progress,
+    find_own_times,
+    find_setups,
+    find_slow_network,
+    find_unfit,
+    gather_runs,
+    parse_progress,
+)
 from broker.sites.openssh import Completed
 from broker.types import (
     Autostop,
@@ -257,7 +268,7 @@ INVALID_LINES = [
     {"step": 1},
     {"own_s": 1},
     {"step": True, "own_s": 1},
-    *({"step": 1, "own_s": each} for each in (True, "1", -1, 1e9)),
+    *({"step": 1, "own_s": each} for each in (True, "1", -1, 0, 0.0, 1e9)),
 ]
 
 
@@ -266,3 +277,74 @@ def test_invalid_own_time_is_ignored(line: Any) -> None:
     assert find_own_times([None, {"progress": line}, {"progress": {"step": 3, "own_s": 0.5}}]) == (
         OwnTime(rank=2, step=3, own_s=0.5),
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "head"),
+    [
+        ([None, None], 0),
+        ([(0, 0), (0, 0)], 0),
+        ([(0, 0), (2, 1), (1, 2)], 1),  # the newest move that a node has heard of
+        ([None, (1, 2), (1, 2)], 2),
+        ([(1, 3), (0, 0), (0, 0)], 0),  # no such node
+        ([(1, -1), (0, 0)], 0),
+        ([(1, "1"), ("2", 1)], 0),
+        ([(None, None), (1, 1)], 1),
+    ],
+)
+def test_the_head_is_the_one_of_the_newest_move(heads: list[tuple[Any, Any] | None], head: int) -> None:
+    assert find_head([each and {"head_epoch": each[0], "head_rank": each[1]} for each in heads]) == head
+
+
+def test_without_its_head_a_run_is_as_the_node_of_the_lowest_rank_knows_it() -> None:
+    answers = {rank: make_run(status, head_epoch=1, head_rank=3) for rank, status in ((1, "RUNNING"), (2, "FAILED"))}
+    (run,) = gather_runs("c", {3: None, **answers})
+    assert run.status is RunStatus.RUNNING
+    (run,) = gather_runs("c", {2: answers[2], 1: answers[1]})
+    assert run.status is RunStatus.RUNNING, "in whatever order they answered"
+
+
+def test_nodes_whose_setup_failed_are_unfit_only_while_the_others_work() -> None:
+    failed = {"status": "FAILED_SETUP", "reason": "no disk"}
+    assert find_unfit([{"status": "RUNNING"}, failed, None]) == ((1, "no disk"),)
+    assert find_unfit([{"status": "SETTING_UP"}, failed]) == ()
+    assert find_unfit([failed, {"status": "RUNNING"}], head=1) == ((0, "no disk"),)
+    assert find_unfit([None, failed]) == find_unfit([]) == ()
+
+
+SLOW = {"is_slow": True, "backend": "gloo", "expected_gbs": 10.0, "gang_gbs": 1.0, "pair": [0, 3], "pair_gbs": 0.5}
+
+
+def test_slow_network_is_reported_with_its_slowest_pair() -> None:
+    found = find_slow_network({"network": SLOW})
+    assert found is not None and (found.expected_gbs, found.gang_gbs, found.pair, found.pair_gbs) == (
+        10.0, 1.0, (0, 3), 0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"is_slow": False}, {"is_slow": 1}, {"is_slow": "yes"}, {"expected_gbs": None}, {"expected_gbs": -1.0},
+        {"gang_gbs": None, "pair_gbs": None}, {"gang_gbs": True, "pair_gbs": "1"},
+    ],
+)  # fmt: skip
+def test_invalid_report_of_a_slow_network_is_ignored(change: dict[str, Any]) -> None:
+    assert find_slow_network({"network": {**SLOW, **change}}) is None
+    assert find_slow_network({"network": "slow"}) is None
+
+
+@pytest.mark.parametrize("pair", [[0], [0, 1, 2], [0, True], "01", None])
+def test_invalid_pair_of_nodes_is_left_out(pair: Any) -> None:
+    found = find_slow_network({"network": {**SLOW, "pair": pair}})
+    assert found is not None and found.pair is None
+
+
+def test_results_of_setup_archives_are_by_rank_and_invalid_ones_are_ignored() -> None:
+    good = {"result": "kept", "setup_s": 90, "took_s": 4.5, "size_bytes": 1000, "reason": None}
+    bad = [{**good, "result": "lost"}, {**good, "setup_s": -1}, {**good, "took_s": True}, {**good, "size_bytes": "9"}]
+    runs = [{"setup": each} for each in bad] + [None, {"setup": 3}, {"setup": good}]
+    (found,) = find_setups(runs)
+    assert (found.rank, found.result, found.setup_s, found.took_s, found.size_bytes, found.reason) == (
+        6, "kept", 90.0, 4.5, 1000, "",
+    )  # fmt: skip
