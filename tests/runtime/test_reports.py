@@ -42,6 +42,7 @@ from broker.types import (
     Placement,
     Progress,
     RunStatus,
+    Task,
 )
 from tests.simulation.world import make_offer
 
@@ -348,3 +349,22 @@ def test_results_of_setup_archives_are_by_rank_and_invalid_ones_are_ignored() ->
     assert (found.rank, found.result, found.setup_s, found.took_s, found.size_bytes, found.reason) == (
         6, "kept", 90.0, 4.5, 1000, "",
     )  # fmt: skip
+
+
+def test_start_sends_the_lease_and_the_port_of_the_head_to_every_node() -> None:
+    gang, agents = open_gang({"coordinator_port": 4000, "credential": "kept"}, {"coordinator_port": None})
+    asyncio.run(gang.start(TWO, Task(run="true", num_nodes=2), run_id=3, envs={"BROKER_JOB_ID": "1"}, lease_s=90.0))
+    assert [(rank, verb) for rank, verb, _ in agents.asked] == [(0, "submit"), (1, "submit")], "the head comes first"
+    first, second = (spec for _, _, spec in agents.asked)
+    for rank, spec in enumerate((first, second)):
+        assert (spec["rank"], spec["run_id"], spec["lease_s"], spec["num_nodes"]) == (rank, 3, 90.0, 2)
+        assert spec["envs"]["BROKER_JOB_ID"] == "1"
+    assert second["head"]["coordinator_port"] == 4000
+    assert second["head"]["credential"] == "kept", "that of the first call, which the head has kept"
+
+
+def test_head_without_a_port_starts_no_other_node() -> None:
+    gang, agents = open_gang({"coordinator_port": None}, {"coordinator_port": None})
+    with pytest.raises(TransientError, match="does not coordinate the gang yet"):
+        asyncio.run(gang.start(TWO, Task(run="true", num_nodes=2), run_id=3, envs={}))
+    assert [rank for rank, _, _ in agents.asked] == [0]

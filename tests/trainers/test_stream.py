@@ -258,6 +258,47 @@ def test_language_model_s_data_is_streamed_with_its_validation_files(tokens: Pat
     assert not starts(training.read(0, 49)) & starts(validation.read(0, 12))
 
 
+def test_an_evaluation_reads_the_same_windows_whatever_the_seed_of_the_training(tokens: Path, tmp_path: Path) -> None:
+    read = []
+    for seed in (1, 2):
+        config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), seed=seed, **SMALL)
+        training, validation = open_corpora(config, open_tokens(config), CONTEXT)
+        assert validation is not None
+        read.append((training.read(0, 10)[0].tolist(), validation.read(0, 5)[0].tolist()))
+    assert read[0][0] != read[1][0] and read[0][1] == read[1][1]
+
+
+def test_fingerprint_differs_by_the_content_and_between_training_and_evaluation(tokens: Path, tmp_path: Path) -> None:
+    def fingerprint() -> tuple[str, str]:
+        config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **SMALL)
+        training, validation = open_corpora(config, open_tokens(config), CONTEXT)
+        assert validation is not None
+        return training.fingerprint, validation.fingerprint
+
+    before = fingerprint()
+    (tokens / "train-0.bin").write_bytes(bytes(806))  # of the same size
+    after = fingerprint()
+    assert len({*before, *after}) == 4, "a resumed run would read other tokens without notice"
+
+
+def test_three_blocks_must_fit_on_the_disk(tokens: Path, tmp_path: Path) -> None:
+    block = 9 * 2 * 5 * 3
+    for share, is_enough in ((3.0, True), (2.9, False)):
+        values = {**SMALL, "cache_gib": share * block / 2**30}
+        config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **values)
+        if is_enough:
+            open_corpora(config, open_tokens(config), CONTEXT)
+        else:
+            with pytest.raises(TrainerError, match="three blocks of 3 chunks"):
+                open_corpora(config, open_tokens(config), CONTEXT)
+
+
+def test_token_files_that_are_still_written_are_refused(tokens: Path) -> None:
+    (tokens / "tokens.json.partial").touch()
+    with pytest.raises(TrainerError, match="are incomplete"):
+        open_stream(str(tokens))
+
+
 def test_unreadable_stream_is_a_one_line_error(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="cannot be read"):
         open_stream(str(tmp_path / "missing"))
