@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
-from broker.errors import StateError, TransientError, UsageError
-from broker.hosting.finding import CLUSTER, check_infra, make_task
+from broker.app.container import Context
+from broker.errors import BrokerError, StateError, TransientError, UsageError
+from broker.hosting.finding import CLUSTER, MachineFinder, check_infra, make_task
 from broker.hosting.lifecycle import WorkCounts
 from broker.hosting.machines import call, parse_ssh
 from broker.hosting.record import HostedServer, HostedStatus
 from broker.sites.openssh import Completed
 from broker.task.loader import load_tasks_text
+from tests.state.samples import CLUSTER as SAMPLE
 
 
 def test_machine_of_a_server_is_on_demand_with_its_port_open() -> None:
@@ -112,3 +115,27 @@ def test_refusal_and_silence_of_the_machine_differ() -> None:
         ask(b"", returncode=127, stderr=b"sh: 1\npython3: not found\n")
     with pytest.raises(TransientError, match="exit code 9"):
         ask(b"", returncode=9)
+
+
+def test_machine_that_cannot_be_terminated_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still costs money: `broker server down` must not end as if it were gone."""
+    asked: list[tuple[object, object]] = []
+    refusals: list[BrokerError] = [TransientError("aws does not respond")]
+
+    def terminate(context: object, *, names: object, on_down: object, is_immediate: object) -> list[BrokerError]:
+        asked.append((names, is_immediate))
+        return refusals
+
+    monkeypatch.setattr("broker.hosting.finding.terminate_clusters", terminate)
+    context = Context(tmp_path)
+    finder = MachineFinder(context=context, show=lambda plans: None, confirm=lambda plans: None)
+    server = HostedServer(infra="aws", folder="~/s", port=1, status=HostedStatus.ENDING, cluster=CLUSTER)
+    finder.end(server)
+    assert not asked, "no cluster of that name is left"
+    context.store.clusters.put(replace(SAMPLE, name=CLUSTER))
+    with pytest.raises(TransientError, match="does not respond"):
+        finder.end(server)
+    refusals.clear()
+    finder.end(server)
+    assert asked == [((CLUSTER,), True)] * 2, "its state is removed, so no file has to be uploaded first"
+    context.close()

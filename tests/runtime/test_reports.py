@@ -35,6 +35,7 @@ from broker.types import (
     Autostop,
     Cluster,
     ClusterStatus,
+    GangHead,
     Node,
     NodeState,
     ObservedCheckpoints,
@@ -368,3 +369,45 @@ def test_head_without_a_port_starts_no_other_node() -> None:
     with pytest.raises(TransientError, match="does not coordinate the gang yet"):
         asyncio.run(gang.start(TWO, Task(run="true", num_nodes=2), run_id=3, envs={}))
     assert [rank for rank, _, _ in agents.asked] == [0]
+
+
+def test_start_of_a_gang_that_has_lost_a_node_leaves_it_alone_and_counts_it() -> None:
+    """An elastic gang continues without the node, whose replacement gets its rank."""
+    cluster = make_cluster(NodeState.RUNNING, NodeState.TERMINATED, NodeState.RUNNING)
+    port: dict[str, Any] = {"coordinator_port": 4000}
+    gang, agents = open_gang(port, None, port)
+    asyncio.run(gang.start(cluster, Task(run="true", num_nodes=3), run_id=1, envs={}))
+    assert [rank for rank, _, _ in agents.asked] == [0, 2]
+    assert {(spec["num_nodes"], len(spec["node_ips"])) for _, _, spec in agents.asked} == {(3, 3)}
+
+
+def test_moved_head_is_called_first_and_members_learn_its_port_only_if_it_has_taken_over() -> None:
+    three = make_cluster(NodeState.TERMINATED, NodeState.RUNNING, NodeState.RUNNING)
+    for answer, is_moved in (
+        ({"epoch": 2, "port": 7}, True),
+        ({"epoch": 3, "port": 7}, False),
+        ({"epoch": 2, "port": None}, False),
+    ):
+        gang, agents = open_gang(None, answer, {"epoch": 2})
+        move = gang.move_head(three, 1, GangHead(epoch=2, rank=1), members=[2], log_bytes=9)
+        assert asyncio.run(move) is is_moved
+        assert [rank for rank, _, _ in agents.asked] == ([1, 2] if is_moved else [1])
+        assert agents.asked[-1][2].get("port") == (7 if is_moved else None)
+
+
+def test_members_of_a_group_are_told_before_their_head_which_starts_the_program() -> None:
+    gang, agents = open_gang({}, {})
+    asyncio.run(gang.send_peers(TWO, 1, {"a": "10.0.0.1"}))
+    assert [rank for rank, _, _ in agents.asked] == [1, 0]
+
+
+def test_uploads_are_summed_over_the_nodes_and_silent_ones_are_named() -> None:
+    def report(*pending: tuple[int, int], sent: int) -> dict[str, Any]:
+        files = [{"file_count": count, "size_bytes": size, "url": f"s3://{size}"} for count, size in pending]
+        return {"runs": [], "idle_s": 0.0, "uploads": {"pending": files, "sent_bytes": sent}}
+
+    three = make_cluster(*[NodeState.RUNNING] * 3)
+    gang, _ = open_gang(report((2, 10), (1, 5), sent=3), report((4, 10), sent=4), None)
+    found = asyncio.run(gang.read_uploads(three, timeout_s=5.0))
+    assert (found.file_count, found.size_bytes, found.sent_bytes) == (7, 25, 7)
+    assert (found.urls, found.has_mounts, found.silent) == (("s3://10", "s3://5"), True, ("n2",))
