@@ -163,6 +163,17 @@ def test_group_takes_one_slot_and_starts_as_a_whole(stage: Stage) -> None:
     assert stage.ask(alone) == [alone]
 
 
+def test_cancelled_job_does_not_stand_in_the_queue(stage: Stage) -> None:
+    stage.limit = 1
+    first, cancelled, last = stage.add(), stage.add(), stage.add()
+    assert stage.ask(first) == [first]
+    stage.store.jobs.request_cancel(cancelled)
+    stage.clock.time_s += 2 * AGE_S_MAX
+    assert stage.queue.explain([last])[last].position == 1
+    stage.end(first)
+    assert stage.ask(last) == [last]
+
+
 def test_replica_of_a_service_needs_no_slot(stage: Stage) -> None:
     stage.limit = 1
     replica = stage.store.jobs.add("r", Task(), "service/web/1").id
