@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,15 @@ def test_records_of_other_clouds_are_kept_and_forgotten_ones_are_not(tmp_path: P
 def test_attempt_in_the_future_is_due_because_the_clock_was_set_back(tmp_path: Path) -> None:
     record_attempts(tmp_path, {"aws": None}, now_s=NOW_S)
     assert read_one(tmp_path).is_due(NOW_S - 86_400.0) and not read_one(tmp_path).is_due(NOW_S)
+
+
+def test_record_that_could_not_be_written_is_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_attempts(tmp_path, {"aws": None}, now_s=NOW_S)
+
+    def fail(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space left"):
+        record_attempts(tmp_path, {"aws": "down"}, now_s=NOW_S + 1)
+    assert read_one(tmp_path).error is None and not list(tmp_path.glob("*.tmp")), "on the disk before it is in place"

@@ -15,7 +15,7 @@ import pytest
 
 from broker.agent import FILES
 from broker.clock import SystemClock
-from broker.errors import TransientError
+from broker.errors import FencedError, TransientError
 from broker.runtime.gang import Gang, list_live, sort_nodes
 from broker.runtime.packing import pack_agent
 from broker.runtime.reports import (
@@ -411,3 +411,31 @@ def test_uploads_are_summed_over_the_nodes_and_silent_ones_are_named() -> None:
     found = asyncio.run(gang.read_uploads(three, timeout_s=5.0))
     assert (found.file_count, found.size_bytes, found.sent_bytes) == (7, 25, 7)
     assert (found.urls, found.has_mounts, found.silent) == (("s3://10", "s3://5"), True, ("n2",))
+
+
+def test_every_request_has_the_epoch_of_the_server_and_a_node_of_a_newer_one_fences_it() -> None:
+    agents = Agents([{}, {}])
+    gang = Gang(agents, clock=SystemClock(), find_epoch=lambda: 4)  # type: ignore[arg-type]
+    asyncio.run(gang.cancel(TWO, 1))
+    assert [request for _, _, request in agents.asked] == [{"run_id": 1, "server_epoch": 4}] * 2
+
+    async def refuse(*_: object, **__: object) -> Completed:
+        return Completed(returncode=77, stdout=b"", stderr=b"")
+
+    agents.run = refuse  # type: ignore[method-assign, assignment]
+    with pytest.raises(FencedError, match="restored from this server's backups"):
+        asyncio.run(gang.cancel(TWO, 1))
+
+
+def test_log_is_read_on_from_the_next_offset() -> None:
+    agents = Agents([])
+
+    async def read(node: Node, argv: Sequence[str], *, stdin: bytes, **_: object) -> Completed:
+        return Completed(returncode=0, stdout=b"0123456789"[json.loads(stdin)["offset"] :][:4], stderr=b"")
+
+    agents.run = read  # type: ignore[method-assign, assignment]
+    gang, parts, offset = Gang(agents, clock=SystemClock()), list[bytes](), 0  # type: ignore[arg-type]
+    for _ in range(4):
+        part, offset = asyncio.run(gang.read_log(TWO, 1, offset=offset))
+        parts.append(part)
+    assert (parts, offset) == ([b"0123", b"4567", b"89", b""], 10)
