@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -439,3 +439,27 @@ def test_log_is_read_on_from_the_next_offset() -> None:
         part, offset = asyncio.run(gang.read_log(TWO, 1, offset=offset))
         parts.append(part)
     assert (parts, offset) == ([b"0123", b"4567", b"89", b""], 10)
+
+
+class Access:
+    """Grants every node access to the buckets of its task."""
+
+    async def grant(self, cluster: Cluster, task: Task) -> dict[str, Any]:
+        return {"files": {"aws.json": "key"}}
+
+    async def renew(self, cluster: Cluster, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        await send({"files": {"aws.json": "later"}})
+
+
+def test_nodes_get_bucket_access_before_their_program_and_again_with_each_lease() -> None:
+    port = {"coordinator_port": 4000}
+    agents = Agents([port, port])
+    gang = Gang(agents, clock=SystemClock(), access=Access())  # type: ignore[arg-type]
+    asyncio.run(gang.start(TWO, Task(run="true", num_nodes=2), run_id=3, envs={}))
+    assert [verb for _, verb, _ in agents.asked] == ["access", "access", "submit", "submit"]
+    assert agents.asked[0][2] == {"files": {"aws.json": "key"}, "run_id": 3}
+    agents.asked.clear()
+    asyncio.run(gang.renew_lease(TWO, lease_s=60.0))
+    assert [(verb, request) for _, verb, request in agents.asked] == [
+        *[("lease", {"lease_s": 60.0})] * 2, *[("access", {"files": {"aws.json": "later"}})] * 2,
+    ]  # fmt: skip
