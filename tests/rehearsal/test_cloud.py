@@ -15,6 +15,7 @@ from broker.errors import CapacityError
 from broker.lab.traces import Trace
 from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, Pace, RehearsedCloud, make_rehearsed_cloud
 from broker.rehearsal.market import MarketPeriod, PlaceMarket, ReplayedMarket, SeededMarket
+from broker.spot.hazard import hazard_per_node_hour
 from broker.types import NodeRequest, NodeState, Offer, Placement
 
 HOUR_S = 3600.0
@@ -265,6 +266,18 @@ def test_periods_follow_each_other_without_a_gap() -> None:
         period = market.find_period(offer, at_s)
         assert period.start_s == last.end_s and period.is_open is not last.is_open
         last = period
+
+
+def test_places_stay_open_as_long_as_their_hazard_says_and_full_for_an_hour_on_average() -> None:
+    market, offer = SeededMarket(seed=5), make_offer()
+    hours: dict[bool, list[float]] = {True: [], False: []}
+    period = market.find_period(offer, 0.0)
+    for _ in range(600):
+        hours[period.is_open].append((period.end_s - period.start_s) / 3600)
+        period = market.find_period(offer, period.end_s)
+    means = {is_open: sum(each) / len(each) for is_open, each in hours.items()}
+    assert means[False] == pytest.approx(1.0, rel=0.25)
+    assert means[True] == pytest.approx(1 / hazard_per_node_hour(offer.interruption_band), rel=0.25)
 
 
 def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
