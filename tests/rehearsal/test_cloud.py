@@ -13,7 +13,7 @@ import pytest
 from broker.clock import ScaledClock
 from broker.errors import CapacityError
 from broker.lab.traces import Trace
-from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, Pace, RehearsedCloud, make_rehearsed_cloud
+from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, NOTICE_S, Pace, RehearsedCloud, make_rehearsed_cloud
 from broker.rehearsal.market import MarketPeriod, PlaceMarket, ReplayedMarket, SeededMarket
 from broker.spot.hazard import hazard_per_node_hour
 from broker.types import NodeRequest, NodeState, Offer, Placement
@@ -135,7 +135,10 @@ def test_the_end_of_a_period_takes_the_whole_gang_and_leaves_on_demand_alone(rig
     async def play() -> None:
         await cloud.create_nodes(make_request(make_offer(), node_count=2))
         await cloud.create_nodes(make_request(make_offer(), is_spot=False, token="other"))
-        skip(cloud, 2 * HOUR_S)
+        skip(cloud, 0.5 * HOUR_S)
+        await cloud.list_nodes("me")
+        assert cloud.preemptions == 0, "the period counts from the market's start"
+        skip(cloud, 1.5 * HOUR_S)
         nodes = await cloud.list_nodes("me")
         assert [node.state is NodeState.TERMINATED for node in nodes if not node.is_spot] == [False]
         spot = [node for node in nodes if node.is_spot]
@@ -154,13 +157,20 @@ def test_a_location_has_no_capacity_for_a_while_after_a_preemption(rig: Rig) -> 
 
     async def play() -> None:
         await cloud.preempt_nodes([await create("one")], notice_s=0)
-        with pytest.raises(CapacityError):
-            await create("two")
+        for _ in range(2):
+            with pytest.raises(CapacityError):
+                await create("two")
         assert await create("three", "us-east-1b")
+        other = replace(make_offer(), instance_type="g5.xlarge")
+        assert await cloud.create_nodes(make_request(other, token="other")), "machines of another type are not full"
         skip(cloud, FULL_AFTER_S + 1)
         assert await create("four")
 
     asyncio.run(play())
+
+
+def test_simulated_times_are_those_of_real_clouds() -> None:
+    assert 30.0 <= BOOT_S <= 60.0 and NOTICE_S == {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 
 
 def test_a_location_refuses_the_next_request_however_late_it_is(rig: Rig) -> None:
