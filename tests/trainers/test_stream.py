@@ -258,6 +258,19 @@ def test_language_model_s_data_is_streamed_with_its_validation_files(tokens: Pat
     assert not starts(training.read(0, 49)) & starts(validation.read(0, 12))
 
 
+def test_chunks_have_the_size_that_was_asked_for_and_the_next_block_is_asked_for_ahead(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **SMALL)
+    training, _ = open_corpora(config, open_tokens(config), CONTEXT)
+    assert isinstance(training, StreamCorpus)
+    assert (training.order.chunk, training.order.block) == (5, 3)
+    asked: list[list[int]] = []
+    monkeypatch.setattr(ChunkCache, "prefetch", lambda cache, chunks: asked.append(list(chunks)))
+    training.read(0, 2)
+    assert asked == [[*training.order.find_block(0), *training.order.find_block(15)]]
+
+
 def test_an_evaluation_reads_the_same_windows_whatever_the_seed_of_the_training(tokens: Path, tmp_path: Path) -> None:
     read = []
     for seed in (1, 2):
