@@ -242,12 +242,15 @@ class RemoteSession:
 
     def _explain_refused(self, answer: HTTPResponse) -> BrokerError:
         try:
-            return decode_error(json.loads(answer.read())["error"])
+            error = json.loads(answer.read())["error"]
+            if isinstance(error, Mapping):  # a proxy may answer `{"error": "Forbidden"}`
+                return decode_error(error)
         except (ValueError, KeyError, TypeError):
-            message = f"the server at {self._login.url} answered with status {answer.status}"
-            if answer.status == 401:
-                return AuthError(message, hints=("log in again: `broker login URL --token-file FILE`",))
-            return BrokerError(message, hints=["check that the URL belongs to a broker server"])
+            pass
+        message = f"the server at {self._login.url} answered with status {answer.status}"
+        if answer.status == 401:
+            return AuthError(message, hints=("log in again: `broker login URL --token-file FILE`",))
+        return BrokerError(message, hints=["check that the URL belongs to a broker server"])
 
     def _explain_lost(self, error: Exception) -> BrokerError:
         self._is_lost = True

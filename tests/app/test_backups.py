@@ -9,23 +9,34 @@ import json
 import os
 import shutil
 import sqlite3
+import tarfile
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.app.backup_files import ASIDE_S, BLOCK_BYTES, HEADER, KEPT_S, NONCE_BYTES, forget_asides
-from broker.app.backups import CONFIRM_S, LEASE_S, Backups, pack_state
+from broker.app.backup_files import (
+    ASIDE_S,
+    BLOCK_BYTES,
+    HEADER,
+    KEPT_S,
+    NONCE_BYTES,
+    forget_asides,
+    seal_folder,
+    unseal_folder,
+)
+from broker.app.backups import CONFIRM_S, LEASE_S, Backups, keep_record, pack_state, read_epoch_number
 from broker.app.container import Context
 from broker.errors import FencedError, StateError, TransientError, UsageError
+from broker.provision.adoption import SETTLED_S_MIN
 from broker.serve.credentials import ensure_credentials
 from broker.serve.keys import create_key, read_keys
 from broker.serve.replicas import find_folder
 from broker.server.backup import _step, keep_backup
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
-from broker.types import JobStatus, Resources, Secret, Task
+from broker.types import JobStatus, Resources, ScheduleSpec, Secret, Task
 
 TASK = Task(run="true", resources=(Resources(cloud="local"),), secrets={"TOKEN": Secret(value="swordfish")})
 
@@ -186,7 +197,7 @@ def test_uploads_are_written_once_and_deleted_an_hour_after_their_last_use(
     assert job.task.workdir == str(code)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "other"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "other", "swapped"])
 def test_damaged_uploads_are_refused_before_the_state_is_in_place(
     tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place], damage: str
 ) -> None:
@@ -199,6 +210,9 @@ def test_damaged_uploads_are_refused_before_the_state_is_in_place(
     content = stored[0].read_bytes()
     if damage == "other":
         stored[0].write_bytes(stored[1].read_bytes())
+    elif damage == "swapped":
+        size = HEADER.size + NONCE_BYTES + HEADER.unpack_from(content)[1]
+        stored[0].write_bytes(content[size : 2 * size] + content[:size] + content[2 * size :])
     elif damage == "cut":
         stored[0].write_bytes(content[: HEADER.size + HEADER.unpack_from(content)[1] + NONCE_BYTES])  # one whole block
     else:
@@ -208,6 +222,41 @@ def test_damaged_uploads_are_refused_before_the_state_is_in_place(
     assert not (tmp_path / "new" / "state.db").exists()
     stored[0].write_bytes(content)
     assert restore(tmp_path, place, clock).store.jobs.count() == 2
+
+
+def test_upload_without_its_last_block_is_incomplete_even_if_all_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.app.backup_files.BLOCK_BYTES", tarfile.RECORDSIZE)
+    folder, sealed, key = tmp_path / "folder", tmp_path / "sealed", bytes(32)
+    folder.mkdir()
+    (folder / "a").write_text("x")
+    seal_folder(folder, sealed, digest="d", key=key)
+    content = sealed.read_bytes()
+    first = HEADER.size + NONCE_BYTES + HEADER.unpack_from(content)[1]
+    assert len(content) > first, "the archive fills the first block, and the last one is empty"
+    unseal_folder(sealed, tmp_path / "whole", digest="d", key=key)
+    assert (tmp_path / "whole" / "a").read_text() == "x"
+    sealed.write_bytes(content[:first])
+    with pytest.raises(StateError, match="damaged"):
+        unseal_folder(sealed, tmp_path / "cut", digest="d", key=key)
+    assert not (tmp_path / "cut").exists()
+
+
+def test_files_of_a_schedule_are_kept_for_its_later_jobs(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    code = upload(tmp_path / "old", "print(1)")
+    spec = ScheduleSpec(cron="0 2 * * *")
+    task = Task(run="true", workdir=str(code))
+    context.store.schedules.add("nightly", task, spec, next_s=2e9)
+    assert backups.write_if_changed()
+    assert (place / "files" / code.parent.name).exists()
+    store = restore(tmp_path, place, clock).store
+    (schedule,) = store.schedules.list()
+    workdir = Path(str(store.schedules.get_task(schedule).workdir))
+    assert workdir.is_relative_to(tmp_path / "new") and (workdir / "train.py").exists()
 
 
 def test_missing_upload_is_reported_and_the_rest_is_restored(
@@ -296,6 +345,64 @@ def test_server_without_its_bucket_writes_within_its_lease_only(
     context.store.jobs.add("four", TASK)
 
 
+def test_lease_ends_before_a_restored_server_acts() -> None:
+    assert CONFIRM_S < LEASE_S <= SETTLED_S_MIN
+
+
+def test_lease_begins_before_the_question_and_not_with_its_answer(
+    clock: FrozenClock, old: tuple[Context, Backups, Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server may have taken the place while the answer was on its way."""
+    _, backups, bucket = old
+    list_keys = bucket.list_keys
+
+    def answer_late(prefix: str = "") -> list[StoredKey]:
+        found = list_keys(prefix)
+        clock.value_s += 30.0
+        return found
+
+    monkeypatch.setattr(bucket, "list_keys", answer_late)
+    backups.confirm()
+    monkeypatch.undo()
+    bucket.is_away = True
+    clock.value_s += LEASE_S - 31.0
+    backups.refresh()
+    clock.value_s += 1.0
+    with pytest.raises(StateError, match="does not respond"):
+        backups.refresh()
+
+
+def test_confirmation_from_the_future_counts_for_nothing(
+    tmp_path: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    """The clock was set back since: an old confirmation must not hold until the clock gets there again."""
+    _, backups, bucket = old
+    backups.confirm()
+    bucket.is_away = True
+    clock.value_s -= 3600.0
+    with pytest.raises(StateError, match="does not respond"):
+        backups.confirm()
+
+
+def test_each_restore_continues_from_the_newest_copy(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    old[1].write_if_changed()
+    first = restore(tmp_path, place, clock, "first")
+    first.store.jobs.add("later", TASK)
+    Backups(tmp_path / "first", place.as_uri(), clock=clock).write_if_changed()
+    assert [job.name for job in restore(tmp_path, place, clock, "second").store.jobs.list()] == ["later"]
+
+
+def test_record_keeps_the_time_of_the_last_backup_while_later_ones_fail(tmp_path: Path) -> None:
+    path = tmp_path / "server" / "backup.json"
+    keep_record(tmp_path, "s3://b", now_s=5.0, error=None)
+    keep_record(tmp_path, "s3://b", now_s=9.0, error=TransientError("no answer"))
+    assert json.loads(path.read_text()) == {"url": "s3://b", "error": "no answer", "time_s": 5.0}
+    keep_record(tmp_path, "s3://b", now_s=12.0, error=None)
+    assert json.loads(path.read_text()) == {"url": "s3://b", "error": None, "time_s": 12.0}
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")])
 def test_backup_without_room_on_the_disk_is_reported_and_the_server_continues(
     tmp_path: Path, old: tuple[Context, Backups, Place], monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -375,6 +482,7 @@ def test_place_of_another_server_is_refused(
     old[1].write_if_changed()
     with pytest.raises(UsageError, match="holds the backups of another state folder"):
         Backups(tmp_path / "other", place.as_uri(), clock=clock).ensure_epoch()
+    assert read_epoch_number(tmp_path / "other") == 0, "its nodes obey a server without backups"
 
 
 def test_restore_that_was_interrupted_is_repeated_under_the_same_epoch(

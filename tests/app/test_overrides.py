@@ -224,3 +224,26 @@ def test_gpus_none_removes_the_accelerators_of_a_task_as_in_skypilot(tmp_path: P
     assert (only.accelerator, only.accelerator_count) == (None, 0)
     assert only.cpus and only.labels == {"team": "vision"}
     assert read_task(["echo"], Overrides(gpus="none", infra="local")).resources[0].accelerator is None
+
+
+def test_name_price_and_duration_of_the_command_line_replace_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("name: file\nresources: {infra: local, max_hourly_cost: 9}\nmax_duration: 2h\nrun: echo\n")
+    kept = read_task([str(path)], Overrides())
+    assert (kept.name, kept.resources[0].usd_hour_max, kept.max_duration_s) == ("file", 9.0, 7200.0)
+    task = read_task([str(path)], Overrides(name="flag", max_price=0.0, max_duration="1m"))
+    assert (task.name, task.resources[0].usd_hour_max, task.max_duration_s) == ("flag", 0.0, 60.0)
+    assert read_task([str(path)], Overrides(max_duration="off")).max_duration_s is None
+    assert read_task([str(path)], Overrides(max_duration="90")).max_duration_s == 90.0
+    with pytest.raises(UsageError, match="at least 1m"):
+        read_task([str(path)], Overrides(max_duration="59"))
+
+
+def test_folder_of_the_command_line_replaces_the_repository_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("workdir: {url: 'https://git.example/a.git', ref: main}\nresources: {infra: local}\nrun: echo\n")
+    assert read_task([str(path)], Overrides()).repository is not None
+    task = read_task([str(path)], Overrides(workdir=tmp_path))
+    assert task.repository is None and task.workdir == str(tmp_path)
+    with pytest.raises(UsageError, match="is not a folder"):
+        read_task([str(path)], Overrides(workdir=path))

@@ -58,3 +58,17 @@ def test_a_cluster_of_the_same_name_is_paid_by_its_own_request(store: Store, clo
     second = bill(store, "n2", cluster="dev")
     payers = find_payers(store, store.bills.list())
     assert (payers[first].user, payers[second].user) == ("ada", "ben")
+
+
+def test_a_machine_that_starts_when_a_request_ends_is_paid_by_the_next_one(store: Store, clock: Hands) -> None:
+    commit(store, Owned.CLUSTER, "dev", user="ada", project="")
+    first = bill(store, "n1", cluster="dev")
+    clock.time_s += 60
+    (earlier,) = store.commitments.list()
+    store.commitments.end(earlier.id)
+    second = bill(store, "n2", cluster="dev")
+    assert find_payers(store, store.bills.list())[second] == Payer(), "no request started it"
+    commit(store, Owned.CLUSTER, "dev", user="ben", project="p")
+    payers = find_payers(store, store.bills.list())
+    assert payers[first] == Payer(user="ada", project=NO_PROJECT), "its token had no project"
+    assert payers[second] == Payer(user="ben", project="p")

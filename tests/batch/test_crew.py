@@ -51,6 +51,14 @@ def test_no_more_workers_are_started_than_shards_are_left() -> None:
     assert [each.name for each in crew.submissions] == ["map-1", "map-2", "map-3"]
 
 
+def test_shards_that_live_workers_may_take_start_no_further_worker() -> None:
+    running = Job(id=1, name="w", status=RUNNING, task=Task(), submitted_s=0.0, uid="u1")
+    find = {"map/1/1": running}.get
+    assert [each.name for each in plan_crew("map", 8, find, left=3, retries_from=1).submissions] == ["map-2", "map-3"]
+    assert plan_crew("map", 8, find, left=1, retries_from=1).submissions == ()
+    assert plan_crew("map", 1, find, left=3, retries_from=1).submissions == ()
+
+
 def test_small_inputs_are_split_into_shards_that_are_worth_a_request() -> None:
     found = split(make_keys(("a.jsonl", 3 * SHARD_BYTES_MIN), ("b.png", 9), ("c.txt", 0), ("d.txt", 1)))
     sizes = [(each.file, each.end - each.start) for each in found.shards]

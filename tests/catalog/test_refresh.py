@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from broker.catalog.refresh import CloudRefresh, load_sources, refresh_book
 from broker.catalog.sources import SOURCES
 from broker.catalog.staleness import CloudFacts
 from broker.errors import AuthError, NoOfferError, SourceError, StateError, UsageError
+from broker.locks import is_locked
 from broker.task.loader import load_tasks_text
 from broker.types import Offer
 from tests.catalog.market import NO_LOGIN, NOW_S, read
@@ -290,6 +292,50 @@ def test_an_import_replaces_its_clouds_and_an_exclusive_one_removes_all_others(t
     assert book.count_offers() == {"lambda": 3}
     assert [each.instance_type for each in book.find_prices("gpu_8x_h100_sxm5")] == ["gpu_8x_h100_sxm5"]
     assert book.read_figures()["H100"].memory_gib == 80, "accelerators stay known"
+
+
+def test_imported_prices_have_the_date_of_their_file_and_never_one_of_the_future(tmp_path: Path) -> None:
+    folder = tmp_path / "catalog"
+    file = folder / "lambda" / "vms.csv"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"\xef\xbb\xbf" + read("lambda_vms.csv"))  # as spreadsheets save it
+    for days, date in ((-40, "2026-10-22"), (40, "2026-12-01")):
+        os.utime(file, (NOW_S + days * 86400, NOW_S + days * 86400))
+        report = import_catalog(tmp_path / "cache", open_book(tmp_path / "cache"), folder, now_s=NOW_S)
+        assert report.offers == {"lambda": 3} and not report.faults
+        facts = open_book(tmp_path / "cache").get_facts("lambda")
+        assert (facts.ondemand_as_of, facts.spot_as_of) == (date, date)
+
+
+def test_new_book_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def fail(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        raise OSError("no space left")
+
+    before = open_book(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail)
+    facts = CloudFacts(cloud="lambda", ondemand_as_of="2026-12-01", spot_as_of="2026-12-01", source="test")
+    with pytest.raises(StateError, match="cannot write the new prices"):
+        replace_clouds(tmp_path, before, [(facts, scale(1.5)(list(before.list_offers("lambda"))))])
+    assert synced and synced[0] > 1_000_000
+    assert total(open_book(tmp_path)) == total(before) and not list(tmp_path.glob("*.tmp*"))
+
+
+def test_book_is_locked_while_it_is_copied_and_written(tmp_path: Path) -> None:
+    """Otherwise two writers would copy the old book, and the prices of one of them would be lost."""
+    book, locked = open_book(tmp_path), list[bool]()
+
+    def give() -> Iterator[tuple[CloudFacts, list[Offer]]]:
+        locked.append(is_locked(tmp_path / "prices.lock"))
+        facts = CloudFacts(cloud="lambda", ondemand_as_of="2026-12-01", spot_as_of="2026-12-01", source="test")
+        yield facts, list(book.list_offers("lambda"))
+
+    replace_clouds(tmp_path, book, give())
+    assert locked == [True] and not is_locked(tmp_path / "prices.lock")
 
 
 def test_a_folder_without_a_catalog_is_a_usage_error(tmp_path: Path) -> None:

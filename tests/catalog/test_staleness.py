@@ -68,6 +68,8 @@ def test_list_of_prices_names_each_cloud_whose_prices_are_old() -> None:
         and "gcp" not in one
         and "`broker catalog update --cloud aws`" in one
     )
+    dates = [("aws", True, "2024-03-01"), ("aws", True, old), ("aws", True, "2024-02-01")]
+    assert f"spot on aws ({old})" in str(warn_of_stale_dates(dates, NOW_S)), "the oldest one"
     two = warn_of_stale_dates([("aws", True, old), ("gcp", False, old)], NOW_S)
     assert two is not None and "on-demand on gcp" in two and "`broker catalog update`" in two
 

@@ -261,3 +261,29 @@ def test_upgrade_needs_no_login_to_the_cloud(tmp_path: Path) -> None:
     record.write(replace(known, status=HostedStatus.UP))
     assert hosting.upgrade().status is HostedStatus.UP
     assert "were not sent again: ExpiredToken" in notes[-1]
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_server_is_asked_to_stay_if_it_has_work_unless_its_removal_is_forced(tmp_path: Path, is_forced: bool) -> None:
+    hosting, machines, record, _ = make(tmp_path, cluster="broker-server")
+    asked: list[dict[str, object]] = []
+
+    class Asked(AnsweringMachine):
+        async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+            sizes = [int(word) for word in argv if word.isdigit()]
+            asked.append(json.loads(stdin[sum(sizes) :].partition(b"\n")[0]))
+            return Completed(returncode=0, stdout=b'{"answer": {}}', stderr=b"")
+
+    machines.machine = Asked()
+    hosting.take_down(is_forced=is_forced)
+    assert [(each["verb"], each["is_idle_only"], each["owner"]) for each in asked] == [("remove", not is_forced, "me")]
+    assert machines.has_ended and record.read() is None and machines.ended_logins == [""]
+
+
+def test_status_shows_neither_the_token_nor_the_key(tmp_path: Path) -> None:
+    hosting, machines, _, _ = make(tmp_path, cluster=None)
+    machines.machine = AnsweringMachine(owner="o")
+    _, found = hosting.read_status()
+    assert found["owner"] == "o" and not {"token", "key"} & set(found)
+    machines.is_found = False
+    assert hosting.read_status()[1] == {"is_installed": False}

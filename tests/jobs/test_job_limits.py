@@ -13,9 +13,21 @@ from broker.jobs.acquisition import Acquisition
 from broker.jobs.job_limits import GAP_S_MAX, JobLimits, find_save_s
 from broker.state.store import Store
 from broker.task.loader import load_tasks_text
-from broker.types import Attempt, Cluster, EventKind, Job, JobStatus, Outcome, OutcomeKind, Placement, Task
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    EventKind,
+    Goal,
+    Job,
+    JobStatus,
+    Outcome,
+    OutcomeKind,
+    Placement,
+    Task,
+)
 from tests.simulation.world import SimulatedGang, World, make_offer
-from tests.state.samples import START_S, Hands
+from tests.state.samples import NODE, START_S, Hands
 
 HOUR = 3600.0
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
@@ -68,6 +80,24 @@ def test_wait_before_the_first_machines_does_not_count(stage: Stage) -> None:
     stage.begin()
     stage.clock.time_s += 1.9 * HOUR
     assert stage.find() is None
+
+
+def test_budget_is_used_up_when_it_is_spent_and_the_lease_never_becomes_none(tmp_path: Path) -> None:
+    """An agent reads a lease of 0 as no lease: its node would run for good."""
+    stage = Stage(tmp_path, limit_s=HOUR)
+    task = replace(stage.job.task, goal=Goal(budget_usd=2.0))
+    job = replace(stage.job, task=task)
+    cluster = Cluster(name="c1", placement=PLACEMENT, status=ClusterStatus.UP, attempt=1, job_id=job.id)
+    stage.store.clusters.put(replace(cluster, created_s=stage.clock.now_s()))
+    stage.store.bills.record(replace(NODE, cluster="c1", usd_hour=2.0, created_s=stage.clock.now_s()))
+    stage.begin()
+    job = replace(stage.job, task=task)
+    stage.clock.time_s += 3599.0
+    assert stage.limits.find_lease_s(job, cluster) == pytest.approx(1.0)
+    stage.clock.time_s += 1.0
+    breach = stage.limits.find_breach(job)
+    assert breach is not None and breach.kind is OutcomeKind.BUDGET_EXCEEDED
+    assert stage.limits.find_lease_s(job, cluster) == 1.0
 
 
 @pytest.mark.parametrize(("limit_s", "save_s"), [(2 * HOUR, 60.0), (300.0, 30.0), (60.0, 6.0)])

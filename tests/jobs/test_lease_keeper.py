@@ -61,6 +61,7 @@ def office(tmp_path: Path, clock: Hands) -> Office:
 def test_margins_of_the_keeper() -> None:
     """The lease that the loop renewed last is extended twice before it can end."""
     assert SILENT_S + 2 * CHECK_EVERY_S < LEASE_S - BEAT_EVERY_S
+    assert LEASE_S + BEAT_EVERY_S + SHARE_S < 15.0, "jobs of a process that died are taken over within 15 s"
 
 
 def test_a_blocked_loop_keeps_its_jobs(office: Office) -> None:
@@ -167,3 +168,14 @@ def test_the_thread_extends_the_lease_and_ends_with_the_block(
         assert extended.wait(60.0)
     thread.join(60.0)
     assert not thread.is_alive() and "lease_keeper" not in caplog.text
+
+
+def test_the_keepers_own_connection_is_closed_with_it(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Store] = []
+    close = Store.close
+    monkeypatch.setattr(Store, "close", lambda store: (closed.append(store), close(store))[1])
+    office.keeper.close()
+    assert closed == [], "it was never opened"
+    office.block(SILENT_S + 2)
+    office.keeper.close()
+    assert len(closed) == office.opened == 1

@@ -479,3 +479,33 @@ def test_last_lines_of_a_hung_program_and_its_restart_are_one_commit(
     stage.recorder.record_stall(stage.job, stage.attempt, 20.0, RunEnd(last_lines=("the last line",)))
     assert modes == [FULL]
     assert EventKind.LAST_LINES in {event.kind for event in stage.store.events.list(job_id=stage.job_id)}
+
+
+def test_faulty_gpus_at_one_step_end_the_job_at_the_fifth_time(stage: Stage) -> None:
+    for number in range(1, 5):
+        stage.begin(number)
+        stage.recorder.record_unhealthy(stage.job, stage.attempt, "XID 79", step=3)
+        assert stage.job.status is JobStatus.RECOVERING
+    stage.begin(5)
+    stage.recorder.record_unhealthy(stage.job, stage.attempt, "XID 79", step=4)
+    assert stage.job.status is JobStatus.RECOVERING, "it got further in between"
+    stage.begin(6)
+    stage.recorder.record_unhealthy(stage.job, stage.attempt, "XID 79", step=3)
+    assert stage.job.status is JobStatus.FAILED and "health_check: false" in stage.job.failure
+
+
+def test_program_that_cannot_be_started_on_three_clusters_ends_the_job(stage: Stage) -> None:
+    failed = Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail="no route")
+    for number in range(1, 4):
+        stage.begin(number)
+        stage.recorder.record_refusal(stage.attempt, failed)
+        assert not stage.job.status.is_terminal, "its nodes may still exist"
+        stage.recorder.resolve_refusal(stage.job, stage.attempt)
+        assert stage.job.status.is_terminal is (number == 3)
+    assert stage.job.status is JobStatus.FAILED_PRECHECKS and "3 clusters: no route" in stage.job.failure
+
+
+def test_refused_attempt_is_not_tried_again(stage: Stage) -> None:
+    stage.recorder.record_refusal(stage.attempt, Outcome(kind=OutcomeKind.REFUSED, detail="no such image"))
+    stage.recorder.resolve_refusal(stage.job, stage.attempt)
+    assert (stage.job.status, stage.job.failure) == (JobStatus.FAILED_PRECHECKS, "no such image")

@@ -19,7 +19,7 @@ from broker.jobs.slot_limits import SlotLimits, read_slot_limits
 from broker.jobs.slots import AGE_S_MAX, JobQueue
 from broker.state.people import Owned
 from broker.state.store import Store
-from broker.types import EventKind, GroupRole, Job, JobStatus, JobWait, Task, WaitReason, make_event
+from broker.types import EventKind, GroupRole, Job, JobStatus, JobWait, Resources, Task, WaitReason, make_event
 from tests.simulation.world import OWNER, World, make_plan
 from tests.state.conftest import OpenStore, clock, open_postgres, open_sqlite, open_store, postgres, store
 from tests.state.samples import ATTEMPT, Hands
@@ -163,6 +163,17 @@ def test_group_takes_one_slot_and_starts_as_a_whole(stage: Stage) -> None:
     assert stage.ask(alone) == [alone]
 
 
+def test_cancelled_job_does_not_stand_in_the_queue(stage: Stage) -> None:
+    stage.limit = 1
+    first, cancelled, last = stage.add(), stage.add(), stage.add()
+    assert stage.ask(first) == [first]
+    stage.store.jobs.request_cancel(cancelled)
+    stage.clock.time_s += 2 * AGE_S_MAX
+    assert stage.queue.explain([last])[last].position == 1
+    stage.end(first)
+    assert stage.ask(last) == [last]
+
+
 def test_replica_of_a_service_needs_no_slot(stage: Stage) -> None:
     stage.limit = 1
     replica = stage.store.jobs.add("r", Task(), "service/web/1").id
@@ -191,6 +202,57 @@ def test_project_with_fewer_gpu_hours_starts_first(stage: Stage) -> None:
         )
         stage.store.commitments.bind(number, [str(each) for each in names])
     assert stage.ask(busy, idle) == [idle]
+
+
+@pytest.mark.parametrize(
+    ("begin_days", "end_days", "is_first"),
+    [
+        (6.0, 5.9, False),  # 2.4 h in the last week, against 1 h of the other project
+        (8.0, 7.1, True),  # before it
+        (8.0, 6.99, True),  # of a day, a quarter of an hour
+        (8.0, 6.9, False),  # 2.4 h
+    ],
+)
+def test_use_of_a_project_counts_for_a_week(stage: Stage, begin_days: float, end_days: float, is_first: bool) -> None:
+    stage.limit = 1
+    for project, begin, end in (("past", begin_days, end_days), ("other", 2 / 24, 1 / 24)):
+        used = stage.add()
+        now_s = stage.clock.time_s
+        offer = replace(ATTEMPT.placement.offer, accelerator="H100", accelerator_count=1)
+        placement = replace(ATTEMPT.placement, offer=offer, node_count=1)
+        attempt = replace(
+            ATTEMPT, job_id=used, placement=placement, started_s=now_s - begin * 86400, ended_s=now_s - end * 86400
+        )
+        stage.store.jobs.put_attempt(attempt)
+        stage.end(used)
+        own(stage, project, used)
+    past, other = stage.add(), stage.add()
+    own(stage, "past", past)
+    own(stage, "other", other)
+    assert stage.ask(past, other) == [past if is_first else other]
+
+
+def test_jobs_ahead_in_the_queue_count_with_all_their_gpus(stage: Stage) -> None:
+    """Four hours are assumed for the gang of project a, and one for each job of project b."""
+    stage.limit = 1
+    assert stage.ask(holder := stage.add()) == [holder]
+    one = Resources(accelerator="H100", accelerator_count=1)
+    of_a = [stage.add(resources=(one,), num_nodes=4), stage.add(resources=(one,))]
+    of_b = [stage.add(resources=(one,)) for _ in range(3)]
+    own(stage, "a", *of_a)
+    own(stage, "b", *of_b)
+    waits = stage.make().explain([*of_a, *of_b])
+    order = sorted(waits, key=lambda job_id: waits[job_id].position or 0)
+    assert order == [of_a[0], *of_b, of_a[1]]
+
+
+def test_wait_for_capacity_from_before_the_clock_was_set_back_holds_no_job(stage: Stage) -> None:
+    job = stage.add()
+    stage.store.events.add(make_event(EventKind.WAITING, error="full", wait_s=60.0), job_id=job)
+    assert stage.ask(job) == [], "it asks the clouds again later"
+    stage.clock.time_s -= 3600.0
+    stage.queue = stage.make()
+    assert stage.ask(job) == [job]
 
 
 def own(stage: Stage, project: str, *job_ids: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socketserver
 import threading
@@ -48,12 +49,13 @@ class _Answer(BaseHTTPRequestHandler):
 
 
 class SmtpReceiver(socketserver.ThreadingTCPServer):
-    """Keeps the mails that it accepts; `refusal` is its answer to the content instead."""
+    """Keeps mails and logins, without TLS; `refusal` is its answer to the content instead."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.mails: list[str] = []
+        self.logins: list[tuple[str, str]] = []
         self.refusal = ""
         super().__init__(("127.0.0.1", 0), _Session)
 
@@ -67,9 +69,15 @@ class _Session(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         self._say("220 ready")
-        while line := self.rfile.readline().decode().strip():
+        while line := self.rfile.readline().decode(errors="replace").strip():
             verb = line.split()[0].upper()
-            if verb == "DATA":
+            if verb == "EHLO":
+                self._say("250-receiver\r\n250 AUTH PLAIN")
+            elif verb == "AUTH":
+                _, user, password = base64.b64decode(line.split()[2]).decode().split("\0")
+                self.server.logins.append((user, password))
+                self._say("235 welcome")
+            elif verb == "DATA":
                 self._say("354 go")
                 lines = iter(self.rfile.readline, b".\r\n")
                 mail = b"".join(lines).decode()

@@ -10,10 +10,22 @@ from hypothesis import strategies as st
 
 from broker.notify.notification import KINDS, NOTABLE, STATUSES, SinkKind, choose_sinks, make_notification
 from broker.state.events import EventRow
-from broker.types import EventKind, Job, JobStatus, NotificationKind, NotifySpec, Task
+from broker.types import (
+    Attempt,
+    EventKind,
+    Job,
+    JobStatus,
+    NotificationKind,
+    NotifySpec,
+    Offer,
+    Placement,
+    Task,
+)
 
 JOB = Job(id=3, name="train", status=JobStatus.RUNNING, task=Task(), submitted_s=0.0, uid="k7wq2")
 ROW = EventRow(id=7, time_s=1.5, kind=EventKind.RECOVERED, data={"step": 4}, job_id=3, cluster=None)
+OFFER = Offer(cloud="aws", region="us-east-1", zone=None, instance_type="m5.large", vcpus=2, memory_gib=8.0)
+PLACE = Placement(offer=OFFER, is_spot=True, node_count=1)
 HOOK = NotifySpec(webhook="https://x.example/h")
 
 
@@ -39,6 +51,61 @@ def test_text_names_the_job_and_the_event() -> None:
 )
 def test_end_is_a_failure_by_its_status(status: str, kind: NotificationKind) -> None:
     assert make_notification(end(status), JOB, lineage="l").kind is kind
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "status"),
+    [
+        (EventKind.ATTEMPT, None, JobStatus.STARTING),
+        (EventKind.ATTEMPT_IN_PLACE, None, JobStatus.STARTING),
+        (EventKind.STARTED, None, JobStatus.RUNNING),
+        (EventKind.ATTEMPT_LOST, NotificationKind.PREEMPTED, JobStatus.RECOVERING),
+        (EventKind.LEASE_EXPIRED, NotificationKind.PREEMPTED, JobStatus.RECOVERING),
+        (EventKind.SLOT_RETURNED, NotificationKind.PREEMPTED, JobStatus.PENDING),
+        (EventKind.PROGRAM_RESTARTED, None, JobStatus.RECOVERING),
+        (EventKind.STALL_RESTARTED, None, JobStatus.RECOVERING),
+        (EventKind.GANG_RESTARTED, None, JobStatus.RECOVERING),
+        (EventKind.GROUP_RESTARTED, None, JobStatus.RECOVERING),
+        (EventKind.LATE, NotificationKind.DEADLINE, None),
+        (EventKind.UNSEEN, NotificationKind.ATTENTION, None),
+        (EventKind.LOGIN_NEEDED, NotificationKind.ATTENTION, None),
+        (EventKind.ACCESS_NOT_RENEWED, NotificationKind.ATTENTION, None),
+    ],
+)
+def test_event_is_reported_as_its_kind_and_with_the_status_it_leads_to(
+    event: EventKind, kind: NotificationKind | None, status: JobStatus | None
+) -> None:
+    made = make_notification(replace(ROW, kind=event, data={}), JOB, lineage="l")
+    assert (made.kind, made.status) == (kind, status)
+    assert event in NOTABLE
+
+
+def test_text_of_a_notification_has_no_control_characters() -> None:
+    made = make_notification(end("FAILED", "exit \x1b[31m3"), replace(JOB, name="a\x07b"), lineage="l")
+    assert not any(ord(each) < 32 or ord(each) == 127 for each in made.text)
+
+
+def test_command_is_told_the_cluster_of_the_newest_attempt() -> None:
+    attempts = tuple(
+        Attempt(job_id=3, number=each, cluster=f"train-{each}", placement=PLACE, started_s=0.0) for each in (1, 2)
+    )
+    assert make_notification(ROW, replace(JOB, attempts=attempts), lineage="l").cluster == "train-2"
+    assert make_notification(ROW, JOB, lineage="l").cluster == ""
+
+
+def test_address_that_is_listed_twice_gets_one_mail() -> None:
+    job = replace(JOB, task=Task(notify=NotifySpec(mail=("a@x.example", "b@x.example", "a@x.example"))))
+    sinks = choose_sinks(make_notification(end("FAILED"), JOB, lineage="l"), job, NotifySpec())
+    assert [each.target for each in sinks] == ["a@x.example", "b@x.example"]
+
+
+def test_slack_of_a_task_replaces_that_of_the_settings_and_is_limited_on_a_server() -> None:
+    made, default = make_notification(end("FAILED"), JOB, lineage="l"), NotifySpec(slack="https://hooks.example/ours")
+    job = replace(JOB, task=Task(notify=NotifySpec(slack="https://hooks.example/own")))
+    (own,) = choose_sinks(made, job, default, is_shared=True)
+    assert (own.target, own.is_limited) == ("https://hooks.example/own", True)
+    (ours,) = choose_sinks(made, JOB, default, is_shared=True)
+    assert (ours.target, ours.is_limited) == ("https://hooks.example/ours", False), "the operator wrote it"
 
 
 def test_damaged_status_is_still_reported() -> None:

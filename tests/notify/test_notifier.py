@@ -267,6 +267,24 @@ def test_sinks_that_fail_do_not_take_the_turns_of_others(stage: Stage, monkeypat
     assert len(stage.receiver.list_texts(OTHER)) == 1
 
 
+def test_number_of_deliveries_at_once_is_bounded_over_several_steps(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SENDING_MAX", 2)
+    hold, begun = asyncio.Event(), list[str]()
+
+    async def send(settings: NotifySettings, sink: Sink, notification: Notification) -> None:
+        begun.append(sink.target)
+        await hold.wait()
+
+    stage.receiver.send = send  # type: ignore[method-assign]
+    notifier = stage.make()
+    for number in range(5):
+        stage.end_job(Task(notify=NotifySpec(webhook=f"https://{number}.example/")))
+    stage.run(3, notifier=notifier)
+    assert len(begun) == 2
+
+
 @pytest.mark.parametrize("is_server", [False, True])
 def test_webhooks_of_a_servers_users_are_limited_and_the_operators_are_not(stage: Stage, is_server: bool) -> None:
     if is_server:

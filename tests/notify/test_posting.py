@@ -47,7 +47,10 @@ def test_addresses_of_the_machine_and_of_its_cloud_are_refused(address: str) -> 
         check_address(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.215.14", "10.0.0.7", "2606:2800:21f::1", "fd12::7", "64:ff9b::5db8:d70e"])
+@pytest.mark.parametrize(
+    "address",
+    ["93.184.215.14", "10.0.0.7", "2606:2800:21f::1", "fd12::7", "64:ff9b::5db8:d70e", "::ffff:93.184.215.14"],
+)
 def test_other_addresses_are_reached(address: str) -> None:
     check_address(address)
 
@@ -56,6 +59,7 @@ def test_operator_allows_a_network() -> None:
     check_address("127.0.0.1", allowed=["::1/128", "127.0.0.0/24"])
     with pytest.raises(UsageError):
         check_address("127.0.1.1", allowed=["::1/128", "127.0.0.0/24"])
+    check_address("::ffff:127.0.0.1", allowed=["127.0.0.0/24"])
 
 
 @pytest.mark.parametrize("url", ["https://localhost/hook", "https://127.0.0.1:8443/", "https://[::1]/"])

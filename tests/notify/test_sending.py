@@ -8,8 +8,9 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from email import message_from_string
+from email import message_from_string, policy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from broker.errors import BrokerError, TransientError, UsageError
 from broker.notify.notification import Notification, Sink, SinkKind
 from broker.notify.sending import send, write_slack
 from broker.notify.settings import NotifySettings, SmtpServer
-from broker.types import EventKind, JobStatus, NotificationKind
+from broker.types import EventKind, JobStatus, NotificationKind, Secret
 from tests.notify.receivers import HttpReceiver, SmtpReceiver, run_receiver
 
 NOTIFICATION = Notification(
@@ -40,13 +41,20 @@ def smtp() -> Iterator[SmtpReceiver]:
         yield server
 
 
-def deliver(folder: Path, kind: SinkKind, target: str, settings: NotifySettings | None = None) -> None:
+def deliver(
+    folder: Path,
+    kind: SinkKind,
+    target: str,
+    settings: NotifySettings | None = None,
+    notification: Notification = NOTIFICATION,
+) -> None:
     sink = Sink(kind=kind, target=target)
-    asyncio.run(send(Config(home=folder, owner="me"), settings or NotifySettings(), sink, NOTIFICATION))
+    asyncio.run(send(Config(home=folder, owner="me"), settings or NotifySettings(), sink, notification))
 
 
-def serve_mail(smtp: SmtpReceiver) -> NotifySettings:
-    return NotifySettings(smtp=SmtpServer(host="127.0.0.1", port=smtp.port, sender="b@x.example", security="none"))
+def serve_mail(smtp: SmtpReceiver, **more: Any) -> NotifySettings:
+    server = SmtpServer(host="127.0.0.1", port=smtp.port, sender="b@x.example", security="none")
+    return NotifySettings(smtp=replace(server, **more))
 
 
 def test_webhook_receives_the_event_with_its_id(tmp_path: Path, http: HttpReceiver) -> None:
@@ -97,6 +105,33 @@ def test_mail_has_the_id_and_a_subject_of_one_line(tmp_path: Path, smtp: SmtpRec
     assert "line 2" in mail.get_payload()
 
 
+def test_subject_of_a_mail_is_short_and_its_text_is_whole(tmp_path: Path, smtp: SmtpReceiver) -> None:
+    notification = replace(NOTIFICATION, text="job 3: " + "x" * 300)
+    deliver(tmp_path, SinkKind.MAIL, "a@x.example", serve_mail(smtp), notification)
+    (mail,) = (message_from_string(each, policy=policy.default) for each in smtp.mails)
+    assert len(mail["Subject"]) == 150 and "x" * 300 in str(mail.get_payload(decode=True))
+    assert mail["Date"] == "Fri, 15 Jan 2027 08:00:00 +0000", "the time of the event, however late it is sent"
+
+
+@pytest.mark.parametrize("password", ["secret", "env:BROKER_NOTIFY_SMTP"])
+def test_mail_server_gets_the_user_and_the_password_itself(
+    tmp_path: Path, smtp: SmtpReceiver, monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    monkeypatch.setenv("BROKER_NOTIFY_SMTP", "secret")
+    deliver(tmp_path, SinkKind.MAIL, "a@x.example", serve_mail(smtp, user="ada", password=Secret(value=password)))
+    assert smtp.logins == [("ada", "secret")] and len(smtp.mails) == 1
+
+
+@pytest.mark.parametrize("security", ["starttls", "tls"])
+def test_neither_password_nor_mail_is_sent_without_the_encryption_that_was_set(
+    tmp_path: Path, smtp: SmtpReceiver, security: str
+) -> None:
+    settings = serve_mail(smtp, user="ada", password=Secret(value="secret"), security=security)
+    with pytest.raises(TransientError):
+        deliver(tmp_path, SinkKind.MAIL, "a@x.example", settings)
+    assert smtp.logins == [] and smtp.mails == []
+
+
 def test_refused_mail_is_sent_again_later(tmp_path: Path, smtp: SmtpReceiver) -> None:
     smtp.refusal = "451 CANARY"
     with pytest.raises(TransientError, match=r"answered with code 451$"):
@@ -122,6 +157,20 @@ def test_command_gets_skypilots_variables_and_the_id(tmp_path: Path, monkeypatch
     assert "CANARY" not in json.dumps(seen)
     output = tmp_path / "logs" / "jobs" / "3.callback.log"
     assert output.read_text() == "said\n" and output.stat().st_mode & 0o77 == 0
+
+
+def test_output_of_a_jobs_callbacks_is_appended_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.notify.sending.OUTPUT_BYTES_MAX", 8)
+    output = tmp_path / "logs" / "jobs" / "3.callback.log"
+    for said, kept in (("one", "one\n"), ("two", "one\ntwo\n"), ("three", "one\ntwo\nthree\n"), ("four", "four\n")):
+        deliver(tmp_path, SinkKind.COMMAND, f"echo {said}")
+        assert output.read_text() == kept
+
+
+def test_text_with_a_nul_character_does_not_keep_a_command_from_running(tmp_path: Path) -> None:
+    command = f'printf %s "$BROKER_EVENT_TEXT" > {tmp_path}/seen'
+    deliver(tmp_path, SinkKind.COMMAND, command, notification=replace(NOTIFICATION, text="a\0b"))
+    assert (tmp_path / "seen").read_text() == "ab"
 
 
 def test_command_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ def test_whole_table_is_read(tmp_path: Path) -> None:
         on=(NotificationKind.FAILED,), webhook="https://x.example/h", slack="env:BROKER_NOTIFY_SLACK",
         mail=("a@x.example",),
     )  # fmt: skip
-    assert found.smtp is not None and found.smtp.port == 587 and found.smtp.password.value == "CANARY"
+    assert found.smtp is not None and found.smtp.password.value == "CANARY"
+    assert (found.smtp.port, found.smtp.security, found.smtp.user) == (587, "starttls", "b")
     assert "CANARY" not in repr(found)
 
 

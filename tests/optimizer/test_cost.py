@@ -125,6 +125,19 @@ def test_a_run_that_has_no_time_for_spot_is_the_run_on_demand(spare_hours: float
         assert (spot.ondemand_hours, spot.starting_hours) == pytest.approx((alone.ondemand_hours, alone.starting_hours))
 
 
+def test_a_preemption_loses_half_an_interval_of_work() -> None:
+    hourly = replace(BASE, checkpoint=replace(SPEC, every_s=3600.0))
+    assert (hourly.every_hours, hourly.lost_hours) == (1.0, 0.5)
+    assert replace(hourly, work_hours=0.5).lost_hours == 0.25, "no interval is longer than the work"
+
+
+def test_a_budget_that_is_met_exactly_is_kept() -> None:
+    alone = run_on_demand(40.0, SPEC)
+    usd = price_run(alone, PRICES, DATA, alone.checkpoints)
+    chances = [find_budget_chance(alone, PRICES, DATA, budget) for budget in (usd - 0.01, usd, usd + 0.01)]
+    assert chances == [0.0, 1.0, 1.0]
+
+
 def test_budget_chance_grows_with_the_budget() -> None:
     course = run_on_spot(DUE)
     chances = [find_budget_chance(course, PRICES, DATA, budget) for budget in (300, 600, 1000, 3000)]

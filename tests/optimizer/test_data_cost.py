@@ -40,6 +40,12 @@ def test_outputs_leave_the_region_where_they_are_made() -> None:
     assert price_data(writing, "aws", "us-east-1", TABLE).finish_usd == 0
 
 
+def test_two_checkpoints_are_stored_at_the_price_of_a_month_of_hours() -> None:
+    saving = task(checkpoint=CheckpointSpec(size_gib=GIB))
+    month_usd = 730.0 * price_data(saving, "aws", "us-east-1", TABLE).storage_usd_hour
+    assert month_usd == pytest.approx(2 * GIB * GB_PER_GIB * 0.023)
+
+
 def test_reading_from_r2_is_free_anywhere() -> None:
     reading = task(inputs=(DataSet(url="r2://data", size_gib=GIB),))
     assert price_data(reading, "gcp", "us", TABLE).start_usd == 0

@@ -243,6 +243,10 @@ def test_every_task_has_its_own_name_and_unique_ones_stay(rows: Sequence[tuple[s
         assert name == given_name or (given_name in written[:place] and name.startswith(f"{given_name}-"))
 
 
+def test_a_repeated_name_does_not_take_the_name_that_another_task_was_given() -> None:
+    assert name_tasks([Task(name=name) for name in ("a", "a", "a-2")]) == ("a", "a-2-2", "a-2")
+
+
 def test_label_setting_refuses_a_graph_whose_paths_meet_twice() -> None:
     for count in range(1, 5):
         pairs = list(itertools.combinations(range(count), 2))

@@ -11,12 +11,13 @@ import pytest
 
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.creation import CREATE_TRIES_MAX
+from broker.provision.hedge_timer import HedgeTimer
 from broker.provision.launch import make_token
 from broker.provision.nodes import RESUMED_S_MIN
 from broker.provision.refusals import CAPACITY_REFUSAL_S, FAILURES_MAX, UnavailableOffers
 from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
-from tests.clouds.simulated import FaultRates
+from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 
@@ -324,3 +325,52 @@ def test_nodes_that_booted_while_no_process_ran_are_kept(world: World) -> None:
 
     assert len(world.clock.run(act).nodes) == 2
     assert len(world.cloud.observe()) == 3, "ours, and the foreign one"
+
+
+def test_of_two_gangs_that_come_up_at_the_same_time_the_better_placement_is_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both answers arrive between two looks of the search."""
+    monkeypatch.setattr(HedgeTimer, "measure_s", lambda self, cloud, answer: 1.0)
+    world.cloud.timings = CloudTimings(boot_s=0.0, boot_s_max=0.0, list_lag_s=0.0)
+    create, both, zones = world.cloud.create_nodes, asyncio.Event(), list[str]()
+
+    async def answer_together(request: NodeRequest) -> Sequence[Node]:
+        nodes = await create(request)
+        zones.append(str(request.placement.offer.zone))
+        if len(zones) == 2:
+            both.set()
+        await both.wait()
+        return nodes
+
+    world.cloud.create_nodes = answer_together  # type: ignore[method-assign]
+    provisioner = world.make_provisioner()
+
+    async def scenario() -> Cluster:
+        cluster = await provisioner.up("c", make_plan(world.task, "east1a", "west1a"))
+        await provisioner.finish()
+        return cluster
+
+    assert world.clock.run(scenario).placement.offer.zone == "east1a"
+    assert sorted(zones) == ["east1a", "west1a"]
+    assert {node.zone for node in world.list_live_nodes()} == {"east1a"}
+
+
+def test_other_zones_of_a_joined_placement_are_requested_again_after_one_of_them_failed(world: World) -> None:
+    """The cloud chose the first zone, whose nodes did not boot; it never refused the second."""
+    plan = make_plan(world.task, "east1a", "west1a")
+    first = replace(plan.estimates[0].placement, other_zones=("east1b",))
+    plan = replace(plan, estimates=(replace(plan.estimates[0], placement=first), plan.estimates[1]))
+    create, asked = world.cloud.create_nodes, list[tuple[str | None, tuple[str, ...]]]()
+
+    async def lose_first(request: NodeRequest) -> Sequence[Node]:
+        asked.append((request.placement.offer.zone, tuple(request.placement.other_zones)))
+        nodes = await create(request)
+        if len(asked) == 1:
+            world.cloud.preempt([nodes[0].id])
+        return nodes
+
+    world.cloud.create_nodes = lose_first  # type: ignore[method-assign]
+    cluster = world.clock.run(lambda: world.make_provisioner().up("c", plan, hedge=1))
+    assert cluster.placement.offer.zone == "east1b"
+    assert asked == [("east1a", ("east1b",)), ("east1b", ())]

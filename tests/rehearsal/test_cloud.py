@@ -13,8 +13,9 @@ import pytest
 from broker.clock import ScaledClock
 from broker.errors import CapacityError
 from broker.lab.traces import Trace
-from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, Pace, RehearsedCloud, make_rehearsed_cloud
+from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, NOTICE_S, Pace, RehearsedCloud, make_rehearsed_cloud
 from broker.rehearsal.market import MarketPeriod, PlaceMarket, ReplayedMarket, SeededMarket
+from broker.spot.hazard import hazard_per_node_hour
 from broker.types import NodeRequest, NodeState, Offer, Placement
 
 HOUR_S = 3600.0
@@ -134,7 +135,10 @@ def test_the_end_of_a_period_takes_the_whole_gang_and_leaves_on_demand_alone(rig
     async def play() -> None:
         await cloud.create_nodes(make_request(make_offer(), node_count=2))
         await cloud.create_nodes(make_request(make_offer(), is_spot=False, token="other"))
-        skip(cloud, 2 * HOUR_S)
+        skip(cloud, 0.5 * HOUR_S)
+        await cloud.list_nodes("me")
+        assert cloud.preemptions == 0, "the period counts from the market's start"
+        skip(cloud, 1.5 * HOUR_S)
         nodes = await cloud.list_nodes("me")
         assert [node.state is NodeState.TERMINATED for node in nodes if not node.is_spot] == [False]
         spot = [node for node in nodes if node.is_spot]
@@ -153,13 +157,20 @@ def test_a_location_has_no_capacity_for_a_while_after_a_preemption(rig: Rig) -> 
 
     async def play() -> None:
         await cloud.preempt_nodes([await create("one")], notice_s=0)
-        with pytest.raises(CapacityError):
-            await create("two")
+        for _ in range(2):
+            with pytest.raises(CapacityError):
+                await create("two")
         assert await create("three", "us-east-1b")
+        other = replace(make_offer(), instance_type="g5.xlarge")
+        assert await cloud.create_nodes(make_request(other, token="other")), "machines of another type are not full"
         skip(cloud, FULL_AFTER_S + 1)
         assert await create("four")
 
     asyncio.run(play())
+
+
+def test_simulated_times_are_those_of_real_clouds() -> None:
+    assert 30.0 <= BOOT_S <= 60.0 and NOTICE_S == {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 
 
 def test_a_location_refuses_the_next_request_however_late_it_is(rig: Rig) -> None:
@@ -265,6 +276,18 @@ def test_periods_follow_each_other_without_a_gap() -> None:
         period = market.find_period(offer, at_s)
         assert period.start_s == last.end_s and period.is_open is not last.is_open
         last = period
+
+
+def test_places_stay_open_as_long_as_their_hazard_says_and_full_for_an_hour_on_average() -> None:
+    market, offer = SeededMarket(seed=5), make_offer()
+    hours: dict[bool, list[float]] = {True: [], False: []}
+    period = market.find_period(offer, 0.0)
+    for _ in range(600):
+        hours[period.is_open].append((period.end_s - period.start_s) / 3600)
+        period = market.find_period(offer, period.end_s)
+    means = {is_open: sum(each) / len(each) for is_open, each in hours.items()}
+    assert means[False] == pytest.approx(1.0, rel=0.25)
+    assert means[True] == pytest.approx(1 / hazard_per_node_hour(offer.interruption_band), rel=0.25)
 
 
 def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:

@@ -26,3 +26,10 @@ def test_each_credential_is_unique_and_never_printed() -> None:
     one, other = make_credential("run 1"), make_credential("run 1")
     assert one.value != other.value
     assert "PRIVATE KEY" in one.value and "PRIVATE KEY" not in f"{one!r} {one}"
+
+
+def test_credential_is_valid_for_as_long_as_was_asked() -> None:
+    pem = make_credential("service", valid=timedelta(days=30)).value
+    certificate = x509.load_pem_x509_certificate(pem[pem.index("-----BEGIN CERT") :].encode())
+    left = certificate.not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=29) < left <= timedelta(days=30)

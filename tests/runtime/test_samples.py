@@ -44,6 +44,15 @@ def test_nothing_that_a_node_sends_raises_and_numbers_stay_finite(data: Any) -> 
         assert sample.cpu_ratio is None or 0 <= sample.cpu_ratio < float("inf")
 
 
+def test_sample_of_a_node_is_bounded() -> None:
+    """A node cannot fill the store of its broker."""
+    many = {"time_s": 5, "gpus": [[0.5]] * 1000, "xids": {str(number): 1 for number in range(1000)}}
+    found = parse_sample({**many, "xids": {**many["xids"], "12345": 1}})  # type: ignore[dict-item]
+    assert found is not None and (len(found.gpus), len(found.xids)) == (GPUS_MAX, XIDS_MAX)
+    found = parse_sample({"time_s": 5, "xids": {"12345": 1, "79": 2}})
+    assert found is not None and found.xids == {"79": 2}, "codes of NVIDIA have three digits"
+
+
 def test_negative_infinite_and_foreign_values_are_left_out() -> None:
     data = {"time_s": 5, "cpu_ratio": -1, "memory_bytes": float("inf"), "disk_bytes": True, "gpus": [[0.5, "x"], 3],
             "xids": {"79": 2, "<b>": 1, "48": -1}}  # fmt: skip

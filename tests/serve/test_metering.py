@@ -36,6 +36,51 @@ def test_prompt_of_a_client_that_left_counts_if_a_replica_has_it() -> None:
     assert meter.end(prompt_bytes=400).prompt_tokens == 100
 
 
+def stream(tokens: int, *, usage: bool = False) -> ResponseSample:
+    """Send a token after half a second, and each further one after a quarter."""
+    clock = HeldClock()
+    meter = ResponseMeter(clock=clock)
+    meter.begin(1, "text/event-stream")
+    clock.time_s += 0.5
+    for number in range(tokens):
+        clock.time_s += 0.25 * (number > 0)
+        meter.feed(b'data: {"choices":[{"text":"x"}]}\n\n')
+    if usage:
+        clock.time_s += 9.0  # it comes after the last token, and is none
+        meter.feed(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5}}\n\n')
+    meter.feed(b"data: [DONE]\n\n")
+    return meter.end(status=200)
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_time_per_token_is_between_the_tokens_and_the_first_has_its_own(usage: bool) -> None:
+    sample = stream(5, usage=usage)
+    assert (sample.ttft_s, sample.tpot_s, sample.completion_tokens) == (0.5, 0.25, 5)
+    assert sample.prompt_tokens == (7 if usage else 0)
+    assert sample.took_s == pytest.approx(1.5 + 9.0 * usage)
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    assert (stream(1).ttft_s, stream(1).tpot_s) == (0.5, None)
+    assert (stream(0).ttft_s, stream(0).tpot_s) == (None, None)
+
+
+@pytest.mark.parametrize(("status", "is_error"), [(200, False), (404, False), (429, False), (500, True), (503, True)])
+def test_errors_are_those_of_the_server(status: int, is_error: bool) -> None:
+    clock = HeldClock()
+    meter = LoadMeter(clock=clock)
+    meter.add(ResponseMeter(clock=clock).end(status=status))
+    assert meter.describe()[0].errors == int(is_error)
+    assert meter.totals.describe().responses == {str(status): 1}
+
+
+def test_client_that_leaves_is_no_error_and_an_open_websocket_got_its_response() -> None:
+    meter = ResponseMeter(clock=HeldClock())
+    assert meter.end().status == 499
+    meter.is_switched = True
+    assert meter.end().status == 101
+
+
 def test_body_that_is_nested_without_an_end_has_no_usage() -> None:
     meter = ResponseMeter(clock=HeldClock())
     meter.begin(1, "application/json")

@@ -170,6 +170,45 @@ def test_cluster_counts_a_day_ahead_and_its_bills_until_another_takes_its_name(s
     assert measure() == 6.0 + 48.0, "the restarted cluster counts once"
 
 
+def test_job_over_the_end_of_a_month_counts_what_this_month_pays_and_the_rest_of_its_estimate(
+    store: Store, clock: Hands
+) -> None:
+    limit(store, usd=1000.0)
+    (found,) = store.limits.list()
+    month = read_month(None, now_s=clock.now_s())
+    now_s, clock.time_s = clock.time_s, month.begin_s - 20 * HOUR_S
+    commitment = ask(store, [make_estimate(usd=100.0)])
+    job = store.jobs.add("train", Task(run="true"))
+    store.commitments.bind(commitment, [str(job.id)])
+    store.commitments.settle(commitment)
+    placement = make_estimate().placement
+    store.clusters.put(Cluster(name="job-1", placement=placement, status=ClusterStatus.UP, attempt=1, job_id=job.id))
+    store.bills.record(replace(make_node("n1"), cluster="job-1", usd_hour=2.0, created_s=clock.now_s()))
+    for hours, expected in ((10.0, 20.0 + 40.0), (30.0, 60.0 + 0.0), (now_s / HOUR_S - month.begin_s / HOUR_S, None)):
+        clock.time_s = month.begin_s + hours * HOUR_S
+        used = measure_use(store, found, store.commitments.list(), month)
+        assert used.usd == pytest.approx(2.0 * hours if expected is None else expected), "never less than was paid"
+
+
+def test_service_counts_for_the_rest_of_the_month(store: Store, clock: Hands) -> None:
+    month = read_month(None, now_s=clock.now_s())
+    left_usd = 2.0 * 3 * (month.end_s - clock.now_s()) / HOUR_S
+    demand = LaunchSize(kind=Owned.SERVICE, names=("web",), parallel=3)
+    limit(store, usd=left_usd - 1.0)
+    with pytest.raises(LimitError, match=f"would add {left_usd:,.2f}"):
+        ask(store, [make_estimate()], demand)
+    limit(store, usd=left_usd)
+    ask(store, [make_estimate()], demand)
+
+
+def test_unknown_work_counts_a_day_of_all_its_machines(store: Store) -> None:
+    limit(store, usd=4 * 24 * 2.0 - 1.0)
+    with pytest.raises(LimitError, match=r"would add 192\.00 USD"):
+        ask(store, [make_estimate()], LaunchSize(parallel=4))
+    limit(store, usd=4 * 24 * 2.0)
+    ask(store, [make_estimate()], LaunchSize(parallel=4))
+
+
 def test_workers_and_replicas_count_together(store: Store) -> None:
     limit(store, gpus=31)
     with pytest.raises(LimitError, match="would add 32"):

@@ -17,7 +17,7 @@ from broker.spot.forecast import read_market
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, safe_hours
 from broker.spot.prior import MEASURED, fit_prior
-from broker.spot.scale import BEHIND_GAIN_HOURS, Scale
+from broker.spot.scale import BEHIND_GAIN_HOURS, SPOT, Scale
 from tests.spot.test_policies import make_candidate, view_of
 
 SURE = make_candidate(is_spot=False)
@@ -261,6 +261,43 @@ def test_on_spot_a_job_awaits_the_cheapest_closed_place_below_its_own_price_and_
     )
     assert list_awaited(sell("old", 0.3, 1.0, age=9.0), sell("young", 0.3, 1.0, age=2.0)) == ["young"]
     assert list_awaited(sell("cheap", 0.3, 0.0), is_open=False) == []
+
+
+def test_a_start_considers_the_cheapest_for_all_the_work_and_the_cheapest_near_the_data() -> None:
+    def sell(name: str, price: float, move: float, *, is_open: bool = True, age: float = 1.0) -> Any:
+        candidate = SimpleNamespace(name=name, is_open=is_open, age_hours=age, speed=1.0)
+        return SimpleNamespace(price=price, move_price=move, candidate=candidate)
+
+    class Weighing(Scale):
+        """Notes the places that are weighed."""
+
+        def _weigh_options(self, current: Any, ahead: float) -> dict[str, float]:
+            weighed.append(self.best.candidate.name)
+            return {SPOT: self.best.price}
+
+        _has_kinds = False
+
+        def _list_best_of_kinds(self) -> list[Any]:
+            return []
+
+    unread: Any = None
+    weighed: list[str] = []
+    first = sell("first", 0.5, 1.0)
+
+    def list_weighed(*others: Any, work: float = 100.0) -> tuple[str, set[str]]:
+        weighed.clear()
+        scale = Weighing(
+            view=unread, fallback=unread, markets=(first, *others), values=unread, best=first, basis=first, spare=1.0,
+            work=work,
+        )  # fmt: skip
+        return scale.find_entry(None).best.candidate.name, set(weighed)
+
+    near, dear = sell("near", 0.6, 0.0), sell("dear", 0.7, 0.0)
+    assert list_weighed(dear, near) == ("first", {"first", "near"})
+    assert list_weighed(sell("far", 0.3, 9.0), near) == ("far", {"first", "far", "near"}), "39 is less than 51"
+    assert list_weighed(sell("far", 0.3, 9.0), near, work=1.0) == ("first", {"first", "near"})
+    assert list_weighed(sell("closed", 0.1, 0.0, is_open=False), dear) == ("first", {"first", "dear"})
+    assert list_weighed(sell("young", 0.4, 0.0), sell("old", 0.4, 0.0, age=9.0), work=1.0) == ("old", {"first", "old"})
 
 
 def test_a_start_that_overlaps_needs_less_time_to_spare_while_machines_work() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from broker.app.container import Context
 from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
-from broker.errors import BrokerError, UsageError
+from broker.errors import BrokerError, StateError, UsageError
 from broker.runtime.reports import parse_progress
 from broker.sweeps.asha import Records, is_kept, list_rungs, record
 from broker.sweeps.board import Board, decide, decode, encode, find_best, is_cancelled, list_failures, rank
@@ -172,6 +172,28 @@ def test_a_sweep_is_cancelled_with_all_runs_that_it_did_not_stop_itself() -> Non
     assert not is_cancelled(board, jobs, before=[0, 3]), "early stopping and success are no wish of the user"
     assert not is_cancelled(board, jobs, before=[0, 1, 2])
     assert is_cancelled(board, jobs, before=[0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"records": {}}',
+        '{"records": [], "stopped": {}}',
+        '{"records": {"x": {}}, "stopped": {}}',
+    ],
+)
+def test_a_damaged_record_of_a_sweep_is_a_state_error(text: str) -> None:
+    with pytest.raises(StateError, match="the record of the sweep is damaged"):
+        decode(text)
+
+
+def test_the_record_of_a_sweep_is_read_as_it_was_written() -> None:
+    board = Board(records={9: {0: 0.5, 3: math.inf}, 27: {3: 0.25}}, stopped={0: 9})
+    assert decode(encode(board)) == board and decode(None) == Board()
 
 
 def test_the_best_run_has_a_loss_and_runs_that_got_further_are_ranked_before_others() -> None:

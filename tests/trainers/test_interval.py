@@ -68,6 +68,14 @@ def test_run_saves_by_measured_and_received_values(
     assert {later - sooner for sooner, later in itertools.pairwise(saves[1:])} == {round(interval_s / 0.5)}
 
 
+def test_interval_follows_the_speed_since_the_last_save(clock: list[float]) -> None:
+    """After a resize, steps take half as long: the interval in steps doubles, so that it stays the same in seconds."""
+    pacer = Pacer(AUTOMATIC, Environment(checkpoint_every_s=50.0), lambda value: value)
+    slow = list_saves(pacer, clock, 400, step_s=1.0, stall_s=2.0)
+    fast = list_saves(pacer, clock, 800, step_s=0.5, stall_s=2.0, begin=400)
+    assert slow[-1] - slow[-2] == 50 and fast[-1] - fast[-2] == 100
+
+
 def test_every_rank_follows_the_first(clock: list[float]) -> None:
     shared: list[int] = []
 

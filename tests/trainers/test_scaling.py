@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainers.scaling import FACTOR_FIRST, STEPS_TO_GROW, LossScale
+from trainers.scaling import FACTOR_FIRST, FACTOR_MAX, STEPS_TO_GROW, LossScale
 
 from .strategies.conftest import TOTAL, Worlds
 
@@ -31,6 +31,28 @@ def test_factor_halves_at_each_overflow_and_doubles_after_a_long_calm() -> None:
     later = LossScale("float16")
     later.load_state_dict(scaling.state_dict())
     assert later.factor == FACTOR_FIRST and later.state_dict() == scaling.state_dict()
+
+
+def test_an_overflow_begins_the_calm_again_and_a_restored_scale_continues_it() -> None:
+    scaling = LossScale("float16")
+    for _ in range(STEPS_TO_GROW - 1):
+        scaling.note(is_finite=True)
+    restored = LossScale("float16")
+    restored.load_state_dict(scaling.state_dict())
+    restored.note(is_finite=True)
+    assert restored.factor == 2 * FACTOR_FIRST, "the steps before the checkpoint count"
+    scaling.note(is_finite=False)
+    for number in range(STEPS_TO_GROW):
+        assert scaling.factor == FACTOR_FIRST / 2, number
+        scaling.note(is_finite=True)
+    assert scaling.factor == FACTOR_FIRST
+
+
+def test_factor_stays_below_what_float16_can_hold_of_a_gradient() -> None:
+    scaling = LossScale("float16")
+    for _ in range(10 * STEPS_TO_GROW):
+        scaling.note(is_finite=True)
+    assert scaling.factor == FACTOR_MAX == 2.0**24
 
 
 def test_loss_that_no_scale_makes_finite_is_an_error() -> None:

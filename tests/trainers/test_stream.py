@@ -46,6 +46,15 @@ def test_epoch_shows_each_window_once_and_a_block_its_own_chunks_only(
     assert following == order.find_block(samples.start + min(chunk * block, count))
 
 
+def test_each_epoch_and_each_seed_has_its_own_order_within_a_block() -> None:
+    orders = {
+        tuple(ShuffleOrder(count=30, chunk=30, block=1, seed=seed).locate(30 * epoch + place) for place in range(30))
+        for seed in (7, 8)
+        for epoch in range(3)
+    }
+    assert len(orders) == 6
+
+
 class Counting(FolderSource):
     """A folder that counts requests."""
 
@@ -82,6 +91,16 @@ def test_windows_are_those_of_the_files_and_none_spans_two(tokens: Path, tmp_pat
     inputs, targets = corpus.read(0, corpus.window_count)
     assert bool((targets == inputs + 1).all())
     assert sorted(inputs[:, 0].tolist()) == [*range(0, 400, 8), *range(1000, 1088, 8)]
+
+
+@pytest.mark.parametrize(("count", "windows"), [(0, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
+def test_a_window_needs_the_token_after_it_in_its_own_file(tmp_path: Path, count: int, windows: int) -> None:
+    ids = torch.arange(count).to(torch.uint16)
+    (tmp_path / "a.bin").write_bytes(bytes(ids.view(torch.uint8).tolist()))
+    (tmp_path / "b.bin").write_bytes(bytes(range(2 * 9)))
+    shards = Shards(FolderSource(tmp_path), {"a.bin": 2 * count, "b.bin": 18}, torch.uint16, CONTEXT)
+    assert shards.window_count == windows + 1
+    assert len(shards.read(range(shards.window_count))) == 2 * (CONTEXT + 1) * (windows + 1)
 
 
 def test_any_rank_reads_the_same_sample_at_any_time(tokens: Path, tmp_path: Path) -> None:
@@ -237,6 +256,60 @@ def test_language_model_s_data_is_streamed_with_its_validation_files(tokens: Pat
         return set(batch[0][:, 0].tolist())
 
     assert not starts(training.read(0, 49)) & starts(validation.read(0, 12))
+
+
+def test_chunks_have_the_size_that_was_asked_for_and_the_next_block_is_asked_for_ahead(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **SMALL)
+    training, _ = open_corpora(config, open_tokens(config), CONTEXT)
+    assert isinstance(training, StreamCorpus)
+    assert (training.order.chunk, training.order.block) == (5, 3)
+    asked: list[list[int]] = []
+    monkeypatch.setattr(ChunkCache, "prefetch", lambda cache, chunks: asked.append(list(chunks)))
+    training.read(0, 2)
+    assert asked == [[*training.order.find_block(0), *training.order.find_block(15)]]
+
+
+def test_an_evaluation_reads_the_same_windows_whatever_the_seed_of_the_training(tokens: Path, tmp_path: Path) -> None:
+    read = []
+    for seed in (1, 2):
+        config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), seed=seed, **SMALL)
+        training, validation = open_corpora(config, open_tokens(config), CONTEXT)
+        assert validation is not None
+        read.append((training.read(0, 10)[0].tolist(), validation.read(0, 5)[0].tolist()))
+    assert read[0][0] != read[1][0] and read[0][1] == read[1][1]
+
+
+def test_fingerprint_differs_by_the_content_and_between_training_and_evaluation(tokens: Path, tmp_path: Path) -> None:
+    def fingerprint() -> tuple[str, str]:
+        config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **SMALL)
+        training, validation = open_corpora(config, open_tokens(config), CONTEXT)
+        assert validation is not None
+        return training.fingerprint, validation.fingerprint
+
+    before = fingerprint()
+    (tokens / "train-0.bin").write_bytes(bytes(806))  # of the same size
+    after = fingerprint()
+    assert len({*before, *after}) == 4, "a resumed run would read other tokens without notice"
+
+
+def test_three_blocks_must_fit_on_the_disk(tokens: Path, tmp_path: Path) -> None:
+    block = 9 * 2 * 5 * 3
+    for share, is_enough in ((3.0, True), (2.9, False)):
+        values = {**SMALL, "cache_gib": share * block / 2**30}
+        config = DataConfig(stream=str(tokens), cache=str(tmp_path / "cache"), **values)
+        if is_enough:
+            open_corpora(config, open_tokens(config), CONTEXT)
+        else:
+            with pytest.raises(TrainerError, match="three blocks of 3 chunks"):
+                open_corpora(config, open_tokens(config), CONTEXT)
+
+
+def test_token_files_that_are_still_written_are_refused(tokens: Path) -> None:
+    (tokens / "tokens.json.partial").touch()
+    with pytest.raises(TrainerError, match="are incomplete"):
+        open_stream(str(tokens))
 
 
 def test_unreadable_stream_is_a_one_line_error(tokens: Path, tmp_path: Path) -> None:

@@ -336,6 +336,11 @@ def test_insufficient_quota_is_refused_with_figures_before_any_create_call(bed: 
     assert find_calls(bed, "RunInstances") == []
 
 
+def test_quota_for_exactly_this_gang_is_enough(bed: AwsBed) -> None:
+    bed.account.quotas["us-east-1", "L-417A185B"] = 192.0
+    assert launch(bed, node_count=2)["MinCount"] == 2
+
+
 def test_quota_used_by_other_machines_is_reported_with_figures(bed: AwsBed) -> None:
     bed.account.quotas["us-east-1", "L-417A185B"] = 200.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -146,3 +147,16 @@ def test_a_script_is_packed_only_above_the_limit(bed: AwsBed, extra: int, is_pac
 
 async def create(bed: AwsBed, boot: str) -> None:
     await bed.cloud.create_nodes(make_request(bed, boot=boot))
+
+
+def test_time_of_an_end_does_not_depend_on_the_zone_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as local time, it would end a bill hours too early or too late."""
+    instance = make_instance(1, State={"Name": "terminated"}, StateTransitionReason="(2026-03-04 06:07:08 GMT)")
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        (node,) = read(instance)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert node.ended_s == datetime(2026, 3, 4, 6, 7, 8, tzinfo=UTC).timestamp()
