@@ -29,6 +29,7 @@ SHORT = {
     "-n": "ntasks", "-o": "output", "-p": "partition", "-q": "qos", "-s": "oversubscribe", "-t": "time",
     "-v": "verbose", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
+OTHER_NAMES = {"tasks-per-node": "ntasks-per-node", "share": "oversubscribe", "workdir": "chdir"}
 # Options without a value, or with one after `=` only.
 FLAGS = {
     "requeue", "no-requeue", "exclusive", "overcommit", "parsable", "contiguous", "spread-job", "hold", "no-kill",
@@ -132,6 +133,7 @@ def _parse_options(words: list[str]) -> Iterator[tuple[str, str]]:
         word = rest.pop(0)
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
+            name = OTHER_NAMES.get(name, name)
         else:
             if word in ("hetjob", "packjob"):
                 raise ValueError("heterogeneous jobs are not supported; write a job group with a task per component")
