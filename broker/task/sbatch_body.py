@@ -70,7 +70,10 @@ SRUN_NAMES = {
     "-N": "--nodes", "-n": "--ntasks", "-w": "--nodelist", "-x": "--exclude", "-r": "--relative", "-D": "--chdir",
 }  # fmt: skip
 # Options of `srun` that change what it starts, without a counterpart.
-SRUN_UNSERVED = {"--chdir", "--container-mounts", "--container-workdir", "--multi-prog"}
+SRUN_UNSERVED = {
+    "--chdir", "--container-mounts", "--container-workdir", "--container-name", "--multi-prog",
+    "--environment", "--uenv",
+}  # fmt: skip
 # `head_ip=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address)`: our host names are addresses.
 HOST_ADDRESS = re.compile(
     r"\$\(\s*srun\s(?P<options>[^()|;]*?)\s*\bhostname\s+(?:--ip-address|--all-ip-addresses|-i|-I)(?:\s*\|[^()]*)?\s*\)"

@@ -370,3 +370,15 @@ def test_tasks_per_node_is_another_name_of_the_option() -> None:
     found = import_sbatch("#!/bin/bash\n#SBATCH --nodes=4 --tasks-per-node=32 --cpus-per-task=2\nsrun ./md\n")
     assert found.task["resources"]["cpus"] == "64+"
     assert not [each for each in found.notes if "no counterpart" in each]
+
+
+def test_comment_after_an_option_may_have_an_apostrophe() -> None:
+    found = import_sbatch("#!/bin/bash\n#SBATCH --mem=64G  # don't ask for \"all\n#SBATCH -J 'a # b'\ntrain\n").task
+    assert (found["resources"]["memory"], found["name"]) == ("64+", "a-b")
+    with pytest.raises(ValueError, match="line 2: No closing quotation"):
+        import_sbatch("#!/bin/bash\n#SBATCH --comment=don't\ntrain\n")
+
+
+def test_container_that_the_site_keeps_is_noted() -> None:
+    noted = import_sbatch("#!/bin/bash\nsrun --container-name=mine python t.py\n").notes
+    assert [each for each in noted if "`srun --container-name=mine` has no counterpart" in each]

@@ -72,5 +72,7 @@ def test_text_that_srun_hands_to_a_shell_on_every_node_is_not_of_the_first_node(
     found = import_sbatch(script)
     assert "export HERE=$(hostname)" in found.task["run"]
     assert not [each for each in found.notes if "first node only" in each or "gets no arguments" in each]
+    outer = import_sbatch('#!/bin/bash\nbash -c "python $1 train.py"\n').notes
+    assert [each for each in outer if "gets no arguments" in each]
     late = import_sbatch(f"{TWO}srun echo 'a\nb'\npython train.py $1\n").notes
     assert [each for each in late if "first node only" in each] and [each for each in late if "no arguments" in each]
