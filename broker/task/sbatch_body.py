@@ -238,9 +238,8 @@ def _note_run(body: list[str], run: str, known: Set[str]) -> Iterator[str]:
     own = set(re.findall(r"\b(SLURMD?_[A-Z_]+)=", code))
     if unset := sorted(set(SLURM_NAME.findall(code)) - set(VARIABLES) - known - own):
         yield f"`{'`, `'.join(unset)}`: only Slurm sets {'it' if len(unset) == 1 else 'them'}; replace in `run`"
-    if any(
-        ARGUMENTS.search(each) for each in _join_lines(code.split("\n"), INNER_SHELL) if not INNER_SHELL.match(each)
-    ):
+    commands = _join_lines(code.split("\n"), INNER_SHELL)
+    if any(ARGUMENTS.search(re.sub("'[^']*'", "", each) if INNER_SHELL.match(each) else each) for each in commands):
         yield "`run` gets no arguments: replace `$1` or `$@` by their values, or by variables in `envs`"
     if "scontrol requeue" in code:
         yield "`scontrol requeue`: remove it; a managed job is restarted after a preemption"
