@@ -11,7 +11,7 @@ from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.caching import check_cached_setup
 from broker.task.checking import check_environment, check_images, check_labels
-from broker.task.environment import SET_BY_AGENT, is_changed, list_texts, render_value
+from broker.task.environment import SET_BY_AGENT, is_changed, list_texts, refers_to_variable, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
 from broker.task.fields_schedule import read_schedule
@@ -221,7 +221,13 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
                 shown = f" is `{text}`, not `{marked.value[key].text}`" if name == "envs" else " is not as written"
                 message = f"`{name}.{bare}`{shown}: SkyPilot reads it as a number or a word of YAML 1.1"
                 reader.warn(marked.keys[key], name, message, "put it in quotes to keep it", blocks_launch=False)
-            if name == "envs" and text and is_credential_name(bare):
+            if marked.keys and refers_to_variable(text, bare):
+                message = f"`{name}.{bare}` is passed as written: variables in it are not replaced, as in SkyPilot"
+                hint = f"leave the value empty and pass `{flag} {bare}`, or set it in `run`"
+                if name == "envs" and is_credential_name(bare):
+                    hint = f"move it to `secrets`, without a value, and pass `--secret {bare}`"
+                reader.warn(marked.keys[key], name, message, hint, blocks_launch=False)
+            elif name == "envs" and text and is_credential_name(bare):
                 message = f"`envs.{bare}` looks like a credential, but `envs` are stored and shown in clear text"
                 hint = f"move it to `secrets`, and pass `--secret {bare}`"
                 reader.warn(marked.keys[key], name, message, hint, blocks_launch=False)

@@ -169,6 +169,24 @@ def test_a_surprise_is_noted(text: str, position: tuple[int, int], message: str,
 
 
 @pytest.mark.parametrize(
+    ("values", "noted"),
+    [
+        ("envs: {HF_TOKEN: $HF_TOKEN}", "--secret HF_TOKEN"),
+        ("envs: {URI: '${TRACKING_URI}'}", "--env URI"),
+        ("envs: {LD_LIBRARY_PATH: '/usr/local/cuda/lib64:$LD_LIBRARY_PATH'}", "--env LD_LIBRARY_PATH"),
+        ("secrets: {KEY: '${KEY}'}", "--secret KEY"),
+        ("envs: {COMMAND: 'python train.py --lr $LR'}", ""),
+        ("envs: {PRICE: '$5', HOME_OF: $}", ""),
+    ],
+)
+def test_value_that_looks_like_a_variable_of_this_shell_is_noted_as_text(values: str, noted: str) -> None:
+    """A program would log in with the text `${HF_TOKEN}`."""
+    notices = load(values).notices
+    assert len(notices) == bool(noted)
+    assert all("is passed as written" in each.message and f"`{noted}`" in (each.hint or "") for each in notices)
+
+
+@pytest.mark.parametrize(
     "mounts",
     [
         "/x: {source: s3://a}, /x/y: s3://b",
