@@ -168,6 +168,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
     if recovery.caches_setup:
         check_cached_setup(reader, section)
     _note_shell_files(reader, section)
+    _note_conda(reader, section)
     return Task(
         name=section.get("name"),
         resources=resources,
@@ -251,6 +252,31 @@ def _note_shell_files(reader: Reader, section: Section) -> None:
         message = f"`setup` changes shell settings (`{found[0]}`), but `run` starts without them"
         hint = "set the variables under `envs`, or write them to a file that `run` reads: `. ~/env.sh`"
         reader.warn(section.find_key("setup"), "setup", message, hint, blocks_launch=False)
+
+
+# `conda activate x` and the like; not in a script that brings its own conda.
+_CONDA = re.compile(
+    r"(?:^|[;&|])[ \t]*(?P<command>(?:conda|mamba)[ \t]+(?:activate|create|install|env|run))\b", re.MULTILINE
+)
+_OWN_CONDA = re.compile(
+    r"(?:mini|micro|ana)conda|miniforge|mamba(?:forge|\.sh)|micromamba|conda\.sh|\bhook\b", re.IGNORECASE
+)
+
+
+def _note_conda(reader: Reader, section: Section) -> None:
+    """Note a program that relies on SkyPilot's conda, which it installs on each node and activates in each shell."""
+    texts = {name: section.get(name) or "" for name in ("setup", "run")}
+    if any(_OWN_CONDA.search(text) for text in texts.values()):
+        return
+    for name, text in texts.items():
+        if found := _CONDA.search(text):
+            message = f"`{name}` uses `{found['command']}`, but nodes may have no conda, and shells do not activate it"
+            hint = (
+                "use `python3 -m venv` or `uv venv`, or install Miniconda in `setup`, and run "
+                "`. ~/miniconda3/etc/profile.d/conda.sh` first"
+            )
+            reader.warn(section.find_key(name), name, message, hint, blocks_launch=False)
+            return
 
 
 def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:

@@ -258,3 +258,20 @@ def test_a_batch_script_that_is_not_yaml_gets_its_converter() -> None:
     with pytest.raises(TaskError) as caught:
         load_tasks_text("#!/bin/bash\n#SBATCH -N 2\nmodule load cuda\nsrun a --b: c: d\n", "train.sh")
     assert "broker jobs import" in (caught.value.issues[0].hint or "")
+
+
+@pytest.mark.parametrize(
+    ("body", "command"),
+    [
+        ("setup: conda create -n vllm python=3.10 -y", "conda create"),
+        ("run: |\n  cd x && conda activate vllm\n  python t.py", "conda activate"),
+        ("setup: mamba install -y gcc", "mamba install"),
+        ("run: conda deactivate 2>/dev/null || true", ""),
+        ("run: |\n  . ~/miniconda3/etc/profile.d/conda.sh\n  conda activate x", ""),
+        ('run: |\n  eval "$(conda shell.bash hook)"\n  conda activate x', ""),
+        ("run: echo conda activate", ""),
+    ],
+)
+def test_conda_that_only_skypilot_installs_is_noted(body: str, command: str) -> None:
+    notices = load_tasks_text(body, "task.yaml")[0].notices
+    assert [f"`{command}`" in each.message and not each.blocks_launch for each in notices] == [True] * bool(command)
