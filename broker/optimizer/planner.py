@@ -73,7 +73,7 @@ def _filter_offers(
 ) -> tuple[Sequence[Offer], list[Rejection]]:
     """Return the offers that fit the request, on clouds that are set up and able, and what was rejected."""
     fitting, rejections = apply_filters(resources, offers)
-    kept, unable = leave_unable_clouds(resources, task.num_nodes, fitting)
+    kept, unable = leave_unable_clouds(task, resources, fitting)
     rejections += unable
     if usable_clouds is not None:
         reached = [offer for offer in kept if offer.cloud in usable_clouds]

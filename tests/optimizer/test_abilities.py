@@ -20,11 +20,17 @@ OFFERS = [offer("vast", "somewhere", ondemand_usd_hour=9.0), offer("nebius", "eu
         ("resources: {accelerators: H100:8, disk_tier: high}", "lambda"),
         ("resources: {accelerators: H100:8, network_tier: best}", "azure"),
         ("resources: {accelerators: H100:8, image_id: ubuntu-24}", "lambda"),
+        ("resources: {accelerators: H100:8}\nfile_mounts: {/out: {source: s3://b, mode: MOUNT_CACHED}}", "runpod"),
     ],
 )
 def test_cloud_that_would_refuse_the_task_is_not_planned(text: str, cheap: str) -> None:
     found = plan(text, [offer(cheap, ondemand_usd_hour=9.0), offer("nebius", ondemand_usd_hour=20.0)])
     assert [each.placement.offer.cloud for each in found.estimates] == ["nebius"]
+
+
+def test_copy_of_a_bucket_is_planned_where_it_cannot_be_mounted() -> None:
+    text = "resources: {accelerators: H100:8}\nfile_mounts: {/in: {source: s3://b, mode: COPY}, /code: s3://c}"
+    assert plan(text, OFFERS).choice.placement.offer.cloud == "vast"
 
 
 @pytest.mark.parametrize("extra", ["", ", disk_tier: best, network_tier: standard"])
