@@ -74,7 +74,7 @@ def refers_to_variable(text: str, name: str) -> bool:
 
     Others, such as a command for `eval`, may contain a `$` for the program.
     """
-    if re.fullmatch(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})", text):
+    if re.fullmatch(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*(?::?[-=?+][^}]*)?\})", text):
         return True
     return re.search(rf"\$(?:{re.escape(name)}\b|\{{{re.escape(name)}\}})", text) is not None
 
