@@ -14,6 +14,10 @@ Test = Callable[[Offer], bool]
 ORDINARY_GIB = 4.0
 POOLS = frozenset(("ssh", "slurm", "kubernetes"))
 OWN_CLOUDS = POOLS | {"local"}
+# In SkyPilot's hosted catalogs, but without an adapter here: machines cannot be started there, so they are planned only
+# by name, to compare prices.
+PRICED_ONLY = frozenset(("hyperstack", "jarvislabs", "lium", "spheron"))
+NAMED_ONLY = PRICED_ONLY | {"local"}  # the local cloud is for rehearsals
 SHARED_CLOUDS = frozenset(("slurm", "kubernetes"))  # a node there is a part of a machine
 
 
@@ -36,7 +40,7 @@ class Filter:
 
 def _test_cloud(resources: Resources) -> Test | None:
     if resources.cloud is None:
-        return lambda offer: offer.cloud != "local"  # the local cloud is for rehearsals, and used only by name
+        return lambda offer: offer.cloud not in NAMED_ONLY
     cloud = resources.cloud.lower()
     return lambda offer: offer.cloud == cloud
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from broker.catalog.sources.skypilot import SkyPilotSource
+from broker.clouds import CLOUDS
 from broker.errors import NoOfferError
+from broker.optimizer.filters import PRICED_ONLY
 from tests.optimizer.market import offer, plan
 
 GANG = "resources: {accelerators: H100:8}\nnum_nodes: 2"
@@ -42,3 +45,14 @@ def test_single_machine_with_nothing_special_is_planned_everywhere(extra: str) -
 def test_refusal_says_that_the_cloud_has_no_gangs() -> None:
     with pytest.raises(NoOfferError, match=r"several nodes +1 offers excluded, nearest vast"):
         plan("resources: {accelerators: H100:8, infra: vast}\nnum_nodes: 2", OFFERS)
+
+
+def test_cloud_on_which_no_machine_can_be_started_is_planned_only_by_name() -> None:
+    offers = [offer("jarvislabs", ondemand_usd_hour=1.0), offer("nebius", ondemand_usd_hour=20.0)]
+    text = "resources: {accelerators: H100:8%s}"
+    assert [each.placement.offer.cloud for each in plan(text % "", offers).estimates] == ["nebius"]
+    assert plan(text % ", infra: jarvislabs", offers).choice.placement.offer.cloud == "jarvislabs"
+
+
+def test_priced_clouds_without_an_adapter_are_known() -> None:
+    assert set(SkyPilotSource.clouds) - set(CLOUDS) == PRICED_ONLY
