@@ -189,7 +189,8 @@ def _leave_large_shares(resources: Resources, offers: list[Offer]) -> list[Offer
     smallest = dict[tuple[object, ...], Offer]()
     for each in offers:
         if each.cloud in SHARED_CLOUDS:
-            key = (each.cloud, each.region, each.zone, each.accelerator, each.accelerator_count)
+            is_spot = each.ondemand_usd_hour is None
+            key = (each.cloud, each.region, each.zone, is_spot, each.accelerator, each.accelerator_count)
             found = smallest.setdefault(key, each)
             if (each.vcpus, each.memory_gib) < (found.vcpus, found.memory_gib):
                 smallest[key] = each

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from broker.errors import NoOfferError
@@ -38,5 +40,7 @@ def test_the_smallest_share_of_a_pool_is_requested() -> None:
     exact = plan("resources: {cpus: 6}", shares)  # type: ignore[arg-type]
     assert [each.placement.offer.vcpus for each in exact.estimates] == [8, 8]
     assert len(plan("resources: {cpus: 6+}", shares).estimates) == 6  # type: ignore[arg-type]
+    both = [*shares[:1], replace(shares[1], ondemand_usd_hour=None, spot_usd_hour=0.0)]  # type: ignore[type-var]
+    assert len(plan("resources: {cpus: 6, use_spot: false}", both).estimates) == 1  # type: ignore[arg-type]
     hosts = [share("ssh", size, 4 * size, accelerator=None, accelerator_count=0) for size in (64, 16)]
     assert len(plan("resources: {cpus: 6}", hosts).estimates) == 2  # type: ignore[arg-type]
