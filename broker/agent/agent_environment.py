@@ -63,6 +63,7 @@ def make_envs(
         {
             name: value,
             "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
+            "SKYPILOT_INTERNAL_JOB_ID": str(spec["run_id"]),
             "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
             "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
             "BROKER_PREEMPTION_FILE": str(folder / "preemption"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from broker.errors import NoOfferError, NotImportedError, UnknownNameError
-from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
+from broker.types import AcceleratorFigures, Notice, Offer, Origin, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.optimizer.rating import History
     from broker.sites.offers import OwnOffers
+
+FLAGS = Origin(file="command line", line=0, column=0)
 
 
 class Market:
@@ -69,11 +72,30 @@ class Market:
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
-        """Name the task's accelerators as in the price book, and add notices for those that no cloud sells."""
+        """Name the task's accelerators as in the price book, and add notices for those that no cloud sells, and for
+        alternatives on clouds without offers."""
         from broker.catalog.suggestions import SELLERS
         from broker.task.accelerators import resolve_accelerators
 
-        return resolve_accelerators(task, self.figures, offered=self.book.list_accelerator_names(), sellers=SELLERS)
+        names = self.book.list_accelerator_names()
+        return self._note_unpriced(resolve_accelerators(task, self.figures, offered=names, sellers=SELLERS))
+
+    def _note_unpriced(self, task: Task) -> Task:
+        """Add a notice for each cloud without offers, if another alternative remains: plans cannot rank it."""
+        unpriced = self._list_unpriced(task)
+        if unpriced.issuperset({each.cloud for each in task.resources}):
+            return task  # `plan` raises an error
+        for cloud in sorted(unpriced):
+            remedies = _list_remedies([cloud], self.home or Path("~/.broker"))
+            notice = Notice(
+                origin=next((each.origin for each in task.resources if each.cloud == cloud and each.origin), FLAGS),
+                field="infra",
+                message=f"`infra`: the catalog has no offers of {cloud}; ignoring the alternative",
+                hint=f"run `broker check {cloud}`" if cloud in self._native else remedies[0],
+            )
+            if notice not in task.notices:
+                task = replace(task, notices=(*task.notices, notice))
+        return task
 
     def plan(
         self,

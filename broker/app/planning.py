@@ -14,7 +14,7 @@ from broker.app.known_starts import plan_with_known_starts
 from broker.config import find_checkpoint_url, find_home
 from broker.errors import NoOfferError, UnknownNameError, UsageError
 from broker.formatting import format_count
-from broker.types import Notice, Plan, Task
+from broker.types import Notice, Origin, Plan, Task
 
 if TYPE_CHECKING:
     from broker.clouds.base import ExplainMissingImage
@@ -116,7 +116,26 @@ def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str
 
 def check_place(task: Task, clouds: Collection[str], *, is_launch: bool, note: Callable[[str], None]) -> None:
     """Note or refuse, like `check_notices`, fields that some of `clouds`, where the task may run, do not support."""
-    _report_notices([each for each in task.notices if each.cloud in clouds], is_launch=is_launch, note=note)
+    found = [each for each in task.notices if each.cloud in clouds]
+    if "local" in clouds:
+        found += _list_outside(task)
+    _report_notices(found, is_launch=is_launch, note=note)
+
+
+def _list_outside(task: Task) -> list[Notice]:
+    """List the targets of files and buckets that local nodes do not have: they share this machine's root folder."""
+    places = {each.target: each.origin for each in task.storage_mounts}
+    return [
+        Notice(
+            origin=places.get(target) or task.origin or Origin(file="command line", line=0, column=0),
+            field="file_mounts",
+            message=f"`file_mounts` on local: `{target}` is outside the home folders of nodes",
+            hint=f"use a target below `~/`, such as `~{target}`",
+            blocks_launch=True,
+        )
+        for target in (*task.file_mounts, *places)
+        if target.startswith("/")
+    ]
 
 
 def check_plans(plans: Sequence[Plan], *, home: Path | None, is_launch: bool, note: Callable[[str], None]) -> None:

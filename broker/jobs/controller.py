@@ -386,7 +386,8 @@ class JobController:
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
         advice = {**self._policy_runner.advise(job.task, attempt), **self._group.make_envs(job)}
         advice |= {**self._health.make_envs(job, cluster), **self._setups.make_envs(job, attempt, cluster)}
-        return make_envs(self._config, job, attempt, cluster, advice=advice, find_job=self._store.jobs.get)
+        find, members = self._store.jobs.get, self._store.jobs.list_pipeline(job.pipeline) if job.pipeline else ()
+        return make_envs(self._config, job, attempt, cluster, advice=advice, find_job=find, members=members)
 
     def _report_list_error(self, error: CloudError) -> None:
         """Report each login error once, with its remedy: only the user can fix it, whereas others are temporary."""

@@ -6,13 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
 
 from broker.frozen import frozen
-from broker.types import Offer, Placement, Rejection, Resources, Task
+from broker.types import Offer, Placement, Quantity, Rejection, Resources, Task
 
 Test = Callable[[Offer], bool]
 # Of a machine without accelerators, if the task states no amount: SkyPilot requests this much for each vCPU, and with
 # less, an ordinary `pip install` is often killed. Own machines are as they are.
 ORDINARY_GIB = 4.0
-OWN_CLOUDS = frozenset(("local", "ssh", "slurm", "kubernetes"))
+POOLS = frozenset(("ssh", "slurm", "kubernetes"))
+OWN_CLOUDS = POOLS | {"local"}
+# In SkyPilot's hosted catalogs, but without an adapter here: machines cannot be started there, so they are planned only
+# by name, to compare prices.
+PRICED_ONLY = frozenset(("hyperstack", "jarvislabs", "lium", "spheron"))
+NAMED_ONLY = PRICED_ONLY | {"local"}  # the local cloud is for rehearsals
+SHARED_CLOUDS = frozenset(("slurm", "kubernetes"))  # a node there is a part of a machine
 
 
 @frozen
@@ -34,7 +40,7 @@ class Filter:
 
 def _test_cloud(resources: Resources) -> Test | None:
     if resources.cloud is None:
-        return lambda offer: offer.cloud != "local"  # the local cloud is for rehearsals, and used only by name
+        return lambda offer: offer.cloud not in NAMED_ONLY
     cloud = resources.cloud.lower()
     return lambda offer: offer.cloud == cloud
 
@@ -81,14 +87,19 @@ def _test_zone(resources: Resources) -> Test | None:
 
 def _test_cpus(resources: Resources) -> Test | None:
     quantity = resources.cpus
-    return None if quantity is None else lambda offer: quantity.admits(offer.vcpus)
+    return None if quantity is None else lambda offer: _admits(quantity, offer, offer.vcpus)
 
 
 def _test_memory(resources: Resources) -> Test | None:
     quantity, ratio = resources.memory_gib, resources.memory_gib_per_vcpu
     if ratio is not None:
         return lambda offer: offer.memory_gib >= ratio * offer.vcpus
-    return None if quantity is None else lambda offer: quantity.admits(offer.memory_gib)
+    return None if quantity is None else lambda offer: _admits(quantity, offer, offer.memory_gib)
+
+
+def _admits(quantity: Quantity, offer: Offer, amount: float) -> bool:
+    """Return whether an amount satisfies the request; on pools of own machines, an exact size is a minimum (0459)."""
+    return quantity.admits(amount) or (offer.cloud in POOLS and amount >= quantity.value)
 
 
 def _find_least_gib(resources: Resources, offer: Offer) -> float:
@@ -168,7 +179,23 @@ def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[O
             nearest = _find_nearest(each, resources, filterfalse(test, kept))
             rejections.append(Rejection(filter=each.name, count=len(kept) - len(passed), nearest=each.show(nearest)))
         kept = passed
-    return _leave_small_machines(resources, kept), rejections
+    return _leave_large_shares(resources, _leave_small_machines(resources, kept)), rejections
+
+
+def _leave_large_shares(resources: Resources, offers: list[Offer]) -> list[Offer]:
+    """Return the smallest share of each pool of shared machines, if the task requests an exact size."""
+    if not any(each and not each.is_minimum for each in (resources.cpus, resources.memory_gib)):
+        return offers
+    smallest = dict[tuple[object, ...], Offer]()
+    for each in offers:
+        if each.cloud in SHARED_CLOUDS:
+            is_spot = each.ondemand_usd_hour is None
+            key = (each.cloud, each.region, each.zone, is_spot, each.accelerator, each.accelerator_count)
+            found = smallest.setdefault(key, each)
+            if (each.vcpus, each.memory_gib) < (found.vcpus, found.memory_gib):
+                smallest[key] = each
+    kept = {id(each) for each in smallest.values()}
+    return [each for each in offers if each.cloud not in SHARED_CLOUDS or id(each) in kept]
 
 
 def _leave_small_machines(resources: Resources, offers: list[Offer]) -> list[Offer]:

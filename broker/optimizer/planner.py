@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import NoOfferError
 from broker.formatting import format_usd
+from broker.optimizer.abilities import leave_unable_clouds
 from broker.optimizer.filters import OfferIndex, apply_filters
 from broker.optimizer.ranking import IDENTITY, RANK, LazyEstimates, RankedOffer, rank_by_score
 from broker.optimizer.rating import CostModel, History, list_pricing_models, place
@@ -39,7 +40,7 @@ def make_plan(
     preferences = task.list_preferences()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
-    accepted = [_filter_offers(each, index.pick(each), usable_clouds) for each in task.resources]
+    accepted = [_filter_offers(task, each, index.pick(each), usable_clouds) for each in task.resources]
     if len(accepted) > 1 and len(set(preferences)) == 1:
         costs.join_alternatives({number: kept for number, (kept, _) in enumerate(accepted)})
     for number, (kept, filtered) in enumerate(accepted):
@@ -68,10 +69,12 @@ def make_plan(
 
 
 def _filter_offers(
-    resources: Resources, offers: Sequence[Offer], usable_clouds: frozenset[str] | None
+    task: Task, resources: Resources, offers: Sequence[Offer], usable_clouds: frozenset[str] | None
 ) -> tuple[Sequence[Offer], list[Rejection]]:
-    """Return the offers that fit the request, on clouds that are set up, and what was rejected."""
-    kept, rejections = apply_filters(resources, offers)
+    """Return the offers that fit the request, on clouds that are set up and able, and what was rejected."""
+    fitting, rejections = apply_filters(resources, offers)
+    kept, unable = leave_unable_clouds(task, resources, fitting)
+    rejections += unable
     if usable_clouds is not None:
         reached = [offer for offer in kept if offer.cloud in usable_clouds]
         if len(reached) < len(kept):

@@ -9,7 +9,8 @@ from broker.task.tables import Section
 
 # Variables whose values belong to one node, attempt or job: an archive would copy them to others.
 OWN_VARIABLES = re.compile(
-    r"\b(?:SKYPILOT_(?:(?:SETUP_)?NODE_(?:RANK|IPS)|TASK_ID|CLUSTER_INFO)|BROKER_(?:JOB_ID|ATTEMPT|MASTER_PORT|CHECKPOINT_DIR|PIPELINE_DIR"
+    r"\b(?:SKYPILOT_(?:(?:SETUP_)?NODE_(?:RANK|IPS)|TASK_IDS?|(?:MANAGED_|INTERNAL_)JOB_ID|JOB_RANK|CLUSTER_INFO)"
+    r"|BROKER_(?:JOB_ID|ATTEMPT|MASTER_PORT|CHECKPOINT_DIR|PIPELINE_DIR"
     r"|PROGRESS_FILE|PREEMPTION_FILE|GANG_PEM|GANG_FILE|ACCESS_DIR))\b"
 )
 

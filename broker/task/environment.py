@@ -6,6 +6,7 @@ compare with these texts. Other fields follow YAML 1.2.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ _FLAGS = ("True", "False")
 SET_BY_AGENT = (
     "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE",
     "SKYPILOT_SETUP_NODE_RANK", "SKYPILOT_SETUP_NODE_IPS", "SKYPILOT_SETUP_NUM_GPUS_PER_NODE",
+    "SKYPILOT_INTERNAL_JOB_ID",
     "BROKER_MASTER_PORT", "BROKER_PROGRESS_FILE", "BROKER_PREEMPTION_FILE", "BROKER_GANG_PEM", "BROKER_GANG_FILE",
 )  # fmt: skip
 
@@ -65,6 +67,16 @@ def is_changed(marked: Marked, text: str) -> bool:
         return False
     is_same_flag = text in _FLAGS and marked.text.lower() == text.lower()
     return not is_same_flag and not (isinstance(marked.value, float) and "e" in marked.text.lower())
+
+
+def refers_to_variable(text: str, name: str) -> bool:
+    """Return whether a value was meant to be replaced: it is another variable, or extends its own (`PATH: /x:$PATH`).
+
+    Others, such as a command for `eval`, may contain a `$` for the program.
+    """
+    if re.fullmatch(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*(?::?[-=?+][^}]*)?\})", text):
+        return True
+    return re.search(rf"\$(?:{re.escape(name)}\b|\{{{re.escape(name)}\}})", text) is not None
 
 
 def _convert(marked: Marked) -> Any:

@@ -38,7 +38,10 @@ CONFIG = Table(
     fields={
         "docker": Field(
             shape=_SECTION, about="`run_options` of the container.",
-            later=Later(message="container options are not supported", hint="install what you need in `setup`"),
+            later=Later(
+                message="container options are not supported",
+                hint="remove it: containers have `--network host`, `--ipc host`, all GPUs and no limit of `memlock`",
+            ),
         ),
         "nvidia_gpus": Field(
             shape=_SECTION, about="`disable_ecc`.", later=Later(message="ECC is not changed", blocks_launch=False)

@@ -185,12 +185,16 @@ ONE: dict[str, Field] = {
         about="TPU options. **Not launched,** unless they are SkyPilot's defaults: `tpu_vm: true`, and the "
         "`runtime_version` of the TPU's generation.",
     ),
-    "cpus": Field(shape=Count(), examples=("4", "4+", "16+"), about="vCPUs per node: `4` exactly, `4+` at least."),
+    "cpus": Field(
+        shape=Count(),
+        examples=("4", "4+", "16+"),
+        about="vCPUs per node: `4` exactly (on own machines: at least), `4+` at least.",
+    ),
     "memory": Field(
         shape=MemorySize(),
         examples=("32+", "64GB+", "128"),
-        about="Memory per node in GiB: `32` exactly, `32+` at least, `4x` at least 4 GiB per vCPU. "
-        "Default without accelerators: at least 4 GiB.",
+        about="Memory per node in GiB: `32` exactly (on own machines: at least), `32+` at least, `4x` at least 4 GiB "
+        "per vCPU. Default without accelerators: at least 4 GiB.",
     ),
     "instance_type": Field(
         shape=Text(rule=allowed.INSTANCE_TYPE), is_blank_none=True, about="Instance type of the cloud."

@@ -11,7 +11,7 @@ from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.caching import check_cached_setup
 from broker.task.checking import check_environment, check_images, check_labels
-from broker.task.environment import SET_BY_AGENT, is_changed, list_texts, render_value
+from broker.task.environment import SET_BY_AGENT, is_changed, list_texts, refers_to_variable, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
 from broker.task.fields_schedule import read_schedule
@@ -168,6 +168,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
     if recovery.caches_setup:
         check_cached_setup(reader, section)
     _note_shell_files(reader, section)
+    _note_conda(reader, section)
     return Task(
         name=section.get("name"),
         resources=resources,
@@ -221,7 +222,13 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
                 shown = f" is `{text}`, not `{marked.value[key].text}`" if name == "envs" else " is not as written"
                 message = f"`{name}.{bare}`{shown}: SkyPilot reads it as a number or a word of YAML 1.1"
                 reader.warn(marked.keys[key], name, message, "put it in quotes to keep it", blocks_launch=False)
-            if name == "envs" and text and is_credential_name(bare):
+            if marked.keys and refers_to_variable(text, bare):
+                message = f"`{name}.{bare}` is passed as written: variables in it are not replaced, as in SkyPilot"
+                hint = f"leave the value empty and pass `{flag} {bare}`, or set it in `run`"
+                if name == "envs" and is_credential_name(bare):
+                    hint = f"move it to `secrets`, without a value, and pass `--secret {bare}`"
+                reader.warn(marked.keys[key], name, message, hint, blocks_launch=False)
+            elif name == "envs" and text and is_credential_name(bare):
                 message = f"`envs.{bare}` looks like a credential, but `envs` are stored and shown in clear text"
                 hint = f"move it to `secrets`, and pass `--secret {bare}`"
                 reader.warn(marked.keys[key], name, message, hint, blocks_launch=False)
@@ -245,6 +252,31 @@ def _note_shell_files(reader: Reader, section: Section) -> None:
         message = f"`setup` changes shell settings (`{found[0]}`), but `run` starts without them"
         hint = "set the variables under `envs`, or write them to a file that `run` reads: `. ~/env.sh`"
         reader.warn(section.find_key("setup"), "setup", message, hint, blocks_launch=False)
+
+
+# `conda activate x` and the like; not in a script that brings its own conda.
+_CONDA = re.compile(
+    r"(?:^|[;&|])[ \t]*(?P<command>(?:conda|mamba)[ \t]+(?:activate|create|install|env|run))\b", re.MULTILINE
+)
+_OWN_CONDA = re.compile(
+    r"(?:mini|micro|ana)conda|miniforge|mamba(?:forge|\.sh)|micromamba|conda\.sh|\bhook\b", re.IGNORECASE
+)
+
+
+def _note_conda(reader: Reader, section: Section) -> None:
+    """Note a program that relies on SkyPilot's conda, which it installs on each node and activates in each shell."""
+    texts = {name: section.get(name) or "" for name in ("setup", "run")}
+    if any(_OWN_CONDA.search(text) for text in texts.values()):
+        return
+    for name, text in texts.items():
+        if found := _CONDA.search(text):
+            message = f"`{name}` uses `{found['command']}`, but nodes may have no conda, and shells do not activate it"
+            hint = (
+                "use `python3 -m venv` or `uv venv`, or install Miniconda in `setup`, and run "
+                "`. ~/miniconda3/etc/profile.d/conda.sh` first"
+            )
+            reader.warn(section.find_key(name), name, message, hint, blocks_launch=False)
+            return
 
 
 def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:

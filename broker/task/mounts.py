@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -71,7 +72,8 @@ def read_file_mounts(
             origin = reader.find_origin(source)
             storage.append(StorageMount(target=locate_target(target), source=(value,), mode="COPY", origin=origin))
             if not value.startswith(SERVED_SCHEMES):
-                _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` URLs are not supported", _FETCH)
+                message = f"`file_mounts`: `{value.partition('/')[0]}//` URLs are not supported"
+                _warn(reader, source, message, _suggest_azure(value) or _FETCH)
             elif _lacks_bucket(value):
                 _warn(reader, source, f"`file_mounts`: `{value}` names no bucket", "for example `s3://BUCKET/FOLDER`")
         else:
@@ -162,7 +164,7 @@ def _read_storage(reader: Reader, target: str, section: Section, own_store: str 
         elif not _is_served(sources, name, store):
             is_hub = store == "hf" or any(each.startswith("hf://") for each in sources)
             message = f"`file_mounts`: {_describe_unserved(sources, name, store)}"
-            _warn(reader, section.marked, message, _HUB if is_hub else _NAME)
+            _warn(reader, section.marked, message, _HUB if is_hub else _suggest_azure("".join(sources)) or _NAME)
         elif sources and store not in (None, _find_store(sources[0], store)):
             # SkyPilot copies it to a new bucket of that store and mounts the copy.
             message = f"`file_mounts`: copying `{sources[0]}` to a bucket in `{store}` is not supported"
@@ -193,6 +195,14 @@ def _describe_unserved(sources: tuple[str, ...], name: str | None, store: str | 
     if sources and "://" in sources[0]:
         return f"`{sources[0].partition('://')[0][:40]}://` URLs are not supported"
     return f"the store `{store}` is not supported" if name else "a local `source` requires the `name` of a bucket"
+
+
+def _suggest_azure(url: str) -> str | None:
+    """Return a hint for SkyPilot's URL of an Azure container."""
+    found = re.fullmatch(r"https://([\w-]+)\.blob\.core\.windows\.net/(\S+)", url)
+    return (
+        f"write `az://{found[2]}`, and set AZURE_STORAGE_ACCOUNT_NAME={found[1]} where broker runs" if found else None
+    )
 
 
 def _find_store(source: str, default: str) -> str:

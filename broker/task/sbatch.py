@@ -14,7 +14,6 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
 from typing import Any
 
 from broker.frozen import frozen
@@ -29,6 +28,7 @@ SHORT = {
     "-n": "ntasks", "-o": "output", "-p": "partition", "-q": "qos", "-s": "oversubscribe", "-t": "time",
     "-v": "verbose", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
+OTHER_NAMES = {"tasks-per-node": "ntasks-per-node", "share": "oversubscribe", "workdir": "chdir"}
 # Options without a value, or with one after `=` only.
 FLAGS = {
     "requeue", "no-requeue", "exclusive", "overcommit", "parsable", "contiguous", "spread-job", "hold", "no-kill",
@@ -117,13 +117,19 @@ def split_script(text: str) -> tuple[dict[str, str], list[str]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("#SBATCH") and not any(each.strip() and not each.startswith("#") for each in body):
             try:
-                words = shlex.split(line[len("#SBATCH") :])
-                options.update(_parse_options(list(takewhile(lambda word: not word.startswith("#"), words))))
+                options.update(_parse_options(shlex.split(_drop_comment(line[len("#SBATCH") :]))))
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
         elif not (line.startswith("#!") and not body):
             body.append(line)
     return options, body
+
+
+def _drop_comment(text: str) -> str:
+    """Return the options before `# a comment`, which may contain apostrophes."""
+    found = re.match(r"""(?:"[^"]*"|'[^']*'|[^'"\s]+|\s+(?!#))*""", text)
+    assert found, "the expression matches any text"
+    return found[0] if text[found.end() :].lstrip().startswith("#") else text
 
 
 def _parse_options(words: list[str]) -> Iterator[tuple[str, str]]:
@@ -132,6 +138,7 @@ def _parse_options(words: list[str]) -> Iterator[tuple[str, str]]:
         word = rest.pop(0)
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
+            name = OTHER_NAMES.get(name, name)
         else:
             if word in ("hetjob", "packjob"):
                 raise ValueError("heterogeneous jobs are not supported; write a job group with a task per component")

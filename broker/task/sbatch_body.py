@@ -6,7 +6,7 @@ A batch script runs on the first node of its job, and `srun` on all; `run` start
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 # Options of `srun` without a value, or with one after `=` only: the next word is the command.
 SRUN_FLAGS = re.compile(
@@ -54,13 +54,26 @@ SLURM_NAME = re.compile(r"\bSLURMD?_[A-Z_]+\b")
 ARGUMENTS = re.compile(r"""\$[@*]|\$\{[@*]|^[^\s#'][^#'\n]*\$(?:\{[1-9][:}-]|[1-9]\b)""", re.MULTILINE)
 SPACE = r"(?:\s|\\\n)"  # between the words of a command, which may continue in the next line
 SRUN_LINE = re.compile(r"\s*(?:exec\s+|time\s+)?srun\b")
+INNER_SHELL = re.compile(r"[^#]*\b(?:ba|z)?sh\s+-\w*c\s")  # its `$1` are its own
+# `module load cuda`, `ml gcc`: commands of environment modules, which clouds' machines do not have.
+MODULE = re.compile(
+    r"(?:^[ \t]*|[;&|{][ \t]*|\b(?:then|do|else)[ \t]+)"
+    r"(?P<command>(?P<name>module[ \t]+(?:-\S+[ \t]+)?"
+    r"(?:load|add|purge|swap|switch|use|unload|rm|list|restore|reset|avail)\b"
+    r"|ml[ \t]+[\w./+-]+)(?:[^;&|\n\\]|\\\n)*)",
+    re.MULTILINE,
+)
+WITHOUT_MODULES = "type {name} >/dev/null 2>&1 || {name}() {{ :; }}  # clouds' machines have no modules\n"
 ANY_LINE = re.compile("")
 WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
 SRUN_NAMES = {
     "-N": "--nodes", "-n": "--ntasks", "-w": "--nodelist", "-x": "--exclude", "-r": "--relative", "-D": "--chdir",
 }  # fmt: skip
 # Options of `srun` that change what it starts, without a counterpart.
-SRUN_UNSERVED = {"--chdir", "--container-mounts", "--container-workdir", "--multi-prog"}
+SRUN_UNSERVED = {
+    "--chdir", "--container-mounts", "--container-workdir", "--container-name", "--multi-prog",
+    "--environment", "--uenv",
+}  # fmt: skip
 # `head_ip=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address)`: our host names are addresses.
 HOST_ADDRESS = re.compile(
     r"\$\(\s*srun\s(?P<options>[^()|;]*?)\s*\bhostname\s+(?:--ip-address|--all-ip-addresses|-i|-I)(?:\s*\|[^()]*)?\s*\)"
@@ -86,15 +99,13 @@ COMMANDS = re.compile(r"(?:^|[;&|(]\s*|\s)(sbatch|scancel|squeue|sacct|sinfo|sbc
 
 
 def convert_body(lines: list[str], *, tasks: int = 1, nodes: int = 1) -> tuple[str, list[str]]:
-    """Return `run`, which defines the Slurm variables that it reads, and the `module` lines, which become comments.
+    """Return `run`, which defines the Slurm variables that it reads, and the `module` commands, which do nothing there
+    unless the nodes have them.
 
     `tasks` is the number of tasks per node. With several nodes, the name of the script's host is that of the first.
     """
-    modules, kept = [], []
+    kept = []
     for line in _join_lines(lines, SRUN_LINE):
-        if re.match(r"\s*(module|ml)\s", line):
-            modules.append(line.strip())
-            line = f"# {line.strip()}"
         line = HOST_ADDRESS.sub(_name_host, line)
         if nodes > 1 and "srun" not in line:
             line = OWN_HOST.sub(lambda found: found["name"] + FIRST_HOST, line)
@@ -107,19 +118,40 @@ def convert_body(lines: list[str], *, tasks: int = 1, nodes: int = 1) -> tuple[s
     seed = 'RANDOM="${BROKER_JOB_ID:-1}"  # the same numbers on every node\n'
     exports = seed if nodes > 1 and RANDOM.search(text) else ""
     exports += "".join(f'export {name}="{values[name].replace("{tasks}", str(tasks))}"\n' for name in read)
-    return exports + text, modules
+    modules = list(MODULE.finditer(text))
+    for name in sorted({each["name"].split()[0] for each in modules}):
+        exports += WITHOUT_MODULES.format(name=name)
+    return exports + text, [" ".join(each["command"].replace("\\\n", " ").split()) for each in modules]
 
 
-def _join_lines(lines: list[str], begins: re.Pattern[str]) -> Iterator[str]:
-    """Yield the lines; one text for a command that matches `begins` and continues in the next lines."""
-    rest = iter(lines)
-    for line in rest:
-        joined = line
-        while begins.match(joined) and joined.endswith("\\"):
-            if (following := next(rest, None)) is None:
-                break
-            joined += f"\n{following}"
+def _join_lines(lines: Sequence[str], begins: re.Pattern[str]) -> Iterator[str]:
+    """Yield the lines; one text for a command that matches `begins` and continues in the next lines, in quotes or after
+    a backslash."""
+    place = 0
+    while place < len(lines):
+        joined, end = lines[place], place + 1
+        if begins.match(joined):
+            while end < len(lines) and (joined.endswith("\\") or _is_quote_open(joined)):
+                joined, end = f"{joined}\n{lines[end]}", end + 1
+            if _is_quote_open(joined):  # a stray quote, such as in a comment
+                joined, end = lines[place], place + 1
         yield joined
+        place = end
+
+
+def _is_quote_open(text: str) -> bool:
+    """Return whether a shell would read on for the end of a quoted text."""
+    quote, skips = "", False
+    for each in re.sub(r"(?m)^([^'\"\n]*\s)#.*$", r"\1", text):  # a comment
+        if skips:
+            skips = False
+        elif each == "\\" and quote != "'":
+            skips = True
+        elif quote:
+            quote = "" if each == quote else quote
+        elif each in "'\"":
+            quote = each
+    return bool(quote)
 
 
 def _name_host(found: re.Match[str]) -> str:
@@ -181,10 +213,10 @@ def _note_srun(body: list[str], run: str, nodes: int) -> Iterator[str]:
 
 def _note_first_node(body: list[str], nodes: int) -> Iterator[str]:
     """Note programs without `srun`: Slurm runs them once, and `run` on every node."""
+    body = [line for each in _join_lines(body, SRUN_LINE) if "srun" not in each for line in each.split("\n")]
     parts = (
         part.strip().partition("\n")[0].rstrip("\\ ")
         for line in _join_lines(body, ANY_LINE)
-        if "srun" not in line
         for part in SEPARATOR.split(line)
     )
     if own := next((line.strip() for line in body if OWN_VALUE.match(line)), None):
@@ -206,7 +238,8 @@ def _note_run(body: list[str], run: str, known: Set[str]) -> Iterator[str]:
     own = set(re.findall(r"\b(SLURMD?_[A-Z_]+)=", code))
     if unset := sorted(set(SLURM_NAME.findall(code)) - set(VARIABLES) - known - own):
         yield f"`{'`, `'.join(unset)}`: only Slurm sets {'it' if len(unset) == 1 else 'them'}; replace in `run`"
-    if ARGUMENTS.search(code):
+    commands = _join_lines(code.split("\n"), INNER_SHELL)
+    if any(ARGUMENTS.search(re.sub("'[^']*'", "", each) if INNER_SHELL.match(each) else each) for each in commands):
         yield "`run` gets no arguments: replace `$1` or `$@` by their values, or by variables in `envs`"
     if "scontrol requeue" in code:
         yield "`scontrol requeue`: remove it; a managed job is restarted after a preemption"

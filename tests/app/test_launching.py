@@ -67,7 +67,7 @@ def context(tmp_path: Path) -> Iterator[Context]:
 def task(tmp_path: Path) -> Task:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("a")
-    mount = StorageMount(target="/data", source=(str(tmp_path / "data"),), name="a-bucket", store="s3")
+    mount = StorageMount(target="~/data", source=(str(tmp_path / "data"),), name="a-bucket", store="s3")
     task = read_task({"name": "t", "resources": {"infra": "local"}, "run": "true", "workdir": "."})
     return replace(task, storage_mounts=(mount,))
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from broker.app.planning import check_plans, warn_of_missing_image, warn_of_more_nodes, warn_of_small_memory
+from broker.app.planning import (
+    check_place,
+    check_plans,
+    warn_of_missing_image,
+    warn_of_more_nodes,
+    warn_of_small_memory,
+)
+from broker.errors import TaskError
+from broker.task.loader import load_tasks_text
 from broker.types import (
     Cluster,
     ClusterStatus,
@@ -99,3 +107,19 @@ def test_machine_for_which_the_cloud_has_no_image_has_one_note(tmp_path: Path) -
 def test_machine_with_an_image_has_none(asked: Resources, offer: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "aws.toml").write_text('images = {"eu-west-1" = "ami-1"}')
     assert warn_of_missing_image(make_plan(asked, **offer), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("mounts", "line"),
+    [("/data: .", 1), ("/out: {source: 's3://bucket', mode: MOUNT}", 2), ("~/data: .", 0), ("data: .", 0)],
+)
+def test_target_that_local_nodes_do_not_have_is_refused_before_there_is_a_cluster(mounts: str, line: int) -> None:
+    (task,) = load_tasks_text(f"file_mounts:\n  {mounts}\nrun: x", "task.yaml")
+    check_place(task, {"aws"}, is_launch=True, note=print)
+    if not line:
+        check_place(task, {"local"}, is_launch=True, note=print)
+        return
+    with pytest.raises(TaskError) as caught:
+        check_place(task, {"local"}, is_launch=True, note=print)
+    (issue,) = caught.value.issues
+    assert "is outside the home folders" in issue.message and (issue.file, issue.line) == ("task.yaml", line)

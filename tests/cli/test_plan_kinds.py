@@ -20,6 +20,9 @@ def test_kubernetes_before_its_offers_are_imported_is_a_plan_without_places(shel
     )
     (data,) = shell.read_json("plan", both)
     assert data["choice"]["placement"]["offer"]["cloud"] == "aws"
+    noted = [line for line in shell.run("plan", both).stderr.splitlines() if "kubernetes" in line]
+    assert len(noted) == 1 and "both.yaml:1:" in noted[0] and "ignoring the alternative" in noted[0]
+    assert "run `broker check kubernetes`" in noted[0]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,36 @@ def test_a_remote_program_without_a_bucket_gets_its_identity_and_no_folder(tmp_p
     found = make(JOB, tmp_path, handle="ssh://u@h")
     parent = found.pop("TRACEPARENT")
     assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", parent)
-    assert found == {"BROKER_JOB_ID": "7", "BROKER_ATTEMPT": "3", "SKYPILOT_TASK_ID": f"broker-{JOB.stem}", **ADVICE}
+    assert {name: value for name, value in found.items() if not name.startswith("SKYPILOT_")} == {
+        "BROKER_JOB_ID": "7", "BROKER_ATTEMPT": "3", **ADVICE,
+    }  # fmt: skip
+
+
+def test_a_single_job_is_the_only_one_of_its_kind_as_in_skypilot(tmp_path: Path) -> None:
+    found = make(JOB, tmp_path, handle="ssh://u@h")
+    assert {name: value for name, value in found.items() if name.startswith("SKYPILOT_")} == {
+        "SKYPILOT_TASK_ID": f"broker-{JOB.stem}", "SKYPILOT_TASK_IDS": f"broker-{JOB.stem}",
+        "SKYPILOT_MANAGED_JOB_ID": "7", "SKYPILOT_JOB_RANK": "0", "SKYPILOT_NUM_JOBS": "1",
+    }  # fmt: skip
+    share = replace(JOB, task=Task(envs={"SKYPILOT_JOB_RANK": "2", "SKYPILOT_NUM_JOBS": "4"}))
+    found = make(share, tmp_path, handle="ssh://u@h")
+    assert (found["SKYPILOT_JOB_RANK"], found["SKYPILOT_NUM_JOBS"]) == ("2", "4")
+
+
+def test_a_task_of_a_pipeline_knows_the_ids_of_all_in_their_order_and_a_retry_replaces_the_first(
+    tmp_path: Path,
+) -> None:
+    prepare, train = (replace(JOB, id=number, pipeline="p") for number in (7, 8))
+    again = replace(prepare, id=9, resumes=7)
+    found = make_envs(
+        Config(home=tmp_path, owner="owner"),
+        train,
+        ATTEMPT,
+        Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=3),
+        advice={},
+        members=(prepare, train, again),
+    )
+    assert found["SKYPILOT_TASK_IDS"].split("\n") == [f"broker-{again.stem}", f"broker-{train.stem}"]
 
 
 def test_a_program_joins_the_trace_of_its_job_unless_the_task_names_another(tmp_path: Path) -> None:

@@ -169,6 +169,25 @@ def test_a_surprise_is_noted(text: str, position: tuple[int, int], message: str,
 
 
 @pytest.mark.parametrize(
+    ("values", "noted"),
+    [
+        ("envs: {HF_TOKEN: $HF_TOKEN}", "--secret HF_TOKEN"),
+        ("envs: {URI: '${TRACKING_URI}'}", "--env URI"),
+        ("envs: {LD_LIBRARY_PATH: '/usr/local/cuda/lib64:$LD_LIBRARY_PATH'}", "--env LD_LIBRARY_PATH"),
+        ("envs: {BUCKET: '${DATA_BUCKET:-my-data}'}", "--env BUCKET"),
+        ("secrets: {KEY: '${KEY}'}", "--secret KEY"),
+        ("envs: {COMMAND: 'python train.py --lr $LR'}", ""),
+        ("envs: {PRICE: '$5', HOME_OF: $}", ""),
+    ],
+)
+def test_value_that_looks_like_a_variable_of_this_shell_is_noted_as_text(values: str, noted: str) -> None:
+    """A program would log in with the text `${HF_TOKEN}`."""
+    notices = load(values).notices
+    assert len(notices) == bool(noted)
+    assert all("is passed as written" in each.message and f"`{noted}`" in (each.hint or "") for each in notices)
+
+
+@pytest.mark.parametrize(
     "mounts",
     [
         "/x: {source: s3://a}, /x/y: s3://b",
@@ -240,3 +259,20 @@ def test_a_batch_script_that_is_not_yaml_gets_its_converter() -> None:
     with pytest.raises(TaskError) as caught:
         load_tasks_text("#!/bin/bash\n#SBATCH -N 2\nmodule load cuda\nsrun a --b: c: d\n", "train.sh")
     assert "broker jobs import" in (caught.value.issues[0].hint or "")
+
+
+@pytest.mark.parametrize(
+    ("body", "command"),
+    [
+        ("setup: conda create -n vllm python=3.10 -y", "conda create"),
+        ("run: |\n  cd x && conda activate vllm\n  python t.py", "conda activate"),
+        ("setup: mamba install -y gcc", "mamba install"),
+        ("run: conda deactivate 2>/dev/null || true", ""),
+        ("run: |\n  . ~/miniconda3/etc/profile.d/conda.sh\n  conda activate x", ""),
+        ('run: |\n  eval "$(conda shell.bash hook)"\n  conda activate x', ""),
+        ("run: echo conda activate", ""),
+    ],
+)
+def test_conda_that_only_skypilot_installs_is_noted(body: str, command: str) -> None:
+    notices = load_tasks_text(body, "task.yaml")[0].notices
+    assert [f"`{command}`" in each.message and not each.blocks_launch for each in notices] == [True] * bool(command)

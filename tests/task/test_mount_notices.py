@@ -83,6 +83,13 @@ def test_mount_is_read_only_where_the_file_says_so(storage: str, is_read_only: b
     [
         ("s4://bucket/x", "`file_mounts`: unknown kind of URL `s4://`", "buckets begin with s3://, gs://", True),
         ("{source: 'hf://org/model', store: hf}", "`file_mounts`: `hf://` URLs are not supported", "download", True),
+        ("https://mine.blob.core.windows.net/data/x", "`file_mounts`: `https://` URLs", "write `az://data/x`", True),
+        (
+            "{source: 'https://a.blob.core.windows.net/b'}",
+            "`file_mounts`: `https://` URLs",
+            "write `az://b`, and set AZURE_STORAGE_ACCOUNT_NAME=a ",
+            True,
+        ),
         ("{source: 's3://b/x', mount_options: -o x}", "`mount_options`: options of the mount program", "remove", True),
         (
             "{source: 's3://b/x', config: {mount_cached: {transfers: 8}}}",

@@ -12,6 +12,7 @@ from broker.cli.jobs_import import write_task_file
 from broker.task.loader import load_tasks
 from broker.task.sbatch import import_sbatch, name_gpu, read_minutes
 
+NO_MODULES = "type module >/dev/null 2>&1 || module() { :; }  # clouds' machines have no modules\n"
 SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "one GPU": (
         "#!/bin/bash\n#SBATCH --job-name=tune\n#SBATCH --gres=gpu:1\n#SBATCH -t 90\npython tune.py\n",
@@ -46,7 +47,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a site's options": (
         "#!/bin/bash\n#SBATCH -p gpu-long -A project7 --qos=high\n#SBATCH --signal=B:TERM@60 --mail-type=END\n"
         "module load cuda/12.4\nmodule load gcc\nmpirun -n 4 ./solve\n",
-        {"run": "# module load cuda/12.4\n# module load gcc\nmpirun -n 4 ./solve\n"},
+        {"run": f"{NO_MODULES}module load cuda/12.4\nmodule load gcc\nmpirun -n 4 ./solve\n"},
         ("--partition=gpu-long", "--signal", "--account", "--qos", "--mail-type", "`module load cuda/12.4`"),
     ),
     "a container and amounts per GPU": (
@@ -88,6 +89,12 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("`needs`",),
     ),
 }  # fmt: skip
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """Run what a script becomes, as a node does."""
+    program = str(import_sbatch(script).task["run"])
+    return subprocess.run(["bash", "-c", program], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -332,3 +339,46 @@ def test_exported_variables_are_set_and_late_options_are_named() -> None:
     imported = import_sbatch("#!/bin/bash\n#SBATCH --export=ALL,MODE=off=line,HOME\nexport A=1\n#SBATCH --nodes=9\n")
     assert imported.task["envs"] == {"MODE": "off=line"} and "num_nodes" not in imported.task
     assert imported.notes == ("`#SBATCH --nodes=9` follows a command, so Slurm ignores it, and so does the task",)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if true; then\n\tmodule swap PrgEnv-cray PrgEnv-gnu\nfi\necho here\n",
+        "module load gcc \\\n    cuda/12\necho here\n",
+        "module purge && module load gcc && echo here\n",
+        "set -eu\nml gcc/13\necho here\n",
+        "[ -n here ] && module -q load gcc; echo here\n",
+    ],
+)
+def test_modules_are_skipped_where_the_machine_has_none(body: str) -> None:
+    done = run(f"#!/bin/bash\n{body}")
+    assert (done.stdout, done.stderr, done.returncode) == ("here\n", "", 0)
+
+
+def test_modules_of_the_machine_are_used(tmp_path: Path) -> None:
+    text = "#!/bin/bash\nmodule load gcc\n"
+    program = f"module() {{ echo real $*; }}\n{import_sbatch(text).task['run']}"
+    assert subprocess.run(["bash", "-c", program], capture_output=True, text=True).stdout == "real load gcc\n"
+
+
+def test_word_module_in_another_language_is_left_alone() -> None:
+    assert import_sbatch("#!/bin/bash\npython - <<E\nmodule = 1\nE\n").task["run"] == "python - <<E\nmodule = 1\nE\n"
+
+
+def test_tasks_per_node_is_another_name_of_the_option() -> None:
+    found = import_sbatch("#!/bin/bash\n#SBATCH --nodes=4 --tasks-per-node=32 --cpus-per-task=2\nsrun ./md\n")
+    assert found.task["resources"]["cpus"] == "64+"
+    assert not [each for each in found.notes if "no counterpart" in each]
+
+
+def test_comment_after_an_option_may_have_an_apostrophe() -> None:
+    found = import_sbatch("#!/bin/bash\n#SBATCH --mem=64G  # don't ask for \"all\n#SBATCH -J 'a # b'\ntrain\n").task
+    assert (found["resources"]["memory"], found["name"]) == ("64+", "a-b")
+    with pytest.raises(ValueError, match="line 2: No closing quotation"):
+        import_sbatch("#!/bin/bash\n#SBATCH --comment=don't\ntrain\n")
+
+
+def test_container_that_the_site_keeps_is_noted() -> None:
+    noted = import_sbatch("#!/bin/bash\nsrun --container-name=mine python t.py\n").notes
+    assert [each for each in noted if "`srun --container-name=mine` has no counterpart" in each]

@@ -62,3 +62,17 @@ def test_value_that_each_node_would_determine_by_itself_is_noted(line: str) -> N
     assert notes[0].startswith(f"`{line[:60]}` has another value on each node")
     assert not import_sbatch(f"{ONE}{line}\nsrun ./a\n").notes
     assert not import_sbatch(f"{TWO}echo started at $(date)\nsrun ./a\n").notes
+
+
+def test_text_that_srun_hands_to_a_shell_on_every_node_is_not_of_the_first_node() -> None:
+    script = (
+        f"{TWO}srun bash -c '\n  export HERE=$(hostname)\n  torchrun --node_rank=$SLURM_NODEID \\\n"
+        '    "$@"\n\' _ train.py --lr 1\n'
+    )
+    found = import_sbatch(script)
+    assert "export HERE=$(hostname)" in found.task["run"]
+    assert not [each for each in found.notes if "first node only" in each or "gets no arguments" in each]
+    outer = import_sbatch('#!/bin/bash\nbash -c "python $1 train.py"\n').notes
+    assert [each for each in outer if "gets no arguments" in each]
+    late = import_sbatch(f"{TWO}srun echo 'a\nb'\npython train.py $1\n").notes
+    assert [each for each in late if "first node only" in each] and [each for each in late if "no arguments" in each]
