@@ -137,6 +137,7 @@ def status(as_json: options.AsJson = False) -> None:
         "infra": server.infra, "status": server.status.value, "url": server.url, "fingerprint": server.fingerprint,
         "version": server.version, "is_running": bool(found.get("is_running")), "uptime_s": found.get("uptime_s"),
         "backup": backup.get("url"), "backup_age_s": age_s, "backup_error": backup.get("error"),
+        "command": f"{server.folder}/broker",
     }  # fmt: skip
     if as_json:
         print_json(data)
@@ -144,6 +145,7 @@ def status(as_json: options.AsJson = False) -> None:
     uptime_s = found.get("uptime_s")
     print_line(f"address   {server.url or '-'}")
     print_line(f"machine   {server.infra}")
+    print_line(f"command   {data['command']}")
     print_line(f"status    {_describe_status(server, is_running=data['is_running'] is True)}")
     print_line(f"version   {server.version or '-'}")
     print_line(f"uptime    {'-' if uptime_s is None else format_duration(uptime_s)}")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from broker.app.planning import check_plans, warn_of_missing_image, warn_of_more_nodes, warn_of_small_memory
+from broker.app.container import Context
+from broker.app.planning import (
+    check_plans,
+    plan_launch,
+    warn_of_missing_image,
+    warn_of_more_nodes,
+    warn_of_small_memory,
+)
+from broker.errors import NoOfferError
 from broker.types import (
     Cluster,
     ClusterStatus,
@@ -99,3 +108,20 @@ def test_machine_for_which_the_cloud_has_no_image_has_one_note(tmp_path: Path) -
 def test_machine_with_an_image_has_none(asked: Resources, offer: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "aws.toml").write_text('images = {"eu-west-1" = "ami-1"}')
     assert warn_of_missing_image(make_plan(asked, **offer), tmp_path) is None
+
+
+def test_hint_offers_this_machine_only_where_its_local_cloud_is_on() -> None:
+    def refuse(task: Task, **options: object) -> Plan:
+        raise NoOfferError("no offer fits")
+
+    for clouds, expected in (
+        ({"aws": 1}, "usable: `aws`; plan on every cloud with `--dryrun`"),
+        ({}, "usable: no cloud; plan on every cloud with `--dryrun`"),
+        (
+            {"local": 1},
+            "usable: `local`; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`",
+        ),
+    ):
+        with pytest.raises(NoOfferError) as raised:
+            plan_launch(cast(Context, SimpleNamespace(plan=refuse, clouds=clouds)), Task(run="true"))
+        assert raised.value.hints[0] == expected
