@@ -203,7 +203,7 @@ def import_local(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Move the jobs, clusters and schedules of this machine to the server.
+    """Move jobs, clusters and schedules to the server.
 
     Their programs are not restarted. Afterwards, nothing can be started from this state folder.
     Repeat the command after an interruption.
