@@ -187,6 +187,12 @@ def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
 
 def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_warm: bool = False) -> int:
     """Run workers that get their ranks from a rendezvous: the first node's, or another's if that node is lost."""
+    if plan.node_count == 1 and plan.workers < bounds[0]:  # no other node can join
+        least, most = bounds
+        raise SystemExit(
+            f"error: `--elastic {least}:{most}` requires {least} ranks, and this node starts {plan.workers}\n\n"
+            f"hint: start them with `python -m trainers.launch --workers {least} -m MODULE`"
+        )
     port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     given = {name: os.environ[name] for name in ("BROKER_GANG_PEM",) if os.environ.get(name)}
     if not given and plan.node_count > 1:

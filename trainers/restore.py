@@ -146,7 +146,8 @@ class Restorer:
             raise CheckpointError(
                 f"`{name}` does not fit this model: {reasons[0] if reasons else error}\n\n"
                 "hint: use the `--model.*` flags of the run that wrote it, and if that was before vocabularies were "
-                "rounded up, `--model.vocabulary_multiple 1`"
+                "rounded up, `--model.vocabulary_multiple 1`; to start a new run, set `$BROKER_CHECKPOINT_DIR` to a "
+                "new folder"
             ) from None
         damage, verified = self._agree(reader)
         if damage is None:

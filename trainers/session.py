@@ -147,6 +147,13 @@ class Session:
             **({"compiled_artifacts": loaded} if compiled else {}),
             startup_s=round(time.perf_counter() - STARTED_S, 3),
         )
+        if state.position.steps_done >= config.train.steps and ranks.is_first:
+            place = self.environment.checkpoint_url
+            print(
+                f"note: the checkpoint in `{place}` is of step {state.position.steps_done}, so no step is left: raise "
+                "`--train.steps`, or set `$BROKER_CHECKPOINT_DIR` to a new folder to start a new run",
+                file=sys.stderr,
+            )
         code = self._drive(state, checkpoints, progress, peers, compiled)
         if member is not None and code == 0:
             member.finish()

@@ -37,10 +37,12 @@ def list_reasons(
 ) -> Iterator[str]:
     """Yield sentences that explain the status of a job; `needs` are the jobs that it depends on."""
     reason = f": {job.failure}" if job.failure else ""
-    yield f"Job {job.id} ({job.name}) {MEANING[job.status]}{reason}."
+    clause = describe_wait(wait, now_s=now_s) if wait is not None else ""
+    meaning = "is waiting" if clause and job.status is JobStatus.PENDING else MEANING[job.status]
+    yield f"Job {job.id} ({job.name}) {meaning}{reason}."
     if not job.status.is_terminal and (sentence := _describe_allowance(job, paid_usd, now_s)):
         yield f"It {sentence}."
-    if wait is not None and (clause := describe_wait(wait, now_s=now_s)):
+    if clause:
         yield f"It waits {clause}."
     if job.resumes:
         yield f"It continues from the checkpoints of job {job.resumes}."

@@ -17,6 +17,7 @@ from broker.formatting import strip_control
 from broker.frozen import frozen
 from broker.pipelines.groups import keep_together
 from broker.state.people import Owned
+from broker.task.reading import suggest
 from broker.types import Attempt, Job, JobStatus, Plan, Secret, Task
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ def find_job(context: Context, wanted: str | int) -> Job:
     text = str(wanted)
     if ID.fullmatch(text) and (job := context.store.jobs.get(int(text))):
         return job
-    named = [each for each in context.store.jobs.list(on_damage=context.warn) if each.name == text]
+    jobs = context.store.jobs.list(on_damage=context.warn)
+    named = [each for each in jobs if each.name == text]
     if not named:
-        raise UsageError(f"unknown managed job `{text}`", hints=["list jobs with `broker jobs queue`"])
+        near = suggest(text, {each.name for each in jobs})
+        raise UsageError(f"unknown managed job `{text}`", hints=[near or "list jobs with `broker jobs queue`"])
     return named[-1]
 
 

@@ -122,7 +122,10 @@ class MapDriver:
         if f"{self.output_url}/".startswith(f"{self.input_url}/") and not name:
             raise UsageError("`--output` must not be inside the input folder")
         self._output = open_bucket(self.output_url)
-        self.split: Split = split(open_bucket(self.input_url).list_keys(name), shard_bytes=request.shard_bytes)
+        keys = open_bucket(self.input_url).list_keys(name)
+        if not keys:
+            raise UsageError(f"the input `{request.input}` does not exist or is empty")
+        self.split: Split = split(keys, shard_bytes=request.shard_bytes)
         self._task: Task | None = None
         self._plan: MapPlan | None = None
         self._retries_from = 0
@@ -263,7 +266,9 @@ def make_worker_task(task: Task, input_url: str, output_url: str, input_bytes: f
 def to_url(place: str) -> str:
     """Return the URL of a place that may be a local path. Raises UsageError for storage that workers do not support."""
     if "://" not in place:
-        return f"file://{Path(place).expanduser().absolute()}"
+        path = Path(place).expanduser()
+        # One folder has one URL: the plan in the output folder records it.
+        return f"file://{path.resolve() if '..' in path.parts else path.absolute()}"
     if urlsplit(place).scheme not in SCHEMES:
         known = ", ".join(f"`{each}://`" for each in SCHEMES)
         raise UsageError(f"unsupported storage in `{place}`", hints=[f"supported: {known}"])

@@ -60,7 +60,7 @@ def write_moved(home: Path, moved: MovedTo) -> None:
 
 
 def forget_moved(home: Path) -> None:
-    """Remove the fence of a move that the server has refused."""
+    """Remove the fence of a move that the server has refused, or of one to a server that was removed."""
     (home / MOVED).unlink(missing_ok=True)
 
 
@@ -75,7 +75,8 @@ def explain_moved(moved: MovedTo) -> FencedError:
         f"the jobs of this state folder were moved to {moved.url}",
         hints=(
             f"log in there: `broker login {moved.url}`",
-            "to start afresh here, set `BROKER_HOME` to another folder",
+            "to start jobs from this machine, set `BROKER_HOME` to another folder; after `broker server down`, "
+            "`broker state reset` empties this one",
         ),
     )
 

@@ -102,8 +102,10 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
     except UnknownNameError:
         raise
     except NoOfferError as error:
-        usable = ", ".join(f"`{name}`" for name in context.clouds)
-        hint = f"usable: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
+        usable = ", ".join(f"`{name}`" for name in context.clouds) or "no cloud"
+        # A server has no local cloud unless its operator allows it.
+        here = ", or run on this machine with `--infra local`" if "local" in context.clouds else ""
+        hint = f"usable: {usable}; plan on every cloud with `--dryrun`{here}"
         enable = "see how to enable more clouds with `broker check`"
         raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
 

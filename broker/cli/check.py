@@ -58,6 +58,7 @@ def check(
 
     With a cloud, the exit code is 5 if a required check fails.
     """
+    cloud, policy = ("kubernetes" if each == "k8s" else each for each in (cloud, policy))
     if live:
         from broker.cli.check_live import check_live
 

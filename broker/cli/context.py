@@ -12,7 +12,8 @@ from broker.errors import UsageError
 INSTEAD = {
     "gc": "the server's daemon terminates orphaned resources itself; or run `broker gc` on the server's machine",
     "state": "the state is on the server: run `broker state` on its machine",
-    "server": "run it on the server's machine, or log out first: `broker logout`",
+    "server": "run it on the server's machine (after `broker server up`, `broker server status` shows the command), "
+    "or log out first: `broker logout`",
 }
 
 

@@ -29,7 +29,7 @@ def import_script(
     from broker.task.sbatch import import_sbatch
 
     try:
-        imported = import_sbatch(decode_script(script.read_bytes()))
+        imported = import_sbatch(decode_script(script.read_bytes()), *([str(output)] if output else ()))
     except OSError as error:
         raise UsageError(f"cannot read `{script}`: {(error.strerror or 'unknown').lower()}") from None
     except ValueError as error:

@@ -137,6 +137,7 @@ def status(as_json: options.AsJson = False) -> None:
         "infra": server.infra, "status": server.status.value, "url": server.url, "fingerprint": server.fingerprint,
         "version": server.version, "is_running": bool(found.get("is_running")), "uptime_s": found.get("uptime_s"),
         "backup": backup.get("url"), "backup_age_s": age_s, "backup_error": backup.get("error"),
+        "command": f"{server.folder}/broker",
     }  # fmt: skip
     if as_json:
         print_json(data)
@@ -144,6 +145,7 @@ def status(as_json: options.AsJson = False) -> None:
     uptime_s = found.get("uptime_s")
     print_line(f"address   {server.url or '-'}")
     print_line(f"machine   {server.infra}")
+    print_line(f"command   {data['command']}")
     print_line(f"status    {_describe_status(server, is_running=data['is_running'] is True)}")
     print_line(f"version   {server.version or '-'}")
     print_line(f"uptime    {'-' if uptime_s is None else format_duration(uptime_s)}")
@@ -201,7 +203,7 @@ def import_local(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Move the jobs and clusters of this machine to the server.
+    """Move jobs, clusters and schedules to the server.
 
     Their programs are not restarted. Afterwards, nothing can be started from this state folder.
     Repeat the command after an interruption.
@@ -213,16 +215,24 @@ def import_local(
     if as_json:
         print_json(to_plain(work))
     else:
-        for noun, names in (("job", work.jobs), ("cluster", work.clusters), ("service", work.services)):
-            for name in names:
+        for noun in ("job", "cluster", "schedule", "service"):
+            for name in getattr(work, f"{noun}s"):
                 print_line(f"{noun} {name}")
     if dryrun:
         return
     options.confirm("Move this to the server?", yes=yes)
-    server = move(context, make_hosting())
+    hosting = make_hosting()
+    server = move(context, hosting)
     record = HostedRecord(find_home())
-    pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
     print_note(f"moved to {server.url}")
+    path = find_login()
+    if path is not None:
+        from broker.client.login import read_login, save_login
+
+        if read_login(path).url == server.url:  # its token was of the empty state that the move has replaced
+            save_login(path, hosting.make_login(server))
+            return
+    pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
     print_note(f"log in: broker login {server.url}{pinned} --token-file {record.token_path}")
 
 

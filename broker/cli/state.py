@@ -104,10 +104,15 @@ def reset(yes: options.Yes = False) -> None:
 
     The current file is kept under another name.
     """
+    from broker.app.moving import explain_moved, forget_moved, read_moved
     from broker.clock import SystemClock
+    from broker.hosting.record import HostedRecord
     from broker.state.restoring import reset as start_empty
 
     database = _find_database()
+    moved = read_moved(database.parent)
+    if moved is not None and HostedRecord(database.parent).read() is not None:
+        raise explain_moved(moved)
     owner = find_owner(database)
     if owner is None:
         raise StateError(
@@ -117,6 +122,7 @@ def reset(yes: options.Yes = False) -> None:
     options.confirm(f"Delete all jobs, clusters and costs in {database}?", yes=yes)
     with hold_daemon(database):
         aside = start_empty(database, clock=SystemClock(), owner=owner)
+        forget_moved(database.parent)  # the server that drove its jobs was removed
     print_line(f"{database} is now empty")
     if aside is not None:
         print_line(f"the previous file is now {aside}")

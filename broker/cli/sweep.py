@@ -97,7 +97,7 @@ def sweep(
         write_plot(plot, state)
         print_note(f"wrote {plot}")
     if detach and not state.is_over:
-        _note_left(state)
+        _note_left(state, early_stop)
     _check_runs(state)
 
 
@@ -109,7 +109,8 @@ def _run(
     from broker.cli.launch import confirm_price, show_upload
     from broker.cli.plan_table import show_plan
 
-    count, parallel = count_configurations(request), request.parallel
+    count = count_configurations(request)
+    parallel = min(request.parallel, count)
 
     def show(plans: Sequence[Plan]) -> None:
         if not as_json:
@@ -132,7 +133,7 @@ def _run(
         try:
             return session.call(
                 run_sweep, request=request, is_detached=detach, is_dryrun=dryrun, show=show,
-                confirm=lambda plans: confirm_price(plans, yes=yes, parallel=min(parallel, count), total=count),
+                confirm=lambda plans: confirm_price(plans, yes=yes, parallel=parallel, total=count),
                 on_begin=begin, on_change=draw,
                 track_upload=show_upload,
             )  # fmt: skip
@@ -141,7 +142,7 @@ def _run(
                 raise
             stack.close()
             print_note("interrupted")
-            _note_left(session.call(read_sweep, request=request))
+            _note_left(session.call(read_sweep, request=request), EarlyStop(request.early))
             raise typer.Exit(130) from None
 
 
@@ -162,12 +163,14 @@ def _describe_state(state: SweepState) -> str:
     )
 
 
-def _note_left(state: SweepState) -> None:
-    """Print which runs continue on their own, and which require the command."""
+def _note_left(state: SweepState, early: EarlyStop) -> None:
+    """Print which runs continue on their own, and what requires the command."""
     left = len(state.configurations) - len(state.runs)
+    tasks = [f"starts the remaining {format_count(left, 'run')}"] if left else []
+    tasks += ["stops poor runs early"] if early is EarlyStop.ASHA else []
     print_note(
         f"{state.name}: started runs continue on their own; "
-        f"the same command without `-d` starts the remaining {left} and stops poor runs early"
+        f"the same command without `-d` {' and '.join(tasks) or 'shows their results'}"
     )
     print_note(f"cancel the started runs with `broker jobs cancel {state.name}`")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
+from broker.errors import BrokerError, TaskError
 from broker.frozen import frozen
 from broker.types import Offer
 
@@ -21,6 +23,14 @@ class CheckResult:
     note: str
     command: str = ""
     is_needed: bool = True
+
+
+def report_invalid_file(name: str, path: Path, error: BrokerError) -> Sequence[CheckResult]:
+    """Return a result for each error in a file that describes machines."""
+    notes = [f"{path}: {error.message}"]
+    if isinstance(error, TaskError):
+        notes = [f"{path}:{each.line}:{each.column}: {each.message}" for each in error.issues]
+    return [CheckResult(name=name, is_ok=False, note=note, command=f"edit {path}") for note in notes]
 
 
 class Inspector(Protocol):

@@ -106,10 +106,10 @@ def take_host(folder: str) -> int:
 
 def give_notice(folder: str) -> None:
     """Pass the batch system's SIGTERM on as a preemption notice: it kills the node after its grace time."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Slurm and our parent both send it: write once
     record = json.loads(read_text(os.path.join(folder, "node.json")))
-    notice = {"notice_s": float(record.get("notice_s", 0.0)), "time_s": time.time()}
     if not os.path.exists(path := os.path.join(folder, "home", ".broker", "preemption")):
-        write_json(path, notice)
+        write_json(path, {"notice_s": float(record.get("notice_s", 0.0)), "time_s": time.time()})
 
 
 def redirect_stdio(log: str) -> None:

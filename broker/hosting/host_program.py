@@ -2,6 +2,7 @@
 
     FOLDER/owner               the installation that set up the server; requests of another one are refused
     FOLDER/releases/DIGEST/    unpacked wheels of broker; `current` links to the one in use
+    FOLDER/broker              the command `broker` of that release, on the server's state
     FOLDER/server.log          output of the server and its supervisor; `server.log.1` is the part before it
     FOLDER/python/             an environment with the packages that broker needs, unless an installed Python has them
     FOLDER/state/              BROKER_HOME of the server, mode 0700
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
         sync,
         sync_tree,
         write_bytes,
+        write_command,
         write_json,
         write_missing,
         write_text,
@@ -170,6 +172,7 @@ def start(folder: str, request: dict[str, Any]) -> object:
         return found
     stop(folder)
     schema = read_schema(database)
+    write_command(folder)
     switch(folder, request["digest"])
     try:
         run(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -94,6 +95,20 @@ def make_environment(folder: str, release: str) -> dict[str, Any]:
     """Return the environment of the server, with its state folder and the release to run."""
     own = {"BROKER_HOME": os.path.join(folder, "state"), "PYTHONPATH": release, "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own}
+
+
+def write_command(folder: str) -> None:
+    """Write the command `broker` of the current release, for the administrator of this machine.
+
+    `-P`: a folder named `broker` in the working directory is not imported.
+    """
+    current = os.path.join(folder, "current")
+    own = make_environment(folder, current)
+    words = " ".join("%s=%s" % (name, shlex.quote(own[name])) for name in ("BROKER_HOME", "PYTHONPATH"))
+    python = shlex.quote(os.path.join(current, "python.path"))
+    path = os.path.join(folder, "broker")
+    write_text(path, '#!/bin/sh\nexport %s\nexec "$(cat %s)" -P -m broker "$@"\n' % (words, python))
+    os.chmod(path, 0o700)
 
 
 def last_line(text: str) -> str:

@@ -46,20 +46,22 @@ EMPTIED = ("tokens", "owners", "audit", "commitments", "limits")
 
 @frozen
 class LocalWork:
-    """The work of this state folder: live jobs as `ID NAME STATUS`, and the names of clusters and services."""
+    """The work of this state folder: live jobs as `ID NAME STATUS`, and names of the rest."""
 
     jobs: tuple[str, ...]
     clusters: tuple[str, ...]
     services: tuple[str, ...]
+    schedules: tuple[str, ...]
 
 
 def list_work(context: Context) -> LocalWork:
-    """List live jobs, clusters and services; a move takes all but the services."""
+    """List live jobs, clusters, schedules and services; a move takes all but the services."""
     lines = [line for line in context.store.jobs.list_lines(0) if not line.status.is_terminal]
     return LocalWork(
         jobs=tuple(f"{line.id} {line.name} {line.status.value}" for line in lines),
         clusters=tuple(each.name for each in context.store.clusters.list()),
         services=tuple(context.store.services.list_names()),
+        schedules=tuple(each.name for each in context.store.schedules.list()),
     )
 
 

@@ -50,11 +50,12 @@ CODES: dict[str, type[BrokerError]] = {
 class ObjectBucket:
     """Implement `Bucket` for S3, Google Cloud Storage and Azure through obstore."""
 
-    def __init__(self, store: Any, url: str, *, login: str) -> None:
-        """Bind to the store's prefix. `login` is the hint for a missing login."""
+    def __init__(self, store: Any, url: str, *, login: str, has_login: bool = True) -> None:
+        """Bind to the store's prefix. `login` is the hint for a missing login; `has_login` False: none is known."""
         import obstore
 
         self._store, self._library, self._url, self._login = store, obstore, url, login
+        self._has_login = has_login
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
         """List all pages below the prefix, without the empty objects `FOLDER/` by which consoles mark folders that have
@@ -163,6 +164,9 @@ class ObjectBucket:
         code = find_code(error)
         kind = CODES.get(code or "") or ERRORS[name]
         first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
+        if code is None and name == "GenericError" and not self._has_login:
+            # The library looked for the login of an instance, and describes that request.
+            kind, first = AuthError, "no login was found"
         message = f"cannot {verb} `{self._url}`: {code or first or name}"
         if name == "InvalidPathError":
             return kind(message, hints=(EMPTY_PART,))

@@ -6,6 +6,7 @@ import contextlib
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +20,11 @@ REGION_TIMEOUT_S = 10.0
 
 def make_bucket(url: str) -> ObjectBucket:
     """Make the bucket of `s3://bucket/prefix`."""
-    return ObjectBucket(open_store(url, **find_options(urlsplit(url).netloc, read_aws_environment())), url, login=LOGIN)
+    variables = read_aws_environment()
+    options = find_options(urlsplit(url).netloc, variables)
+    # boto3 knows every way to log in; without it, the library may find one itself.
+    has_login = "AWS_ACCESS_KEY_ID" in variables or "credential_provider" in options or find_spec("boto3") is None
+    return ObjectBucket(open_store(url, **options), url, login=LOGIN, has_login=has_login)
 
 
 def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:

@@ -66,8 +66,11 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def import_sbatch(text: str) -> Imported:
-    """Convert a script. Raises ValueError, which names the option, for a value that Slurm would refuse."""
+def import_sbatch(text: str, file: str = "task.yaml") -> Imported:
+    """Convert a script to the content of a task file of this name.
+
+    Raises ValueError, which names the option, for a value that Slurm would refuse.
+    """
     options, body = split_script(text)
     notes: list[str] = []
     nodes = _read_nodes(options, notes)
@@ -87,7 +90,7 @@ def import_sbatch(text: str) -> Imported:
         notes.append("`--time` became the work; set `work` to the expected time, and add a `deadline` and a `budget`")
     task["workdir"] = options.get("chdir", ".")
     if "array" in options:
-        first = _note_array(options["array"], task.get("name", "task"), notes)
+        first = _note_array(options["array"], file, notes)
         task["envs"] = {name: value for name, value in first.items() if name.endswith("_ID") or name in text}
     if exported := _read_export(options.get("export", "")):
         task["envs"] = {**exported, **task.get("envs", {})}
@@ -260,7 +263,7 @@ def read_minutes(text: str) -> float:
     return first + second / 60
 
 
-def _note_array(text: str, name: str, notes: list[str]) -> dict[str, str]:
+def _note_array(text: str, file: str, notes: list[str]) -> dict[str, str]:
     """Note the sweep that replaces the array; return Slurm's variables of its first run."""
     places, _, parallel = text.partition("%")
     indices: list[int] = []
@@ -272,7 +275,7 @@ def _note_array(text: str, name: str, notes: list[str]) -> dict[str, str]:
     values = ",".join(map(str, indices))
     limit = f" --parallel {parallel}" if parallel else ""
     notes.append(
-        f"`--array`: run it with `broker sweep {name}.yaml --param SLURM_ARRAY_TASK_ID={values}{limit}`; "
+        f"`--array`: run it with `broker sweep {shlex.quote(file)} --param SLURM_ARRAY_TASK_ID={values}{limit}`; "
         "a launch only runs the first index"
     )
     bounds = {"COUNT": len(indices), "MIN": min(indices), "MAX": max(indices)}

@@ -213,7 +213,7 @@ def render_waiting(*, error: str, wait_s: float, hint: str = "") -> str:
 
 
 def render_queued(*, position: int, limit: int, project: str = "") -> str:
-    return f"waiting for one of {describe_slots(limit, project)}, at position {position}"
+    return f"waiting for {describe_slots(limit, project)}, at position {position}"
 
 
 def render_displacing(*, victim: int) -> str:

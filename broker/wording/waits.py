@@ -9,7 +9,7 @@ def describe_wait(wait: JobWait, *, now_s: float) -> str:
     """Return a clause that continues "Job 3 waits"; "" if the status already shows the reason."""
     match wait.reason:
         case WaitReason.LIMIT:
-            return f"for one of {describe_slots(wait.limit, wait.project)}, at position {wait.position}"
+            return f"for {describe_slots(wait.limit, wait.project)}, at position {wait.position}"
         case WaitReason.CAPACITY:
             left_s = max(0.0, (wait.until_s or now_s) - now_s)
             return f"for capacity; next request in {left_s:.0f} s"
@@ -20,7 +20,6 @@ def describe_wait(wait: JobWait, *, now_s: float) -> str:
 
 
 def describe_slots(limit: int | None, project: str) -> str:
-    """Return the slots of a limit, with the setting's name."""
-    if project:
-        return f"{limit} slots of project {project} (`max_live_jobs_by_project`)"
-    return f"{limit} slots (`max_live_jobs`)"
+    """Return the slot that a job waits for, with the setting's name: `one of 20 slots (...)`, `the only slot (...)`."""
+    of = f" of project {project} (`max_live_jobs_by_project`)" if project else " (`max_live_jobs`)"
+    return f"the only slot{of}" if limit == 1 else f"one of {limit} slots{of}"

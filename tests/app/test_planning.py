@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from broker.app.container import Context
 from broker.app.planning import (
     check_place,
     check_plans,
+    plan_launch,
     warn_of_missing_image,
     warn_of_more_nodes,
     warn_of_small_memory,
 )
-from broker.errors import TaskError
+from broker.errors import NoOfferError, TaskError
 from broker.task.loader import load_tasks_text
 from broker.types import (
     Cluster,
@@ -123,3 +126,20 @@ def test_target_that_local_nodes_do_not_have_is_refused_before_there_is_a_cluste
         check_place(task, {"local"}, is_launch=True, note=print)
     (issue,) = caught.value.issues
     assert "is outside the home folders" in issue.message and (issue.file, issue.line) == ("task.yaml", line)
+
+
+def test_hint_offers_this_machine_only_where_its_local_cloud_is_on() -> None:
+    def refuse(task: Task, **options: object) -> Plan:
+        raise NoOfferError("no offer fits")
+
+    for clouds, expected in (
+        ({"aws": 1}, "usable: `aws`; plan on every cloud with `--dryrun`"),
+        ({}, "usable: no cloud; plan on every cloud with `--dryrun`"),
+        (
+            {"local": 1},
+            "usable: `local`; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`",
+        ),
+    ):
+        with pytest.raises(NoOfferError) as raised:
+            plan_launch(cast(Context, SimpleNamespace(plan=refuse, clouds=clouds)), Task(run="true"))
+        assert raised.value.hints[0] == expected

@@ -128,7 +128,7 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
     context = world.open(Killer(None))
     folder = tmp_path / "other"
     folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.md").write_text("mine")
     source, out = str(tmp_path / "in.jsonl"), str(tmp_path / "out")
     other = make_task(TEXT.replace("x.py", "y.py"))
     with pytest.raises(UsageError, match="another program"):
@@ -140,7 +140,22 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
     with pytest.raises(UsageError, match="unsupported storage"):
         MapDriver(context, MapRequest(task=make_task(), input=source, output="ftp://x/y"))
     with pytest.raises(UsageError, match="no lines"):
-        MapDriver(context, MapRequest(task=make_task(), input=str(tmp_path / "missing"), output=out))
+        MapDriver(context, MapRequest(task=make_task(), input=str(folder), output=out))
+    with pytest.raises(UsageError, match=r"`.*missing\.jsonl` does not exist"):
+        MapDriver(context, MapRequest(task=make_task(), input=str(tmp_path / "missing.jsonl"), output=out))
+    context.close()
+
+
+def test_a_map_is_continued_with_another_path_to_the_same_files(tmp_path: Path) -> None:
+    world = MapWorld(tmp_path)
+    world.run(Killer(None))
+    (tmp_path / "elsewhere").mkdir()
+    context = world.open(Killer(None))
+    source, out = (str(tmp_path / "elsewhere" / ".." / name) for name in ("in.jsonl", "out"))
+    assert not MapDriver(context, MapRequest(task=make_task(), input=source, output=out, shard_bytes=12)).begin()
+    inside = str(tmp_path / "elsewhere" / ".." / "out")
+    with pytest.raises(UsageError, match="inside the input folder"):
+        MapDriver(context, MapRequest(task=make_task(), input=str(tmp_path), output=inside))
     context.close()
 
 

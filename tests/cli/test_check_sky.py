@@ -28,3 +28,8 @@ def test_an_interpreter_without_skypilot_is_a_finding_and_no_crash(shell: Any) -
 
 def test_the_policy_equals_skypilots(shell: Any) -> None:
     assert "docs.skypilot.co" in shell.run("check", "--policy", "azure").stdout
+
+
+def test_kubernetes_may_be_called_k8s_as_in_a_task_file(shell: Any) -> None:
+    assert shell.run("check", "--policy", "k8s").stdout == shell.run("check", "--policy", "kubernetes").stdout
+    assert "kubernetes.yaml" in shell.run("check", "k8s", code=5).stdout

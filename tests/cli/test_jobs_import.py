@@ -22,6 +22,12 @@ def test_imported_script_is_planned_as_it_is_and_no_file_is_overwritten(shell: S
     assert "exists" in refused.stderr
 
 
+def test_sweep_of_an_imported_array_names_the_written_file(shell: Shell) -> None:
+    script = shell.write("fit.sbatch", "#SBATCH -J fit --array=1-2\npython fit.py\n")
+    shell.run("jobs", "import", script, "-o", "array.yaml")
+    assert "`broker sweep array.yaml --param SLURM_ARRAY_TASK_ID=1,2`" in (shell.folder / "array.yaml").read_text()
+
+
 def test_script_of_another_editor_keeps_its_options(shell: Shell) -> None:
     """Windows writes a byte order mark, and old comments are in Latin-1."""
     script = shell.folder / "sim.sbatch"

@@ -112,10 +112,12 @@ def test_queue_and_why_say_what_jobs_wait_for(
     told = [line for line in lines if " waits " in line]
     assert told[0].startswith(f"Job {refused.id} waits for capacity; next request in ")
     assert told[1:] == [
-        f"Job {high.id} waits for one of 1 slots (`max_live_jobs`), at position 1",
-        f"Job {low.id} waits for one of 1 slots (`max_live_jobs`), at position 2",
+        f"Job {high.id} waits for the only slot (`max_live_jobs`), at position 1",
+        f"Job {low.id} waits for the only slot (`max_live_jobs`), at position 2",
     ]
-    assert "It waits for one of 1 slots (`max_live_jobs`), at position 2." in run("jobs", "why", str(low.id))
+    assert " is waiting.\nIt waits for the only slot (`max_live_jobs`), at position 2.\n" in run(
+        "jobs", "why", str(low.id)
+    )
     found = {each["id"]: each["wait"] for each in json.loads(run("jobs", "queue", "--json"))}
     assert found[high.id] == {"reason": "limit", "position": 1, "limit": 1, "until_s": None, "project": ""}
     assert found[running.id] is None and found[refused.id]["reason"] == "capacity"

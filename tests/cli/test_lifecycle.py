@@ -71,6 +71,8 @@ def test_unknown_job_keeps_no_known_one_from_being_cancelled(
     assert run("jobs", "cancel", "train", "ghost") == 1
     assert [store.jobs.is_cancel_requested(job.id) for job in jobs] == [True, False]
     assert "unknown managed job `ghost`" in capsys.readouterr().err
+    assert run("jobs", "cancel", "trian") == 2
+    assert "did you mean `train`?" in capsys.readouterr().err
 
 
 def test_what_is_named_twice_is_ended_once(

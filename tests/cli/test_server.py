@@ -182,6 +182,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
         assert terminal.run("dashboard", "--no-open").stdout == f"Dashboard: {terminal.url}\n"
         refused = terminal.run("gc", code=2)
         assert "`broker gc` does not run through a server" in refused.stderr
+        assert "`broker server status` shows the command" in terminal.run("server", "token", "list", code=2).stderr
         notes = terminal.stop()
         assert CANARY not in notes and "Traceback" not in notes
         away = terminal.run("status", code=5)

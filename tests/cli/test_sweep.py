@@ -55,3 +55,13 @@ def test_a_dry_run_lists_the_configurations_and_a_bad_plot_is_refused_first(shel
     assert "a range" in shell.run("sweep", task, "--param", "lr=1..2", code=2).stderr
     assert ".svg" in shell.run("sweep", task, "--param", "a=1,2", "--plot", "x.png", code=2).stderr
     assert shell.read_json("jobs", "queue") == []
+
+
+def test_the_note_of_a_detached_sweep_names_only_what_is_left(shell: Shell) -> None:
+    task = shell.write("fit.yaml", TASK)
+    command = ("sweep", task, "--param", "width=1,2", "--yes", "-d")
+    notes = shell.run(*command).stderr
+    assert "2 runs, each at the price of the first placement, 2 at a time" in notes
+    assert "the same command without `-d` shows their results" in notes
+    notes = shell.run(*command, "--param", "seed=0,1", "--parallel", "3", "--early-stop", "asha").stderr
+    assert "without `-d` starts the remaining 1 run and stops poor runs early" in notes

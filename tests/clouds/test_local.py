@@ -9,6 +9,8 @@ import resource
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,3 +416,28 @@ def test_processes_of_root_are_killed_by_sudo_or_left(monkeypatch: pytest.Monkey
     local_machine.kill_tree("node")
     assert calls == [["sudo", "-n", "kill", "-KILL", "11"]]
     assert alive == (set() if may_sudo else {11})
+
+
+# Slurm signals the process group of a node, and the node's first process passes the signal on.
+NOTICED_TWICE = """
+import json, os, signal, sys
+from broker.clouds import local_machine
+write, interruptions = json.dump, []
+def dump(value, file):
+    write(value, file)
+    if not interruptions:
+        interruptions.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+json.dump = dump
+signal.signal(signal.SIGTERM, lambda *_: local_machine.give_notice(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGTERM)
+assert interruptions
+"""
+
+
+def test_second_signal_of_a_notice_does_not_end_the_node(tmp_path: Path) -> None:
+    (tmp_path / "home/.broker").mkdir(parents=True)
+    (tmp_path / "node.json").write_text('{"notice_s": 20}')
+    done = subprocess.run([sys.executable, "-c", NOTICED_TWICE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "home/.broker/preemption").read_text())["notice_s"] == 20.0

@@ -17,6 +17,7 @@ from broker.lab.replay import Case, replay
 from broker.lab.traces import Trace
 from broker.spot.policies import POLICIES, load_policy
 from tests.docs.pages import ROOT
+from tests.spot import test_policies
 
 PAGE = ROOT / "CONTRIBUTING.md"
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
@@ -94,6 +95,16 @@ def test_policy_waits_for_spot_of_age_and_keeps_the_deadline(monkeypatch: pytest
         outcome = replay(case, load_policy(name))
         assert not outcome.is_late
         assert (outcome.spot_hours > 0) is uses_spot
+
+
+def test_policy_passes_the_tests_of_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_example("broker/spot/policies/seasoned.py")
+    name, target = find_registry_line("broker.spot.policies.")
+    monkeypatch.setitem(POLICIES, name, target)
+    test_policies.test_nothing_runs_and_spot_is_closed_or_open_with_time_to_spare(name)
+    test_policies.test_without_deadline_spot_is_waited_for(name)
+    test_policies.test_on_demand_is_taken_if_nothing_else_is_for_sale(name)
+    test_policies.test_at_the_point_of_no_return_on_demand_is_started(name)
 
 
 # The strategy.

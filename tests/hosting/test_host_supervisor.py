@@ -1,4 +1,4 @@
-"""The supervisor of a server ends on SIGTERM, also between two starts."""
+"""The supervisor of a server ends on SIGTERM, also between two starts; the command on its machine uses its state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import broker
 from broker.hosting import host_supervisor
 
 
@@ -84,3 +85,18 @@ def test_supervisor_rotates_the_log_while_the_server_runs(tmp_path: Path) -> Non
     with (tmp_path / "server.log").open("ab") as log:
         subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=log, stderr=log, check=True, timeout=120)
     assert rotated.read_text().startswith("a line of the server")
+
+
+def test_command_on_the_servers_machine_uses_the_servers_state(tmp_path: Path) -> None:
+    folder = tmp_path / "the server's"
+    release = folder / "current"
+    release.mkdir(parents=True)
+    (release / "python.path").write_text(sys.executable)
+    (release / "broker").symlink_to(Path(broker.__file__).parent)
+    (tmp_path / "broker").mkdir()  # in the working directory: not the package
+    (tmp_path / "broker" / "__main__.py").write_text("raise SystemExit(9)")
+    host_supervisor.write_command(str(folder))
+    command = [str(folder / "broker"), "server", "token", "create", "ada"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ada (user)" in done.stderr and (folder / "state" / "state.db").exists()

@@ -144,3 +144,20 @@ def test_server_with_work_of_its_own_is_refused(hosted: Hosted) -> None:
     refused = hosted.run("server", "import-local", code=2).stderr
     assert "has jobs or clusters of its own" in refused
     assert not (hosted.home / "moved.json").exists()
+
+
+@pytest.mark.long
+def test_login_outlives_the_move_and_the_folder_is_used_again_once_the_server_is_removed(hosted: Hosted) -> None:
+    nightly = "name: nightly\nresources: {infra: local}\nschedule: 0 2 1 1 *\nrun: echo night\n"
+    hosted.run("jobs", "launch", hosted.write("nightly.yaml", nightly))
+    hosted.up("--login")
+    assert "schedule nightly\n" in hosted.run("server", "import-local", "--dryrun").stdout
+    assert "log in:" not in hosted.run("server", "import-local").stderr
+    assert [each["name"] for each in hosted.read_json("jobs", "schedules")] == ["nightly"]
+    hosted.run("logout")
+    refused = hosted.run("state", "reset", "--yes", code=4).stderr
+    assert "were moved to" in refused and "after `broker server down`, `broker state reset`" in refused
+    hosted.run("server", "down", "--force")
+    hosted.run("state", "reset", "--yes")
+    hosted.run("jobs", "launch", hosted.write("one.yaml", "name: one\nresources: {infra: local}\nrun: echo one\n"))
+    assert hosted.run("jobs", "wait", "1").stdout == "Job 1 (one) is SUCCEEDED\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,11 @@ def test_server_lives_its_whole_life(hosted: Hosted) -> None:
     assert told.startswith(f"Server: http://127.0.0.1:{hosted.port}\n") and "Logged in as admin" in told
     status = hosted.read_status()
     assert status["is_running"] and status["url"] == f"http://127.0.0.1:{hosted.port}" and status["backup"] is None
+
+    command = hosted.home / "hosted" / "server" / "broker"
+    assert status["command"] == str(command)
+    listed = subprocess.run([command, "server", "token", "list"], capture_output=True, text=True, check=True)
+    assert "admin" in listed.stdout
 
     release = hosted.folder / "release"
     hosted.run("jobs", "launch", hosted.write("hold.yaml", HOLD % release), "-d")

@@ -271,7 +271,7 @@ def test_full_project_waits_and_does_not_block_others(stage: Stage) -> None:
     wait = JobWait(reason=WaitReason.LIMIT, position=1, limit=1, project="vision")
     assert stage.queue.explain(jobs)[jobs[1]] == wait
     told = [event.message for event in stage.store.events.list(job_id=jobs[1])]
-    assert told == ["waiting for one of 1 slots of project vision (`max_live_jobs_by_project`), at position 2"]
+    assert told == ["waiting for the only slot of project vision (`max_live_jobs_by_project`), at position 2"]
     stage.end(jobs[0])
     assert stage.ask(*jobs[1:3]) == [jobs[1]]
 

@@ -72,7 +72,7 @@ def test_without_deadline_spot_is_waited_for(name: str) -> None:
     policy, closed = load_policy(name), make_candidate(is_spot=True, usd=0.3, is_open=False)
     sure = make_candidate(is_spot=False)
     assert isinstance(policy(view_of(10, None), [closed, sure]), Wait)
-    opened = make_candidate(is_spot=True, usd=0.3)
+    opened = make_candidate(is_spot=True, usd=0.3, age_hours=2.0)
     decision = policy(view_of(10, None), [closed, opened, sure])
     assert isinstance(decision, Move) and decision.target is opened
 

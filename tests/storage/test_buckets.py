@@ -291,3 +291,26 @@ def test_bucket_in_china_is_used_at_the_domain_of_that_partition(
     monkeypatch.setattr(urllib.request, "urlopen", fail)
     expected = {"region": "cn-north-1", "endpoint": "https://s3.cn-north-1.amazonaws.com.cn"}
     assert find() == expected
+
+
+def test_missing_login_is_named_instead_of_the_request_for_an_instances_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # boto3 asks no metadata service, the library does
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(s3, "find_region", lambda bucket: "us-east-1")
+    bucket = s3.make_bucket("s3://bucket/texts")
+    bucket._library = SimpleNamespace(list=refuse_generically, exceptions=bucket._library.exceptions)
+    with pytest.raises(AuthError, match="cannot list `s3://bucket/texts`: no login was found") as raised:
+        bucket.list_keys()
+    assert "aws configure" in raised.value.hints[0]
+
+
+def refuse_generically(*arguments: object, **options: object) -> None:
+    from obstore.exceptions import GenericError
+
+    raise GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 7 ms")

@@ -31,7 +31,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "an array": (
         "#!/bin/bash\n#SBATCH --array=0-6:3,9%2 --time=1-12\npython run.py --seed $SLURM_ARRAY_TASK_ID\n",
         {"work": "36h", "envs": {"SLURM_ARRAY_TASK_ID": "0"}},
-        ("--param SLURM_ARRAY_TASK_ID=0,3,6,9 --parallel 2",),
+        ("`broker sweep task.yaml --param SLURM_ARRAY_TASK_ID=0,3,6,9 --parallel 2`",),
     ),
     "a task per GPU": (
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-task=a100:1 --cpus-per-task=8\n"

@@ -223,7 +223,9 @@ def test_checkpoint_of_another_shape_is_one_line_with_a_hint(tmp_path: Path) -> 
     manager = open_for(3, 1)
     manager.save(5)
     manager.wait()
-    with pytest.raises(CheckpointError, match=r"does not fit this model: .*\[1, 3\].*\n\nhint: use the `--model"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit this model: .*\[1, 3\].*\n\nhint: use the `--model.*new folder"
+    ):
         open_for(4, 2).restore()
 
 

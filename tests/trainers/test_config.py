@@ -185,6 +185,16 @@ def test_node_without_gpus_gets_one_worker() -> None:
     assert read_plan({"SKYPILOT_NUM_GPUS_PER_NODE": "0"}).workers == 1
 
 
+def test_elastic_run_with_fewer_ranks_than_its_minimum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other node can join the rendezvous of a single one, so that it would wait forever, without a word."""
+    for name in ("RANK", "BROKER_ELASTIC_AT", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        SystemExit, match=r"`--elastic 2:8` requires 2 ranks, and this node starts 1\n\nhint: .*workers 2"
+    ):
+        launch_if_needed(None, ["--elastic", "2:8"], elastic="2:8")
+
+
 def test_plain_start_on_the_brokers_nodes_learns_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that it is put back

@@ -217,6 +217,7 @@ def test_run_with_more_steps_than_now_asked_for_is_finished_and_saves_nothing(wo
     ]
     last = read_lines(tmp_path)[-1]
     assert (last["step"], last["checkpoint_step"], last["event"]) == (4, 4, "finished")
+    assert "is of step 4, so no step is left: raise `--train.steps`" in ended.errors
 
 
 def share_buffers_of_ranks(arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from broker.clock import Clock
-from broker.clouds.findings import CheckResult
+from broker.clouds.findings import CheckResult, report_invalid_file
 from broker.clouds.kubernetes.api import KubernetesApi, RunKubectl, try_read
 from broker.clouds.kubernetes.nodes import list_pools
 from broker.config import Config
@@ -65,7 +65,7 @@ async def inspect(config: Config, *, clock: Clock, run: RunKubectl = run_kubectl
     try:
         contexts = read_contexts(path, facts)
     except BrokerError as error:
-        return [CheckResult(name="contexts", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
+        return report_invalid_file("contexts", path, error)
     if not contexts:
         found = await find_current(run)
         if isinstance(found, CheckResult):

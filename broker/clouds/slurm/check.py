@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from broker.clock import Clock
-from broker.clouds.findings import CheckResult
+from broker.clouds.findings import CheckResult, report_invalid_file
 from broker.clouds.slurm.commands import RunCommand, call_slurm, parse_pairs, run_command
 from broker.config import Config
 from broker.errors import BrokerError, CloudError
@@ -27,7 +27,7 @@ async def inspect(config: Config, *, clock: Clock, run: RunCommand = run_command
     try:
         clusters = {name: cluster for name, cluster in read_clusters(path).items() if not cluster.is_off}
     except BrokerError as error:
-        return [CheckResult(name="clusters", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
+        return report_invalid_file("clusters", path, error)
     facts = find_facts("slurm", config.home)
     answers = dict(
         zip(clusters, await asyncio.gather(*(_read_partitions(run, each) for each in clusters.values())), strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.clock import Clock
-from broker.clouds.findings import CheckResult
+from broker.clouds.findings import CheckResult, report_invalid_file
 from broker.clouds.ssh.hosts import RunOnHost, call_host, run_by_ssh
 from broker.config import Config
 from broker.errors import BrokerError, CloudError
@@ -25,7 +25,7 @@ async def inspect(config: Config, *, clock: Clock, run: RunOnHost = run_by_ssh) 
     try:
         pools = read_pools(path)
     except BrokerError as error:
-        return [CheckResult(name="pools", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
+        return report_invalid_file("pools", path, error)
     facts_path = find_facts("ssh", config.home)
     hosts = [host for pool in pools.values() for host in pool if not host.is_off]
     answers = dict(zip(hosts, await asyncio.gather(*(_probe(run, host) for host in hosts)), strict=True))

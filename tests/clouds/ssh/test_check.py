@@ -72,3 +72,10 @@ def test_host_without_python_is_reported(tmp_path: Path) -> None:
 def test_invalid_file_is_reported_with_its_place(tmp_path: Path) -> None:
     (result,) = check(tmp_path, "lab: {hosts: []}\n")
     assert not result.is_ok and "hosts" in result.note
+
+
+def test_every_error_of_the_file_is_named_with_its_line(tmp_path: Path) -> None:
+    results = check(tmp_path, "lab:\n  hosts: [a]\n  prot: 22\n  usd_hour: cheap\n")
+    assert [(each.is_ok, each.command) for each in results] == [(False, f"edit {tmp_path / 'ssh_pools.yaml'}")] * 2
+    assert "ssh_pools.yaml:3:3: unknown field `prot`" in results[0].note
+    assert "ssh_pools.yaml:4:13: " in results[1].note
