@@ -13,7 +13,7 @@ from broker.lab.replay import replay
 from broker.lab.traces import Trace, write_trace
 from broker.spot.policies import load_policy
 from broker.task.accelerators import resolve_accelerators
-from broker.types import AcceleratorFigures, Plan, Task
+from broker.types import AcceleratorFigures, Offer, Plan, Task
 from tests.optimizer.market import offer, plan, read
 
 OPEN = Trace(name="open", gap_hours=1.0, counts=(1,) * 200)
@@ -30,7 +30,8 @@ FIGURES = {
 class Planned:
     """Plans of the optimizer without a catalog."""
 
-    def __init__(self) -> None:
+    def __init__(self, *offers: Offer) -> None:
+        self.offers = list(offers) or [OFFER]
         self.notes: list[str] = []
         self.note = self.notes.append
 
@@ -38,7 +39,7 @@ class Planned:
         return resolve_accelerators(task, FIGURES)
 
     def plan(self, task: Task) -> Plan:
-        return plan(task, [OFFER], figures=FIGURES)
+        return plan(task, self.offers, figures=FIGURES)
 
 
 def measure(checkpoint: str, deadline: str = "60h") -> SimulatedJob:
@@ -58,6 +59,26 @@ def test_on_demand_takes_as_long_and_costs_as_much_as_in_the_plan(checkpoint: st
     assert alone.breakdown is not None
     unbilled_hours = (alone.breakdown.recovery_s - alone.breakdown.recovery_billed_s) / 3600  # replays bill it
     assert found.usd == pytest.approx((alone.expected_usd or 0.0) + unbilled_hours * alone.placement.usd_hour)
+
+
+def test_on_demand_is_the_cheapest_that_the_job_would_continue_on() -> None:
+    """Spot costs least at the one cloud, on-demand at another; own machines without a price may be busy."""
+    cheap = offer("fjord", instance_type="8h", ondemand_usd_hour=25.0, spot_usd_hour=None)
+    own = offer("ssh", ondemand_usd_hour=0.0, spot_usd_hour=None)
+    context: Any = Planned(OFFER, cheap, own)
+    job = measure_job(context, read(TEXT % ("60h", "") + "\nnum_nodes: 2"), [OPEN], None, 0.0)
+    assert (job.ondemand_usd_hour, job.spot_usd_hour) == (50.0, 20.0)
+    assert dict(job.list_facts())["prices"] == "50.00 on-demand (fjord 8h), 20.00 spot, USD/h"
+    (scene,) = set_scenes(job, [OPEN], 1, is_apart=False)
+    assert replay(scene.case, load_policy("on-demand")).usd == pytest.approx(50.0 * job.ondemand_hours)
+
+
+def test_other_kinds_of_machines_have_their_own_price_on_demand() -> None:
+    slow = {"accelerator": "A100", "accelerator_memory_gib": 40, "instance_type": "a"}
+    context: Any = Planned(OFFER, offer("s", ondemand_usd_hour=9.0, spot_usd_hour=8.0, **slow))
+    text = "resources: {accelerators: {A100:8, H100:8}}\ngoal: {work: {hours: 40, on: A100:8}, deadline: 60h}"
+    job = measure_job(context, read(text), [OPEN], None, 0.0)
+    assert {job.ondemand_usd_hour, *(each.ondemand_usd_hour for each in job.others)} == {40.0, 9.0}
 
 
 def test_stalls_of_a_fixed_interval_are_part_of_the_shortest_deadline() -> None:
