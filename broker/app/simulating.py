@@ -60,10 +60,13 @@ def simulate(
     both prices.
     """
     from broker.lab.benchmark import run_study
+    from broker.lab.trace_files import align_traces
     from broker.spot.policies import POLICIES
 
     names = choose_policies(request.policies, tuple(POLICIES))
     traces = [_require_nodes(each, task.num_nodes) for each in read_traces(request.traces)]
+    if not request.is_apart:
+        traces = align_traces(traces)
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
     study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress, workers=request.workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,23 @@ def test_a_market_that_counts_instances_is_open_only_with_room_for_all_nodes(tmp
     assert find_shares((4,) * 200, 1) == [0.0, 1.0]
     assert find_shares((1,) * 200, 1) == [0.0, 1.0], "1 means available"
     assert find_shares((2,) * 200, 2) == [0.0, 1.0], "recorded with a gang of its own"
+
+
+def test_zones_whose_recordings_began_at_different_hours_are_replayed_from_the_last_beginning(tmp_path: Path) -> None:
+    """Both zones close at the same time, once: a job of 12 h has nowhere to move, and is preempted at once in both."""
+    early = Trace(name="a", gap_hours=1.0, counts=(1,) * 10 + (0,) * 10, started_s=0.0)
+    late = Trace(name="b", gap_hours=0.5, counts=(1,) * 8 + (0,) * 20, started_s=6 * 3600.0)
+    for each in (early, late):
+        (tmp_path / f"{each.name}.json").write_text(write_trace(each))
+    context: Any = Planned()
+    task = read("resources: {accelerators: H100:8}\ngoal: {work: 12h, deadline: 13h}")
+    request = SimulationRequest(traces=tmp_path, policies=("greedy",), starts=1, optima=0)
+    found = simulate(context, task, request)
+    assert [each.changes for each in found.traces] == [((0.0, True), (4.0, False))] * 2
+    assert found.study.scores[1].preemptions_mean == 1
+    apart = simulate(context, task, replace(request, is_apart=True))
+    assert [each.hours for each in apart.traces] == [20.0, 14.0]
+    (tmp_path / "b.json").write_text(write_trace(replace(late, started_s=20 * 3600.0)))
+    with pytest.raises(UsageError, match="`a` and `b` do not overlap") as caught:
+        simulate(context, task, request)
+    assert "--apart" in caught.value.hints[0]
