@@ -199,7 +199,7 @@ def measure_job(
     assert estimate.breakdown is not None
     placement = estimate.placement
     work = estimate.breakdown.work_hours
-    deadline = deadline_hours or task.goal.deadline_hours
+    deadline = task.goal.deadline_hours if deadline_hours is None else deadline_hours
     # Jobs with a deadline expect preemptions in a market without any; else all their work would be at risk on spot.
     hazard = max(_mean_hazard(traces), HAZARD_MIN)
     every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, hazard)
@@ -212,8 +212,8 @@ def measure_job(
         ondemand_usd_hour=ondemand_usd_hour,
         spot_usd_hour=placement.usd_hour,
         work_hours=work,
-        deadline_hours=deadline or SLACK_DEFAULT * work,
-        is_deadline_assumed=not deadline,
+        deadline_hours=SLACK_DEFAULT * work if deadline is None else deadline,
+        is_deadline_assumed=deadline is None,
         start_hours=estimate.breakdown.recovery_s / 3600,
         save_every_hours=every,
         spot_speed=speed,
@@ -226,7 +226,7 @@ def measure_job(
         raise UsageError(
             f"the deadline of {format_hours(job.deadline_hours)} cannot be met even on-demand: "
             f"{format_hours(job.work_hours / job.ondemand_speed)} of work and {format_hours(job.start_hours)} to start",
-            hints=[f"pass `--deadline-hours {1.2 * job.ondemand_hours:.1f}"],
+            hints=[f"pass `--deadline-hours {1.2 * job.ondemand_hours:.1f}`"],
         )
     return job
 

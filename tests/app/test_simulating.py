@@ -85,8 +85,9 @@ def test_other_kinds_of_machines_have_their_own_price_on_demand() -> None:
 def test_stalls_of_a_fixed_interval_are_part_of_the_shortest_deadline() -> None:
     """Work of 40 h with a stall of 2 min every 30 min takes 42:40 on-demand, and the start 5 min."""
     assert measure("every: 30m, stall: 2m", "42.8h").ondemand_hours == pytest.approx(40 * 32 / 30 + 1 / 12)
-    with pytest.raises(UsageError, match="42h 40m of work and 5m 00s to start"):
+    with pytest.raises(UsageError, match="42h 40m of work and 5m 00s to start") as caught:
         measure("every: 30m, stall: 2m", "42.7h")
+    assert caught.value.hints == ("pass `--deadline-hours 51.3`",)
     assert measure("stall: 2m", "42.7h").ondemand_hours < 42.7, "only a fixed interval makes on-demand save"
 
 
@@ -98,6 +99,12 @@ def test_work_is_scaled_from_another_name_of_an_accelerator_and_an_unknown_one_i
     assert measure_job(context, read(text % "A10O:8"), [OPEN], None, 0.0).work_hours == 40
     (note,) = context.notes
     assert "the speed of `A10O` is unknown" in note
+
+
+def test_a_deadline_of_no_hours_is_not_taken_for_none() -> None:
+    context: Any = Planned()
+    with pytest.raises(UsageError, match="cannot be met"):
+        measure_job(context, read(TEXT % ("60h", "")), [OPEN], 0.0, 0.0)
 
 
 def test_no_policy_is_late_if_on_demand_stalls_too() -> None:
