@@ -265,9 +265,7 @@ class Scale:
         stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
         if self._has_kinds:
             return self._find_better_place(here) or stay
-        if best is here or not best.candidate.is_open or not best.outlives_start:
-            return stay
-        if not is_safe_to_start(self.view, best.candidate, self.fallback):
+        if best is here or not self._can_move_to(best):
             return stay
         loss = self.loss_of(here)
         stint = min(self.work, best.stint_work, here.stint_work)
@@ -286,9 +284,7 @@ class Scale:
         found: tuple[SpotMarket, float] | None = None
         for each in self._list_best_of_kinds():
             target = each.candidate
-            if each is here or not target.is_open or not each.outlives_start:
-                continue
-            if not is_safe_to_start(self.view, target, self.fallback):
+            if each is here or not self._can_move_to(each):
                 continue
             function, age = self.values.find(each), target.age_hours
             outlived = target.seen.count_reached(age, age + target.start_hours)
@@ -388,11 +384,16 @@ class Scale:
 
     @cached_property
     def _can_enter(self) -> bool:
-        view, target, fallback = self.view, self.best.candidate, self.fallback
-        return (
-            self.best.outlives_start
-            and is_safe_to_start(view, target, fallback)
-            and is_affordable(
-                view, target, fallback, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=self._move_usd_max
-            )
-        )
+        target = self.best.candidate
+        is_safe = self.best.outlives_start and is_safe_to_start(self.view, target, self.fallback)
+        return is_safe and self._is_affordable(self.view, target)
+
+    def _can_move_to(self, market: SpotMarket) -> bool:
+        """Return whether a job on spot may move there. A move loses no work, but prices may change after each."""
+        view, target = replace(self.view, save_every_hours=0.0), market.candidate
+        is_safe = target.is_open and market.outlives_start and is_safe_to_start(self.view, target, self.fallback)
+        return is_safe and self._is_affordable(view, target)
+
+    def _is_affordable(self, view: JobView, target: Candidate) -> bool:
+        most = self._move_usd_max
+        return is_affordable(view, target, self.fallback, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=most)

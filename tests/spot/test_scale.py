@@ -63,3 +63,19 @@ def test_on_demand_with_unsaved_work_is_late_only_if_all_of_it_takes_too_long() 
     assert isinstance(unsaved, Stay) and "already late" not in unsaved.reason, "in time, without room for a loss"
     late = decide(replace(view, time_left_hours=6.9), [SURE, opened])
     assert isinstance(late, Stay) and late.reason == "on-demand, already late" and late.hours == math.inf
+
+
+def test_moves_after_changing_prices_cost_a_bounded_amount_beyond_on_demand() -> None:
+    """Two places take turns at 0.1 and 0.9 USD every 2 h; a move costs 1.5 h of start and 0.5 USD of egress."""
+    turns = [tuple((0.1, 0.9)[(tick // 2 + first) % 2] for tick in range(400)) for first in (0, 1)]
+    sites = tuple(
+        make_site(
+            Trace(name=name, gap_hours=1.0, counts=(1,) * 400, prices=prices), spot_usd_hour=prices[0], start_hours=1.5
+        )
+        for name, prices in zip("ab", turns, strict=True)
+    )
+    case = Case(sites=sites, work_hours=40, deadline_hours=300.0, save_every_hours=0.5, move_usd=((0, 0.5), (0.5, 0)))
+    found = replay(case, decide)
+    move_usd = 0.5 + 1.5 * 0.9 + 1.5  # to spot, and back to on-demand
+    assert not found.is_late
+    assert found.usd < 41.5 + 3 * move_usd
