@@ -265,7 +265,7 @@ class Scale:
         stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
         if self._has_kinds:
             return self._find_better_place(here) or stay
-        if best is here or not self._can_move_to(best):
+        if best is here or not self._can_move(here, best):
             return stay
         loss = self.loss_of(here)
         stint = min(self.work, best.stint_work, here.stint_work)
@@ -284,7 +284,7 @@ class Scale:
         found: tuple[SpotMarket, float] | None = None
         for each in self._list_best_of_kinds():
             target = each.candidate
-            if each is here or not self._can_move_to(each):
+            if each is here or not self._can_move(here, each):
                 continue
             function, age = self.values.find(each), target.age_hours
             outlived = target.seen.count_reached(age, age + target.start_hours)
@@ -388,11 +388,11 @@ class Scale:
         is_safe = self.best.outlives_start and is_safe_to_start(self.view, target, self.fallback)
         return is_safe and self._is_affordable(self.view, target)
 
-    def _can_move_to(self, market: SpotMarket) -> bool:
-        """Return whether a job on spot may move there. A move loses no work, but prices may change after each."""
-        view, target = replace(self.view, save_every_hours=0.0), market.candidate
-        is_safe = target.is_open and market.outlives_start and is_safe_to_start(self.view, target, self.fallback)
-        return is_safe and self._is_affordable(view, target)
+    def _can_move(self, here: SpotMarket, there: SpotMarket) -> bool:
+        """Return whether a job on spot may move: prices may change again, but more than on-demand is never worth it."""
+        view, target = replace(self.view, save_every_hours=0.0), there.candidate
+        is_safe = target.is_open and there.outlives_start and is_safe_to_start(self.view, target, self.fallback)
+        return is_safe and (here.price > 1 or self._is_affordable(view, target))
 
     def _is_affordable(self, view: JobView, target: Candidate) -> bool:
         most = self._move_usd_max
