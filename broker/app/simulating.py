@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from broker.lab.markets import Site
     from broker.lab.parts import Scene
     from broker.lab.traces import Trace
-    from broker.types import Estimate, Plan, Task
+    from broker.types import Estimate, Offer, Plan, Task
 
 SLACK_DEFAULT = 1.5  # deadline / work, for a task without a deadline
 STARTS_MAX = 100_000
@@ -60,10 +60,13 @@ def simulate(
     both prices.
     """
     from broker.lab.benchmark import run_study
+    from broker.lab.trace_files import align_traces
     from broker.spot.policies import POLICIES
 
     names = choose_policies(request.policies, tuple(POLICIES))
     traces = [_require_nodes(each, task.num_nodes) for each in read_traces(request.traces)]
+    if not request.is_apart:
+        traces = align_traces(traces)
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
     study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress, workers=request.workers)
@@ -75,7 +78,8 @@ class SimulatedKind:
     """Other machines that the task accepts; `speed` is relative to the machines of the plan's choice."""
 
     estimate: Estimate
-    ondemand_usd_hour: float  # of the gang
+    ondemand: Offer  # the cheapest of its kind, which may be elsewhere
+    ondemand_usd_hour: float  # of the gang there, per hour of the work of `estimate`
     spot_usd_hour: float
     speed: float
     start_hours: float
@@ -91,7 +95,8 @@ class SimulatedJob:
     """
 
     estimate: Estimate
-    ondemand_usd_hour: float  # of the gang
+    ondemand: Offer
+    ondemand_usd_hour: float  # as for `SimulatedKind`
     spot_usd_hour: float
     work_hours: float
     deadline_hours: float
@@ -118,7 +123,7 @@ class SimulatedJob:
         more = [fact for each in self.others for fact in _list_kind_facts(each)]
         return [
             ("machines", f"{self.estimate.placement.node_count} x {offer.cloud} {offer.instance_type}"),
-            ("prices", _describe_prices(self.ondemand_usd_hour, self.spot_usd_hour)),
+            ("prices", _describe_prices(self, offer)),
             *more,
             ("work", format_hours(self.work_hours)),
             ("deadline", f"{format_hours(self.deadline_hours)}{assumed}"),
@@ -133,12 +138,15 @@ def _list_kind_facts(kind: SimulatedKind) -> list[tuple[str, str]]:
     speed = f"{kind.speed:.2g}"
     return [
         ("or", f"{name}, {'as fast' if speed == '1' else f'{speed} times as fast'}"),
-        ("prices", _describe_prices(kind.ondemand_usd_hour, kind.spot_usd_hour)),
+        ("prices", _describe_prices(kind, placement.offer)),
     ]
 
 
-def _describe_prices(ondemand_usd_hour: float, spot_usd_hour: float) -> str:
-    return f"{format_usd(ondemand_usd_hour)} on-demand, {format_usd(spot_usd_hour)} spot, USD/h"
+def _describe_prices(kind: SimulatedKind | SimulatedJob, spot: Offer) -> str:
+    other = kind.ondemand
+    is_same = (other.cloud, other.instance_type) == (spot.cloud, spot.instance_type)
+    where = "" if is_same else f" ({other.cloud} {other.instance_type})"
+    return f"{format_usd(kind.ondemand_usd_hour)} on-demand{where}, {format_usd(kind.spot_usd_hour)} spot, USD/h"
 
 
 def choose_policies(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -191,33 +199,34 @@ def measure_job(
     assert estimate.breakdown is not None
     placement = estimate.placement
     work = estimate.breakdown.work_hours
-    deadline = deadline_hours or task.goal.deadline_hours
+    deadline = task.goal.deadline_hours if deadline_hours is None else deadline_hours
     # Jobs with a deadline expect preemptions in a market without any; else all their work would be at risk on spot.
     hazard = max(_mean_hazard(traces), HAZARD_MIN)
     every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, hazard)
     every = min(every_s / 3600, work)
     speed = every / (every + task.checkpoint.stall_s / 3600)
-    assert placement.offer.ondemand_usd_hour is not None
+    ondemand, ondemand_usd_hour = _choose_ondemand(plan, estimate)
     job = SimulatedJob(
         estimate=estimate,
-        ondemand_usd_hour=placement.offer.ondemand_usd_hour * placement.node_count,
+        ondemand=ondemand,
+        ondemand_usd_hour=ondemand_usd_hour,
         spot_usd_hour=placement.usd_hour,
         work_hours=work,
-        deadline_hours=deadline or SLACK_DEFAULT * work,
-        is_deadline_assumed=not deadline,
+        deadline_hours=SLACK_DEFAULT * work if deadline is None else deadline,
+        is_deadline_assumed=deadline is None,
         start_hours=estimate.breakdown.recovery_s / 3600,
         save_every_hours=every,
         spot_speed=speed,
         ondemand_speed=1.0 if task.checkpoint.every_s is None else speed,
         notice_hours=notice_s / 3600,
-        others=tuple(_make_kind(each, work) for each in others),
+        others=tuple(_make_kind(plan, each, work) for each in others),
         hour_value_usd=task.goal.hour_value_usd,
     )
     if job.deadline_hours < job.ondemand_hours:
         raise UsageError(
             f"the deadline of {format_hours(job.deadline_hours)} cannot be met even on-demand: "
             f"{format_hours(job.work_hours / job.ondemand_speed)} of work and {format_hours(job.start_hours)} to start",
-            hints=[f"pass `--deadline-hours {1.2 * job.ondemand_hours:.1f}"],
+            hints=[f"pass `--deadline-hours {1.2 * job.ondemand_hours:.1f}`"],
         )
     return job
 
@@ -244,12 +253,37 @@ def _choose_kinds(plan: Plan) -> list[Estimate]:
     return [first, *others]
 
 
-def _make_kind(estimate: Estimate, work_hours: float) -> SimulatedKind:
+def _choose_ondemand(plan: Plan, spot: Estimate) -> tuple[Offer, float]:
+    """Return the offer with the cheapest on-demand gang, perhaps elsewhere, and USD per hour of the work of `spot`.
+
+    Jobs continue there. Own machines without a price are left out: they may be busy. Machines of other kinds
+    have their own prices.
+    """
+    from broker.jobs.kinds import find_kind, has_kinds
+
+    own = spot.placement.offer
+    assert spot.breakdown is not None and own.ondemand_usd_hour is not None
+    best = own, own.ondemand_usd_hour * spot.placement.node_count
+    for each in plan.estimates:
+        placement = each.placement
+        if placement.is_spot or placement.usd_hour <= 0 or each.breakdown is None:
+            continue
+        if has_kinds(plan.task) and find_kind(placement) != find_kind(spot.placement):
+            continue
+        usd_hour = placement.usd_hour * each.breakdown.work_hours / spot.breakdown.work_hours
+        if usd_hour < best[1]:
+            best = placement.offer, usd_hour
+    return best
+
+
+def _make_kind(plan: Plan, estimate: Estimate, work_hours: float) -> SimulatedKind:
     placement, breakdown = estimate.placement, estimate.breakdown
-    assert breakdown is not None and placement.offer.ondemand_usd_hour is not None
+    assert breakdown is not None
+    ondemand, ondemand_usd_hour = _choose_ondemand(plan, estimate)
     return SimulatedKind(
         estimate=estimate,
-        ondemand_usd_hour=placement.offer.ondemand_usd_hour * placement.node_count,
+        ondemand=ondemand,
+        ondemand_usd_hour=ondemand_usd_hour,
         spot_usd_hour=placement.usd_hour,
         speed=work_hours / breakdown.work_hours,
         start_hours=breakdown.recovery_s / 3600,
@@ -292,8 +326,8 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
         )
 
     first = SimulatedKind(
-        estimate=job.estimate, ondemand_usd_hour=job.ondemand_usd_hour, spot_usd_hour=job.spot_usd_hour, speed=1.0,
-        start_hours=job.start_hours,
+        estimate=job.estimate, ondemand=job.ondemand, ondemand_usd_hour=job.ondemand_usd_hour,
+        spot_usd_hour=job.spot_usd_hour, speed=1.0, start_hours=job.start_hours,
     )  # fmt: skip
     kinds = (first, *job.others)
     # Spot capacity of other machines does not open and close at the same times: each kind begins at a different hour.

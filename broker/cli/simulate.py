@@ -157,6 +157,7 @@ def _describe(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace]) -> d
     return {
         "job": {
             "cloud": offer.cloud, "instance_type": offer.instance_type, "node_count": job.estimate.placement.node_count,
+            "ondemand_cloud": job.ondemand.cloud, "ondemand_instance_type": job.ondemand.instance_type,
             "ondemand_usd_hour": job.ondemand_usd_hour, "spot_usd_hour": job.spot_usd_hour,
             "work_hours": job.work_hours, "deadline_hours": job.deadline_hours, "start_hours": job.start_hours,
             "save_every_hours": job.save_every_hours, "notice_hours": job.notice_hours,

@@ -17,7 +17,7 @@ from broker.frozen import frozen
 from broker.optimizer.data_cost import NO_DATA, DataCost
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
-from broker.spot.recorded_runs import START_HOURS_MAX, RecordedRun
+from broker.spot.recorded_runs import START_HOURS_MAX, STARTS_HOURS, RecordedRun
 from broker.types import Breakdown, CheckpointSpec, Estimate, Placement
 
 SWITCH_SHARE_MIN = 0.01  # share of the billed hours below which on-demand is not part of the strategy
@@ -64,13 +64,15 @@ class SpotInputs:
 
         The loss is added to every start, although the first loses nothing: `shorten` takes it off again.
         """
-        lost, limit = self.lost_hours, self.deadline_hours
+        lost, limit = self.lost_hours, self.deadline_hours if self.has_fallback else None
         stall = self.checkpoint.stall_s / 3600
-        return {
-            "work_hours": self.work_hours * (1 + stall / self.every_hours),
-            "deadline_hours": limit + lost if limit is not None and self.has_fallback else None,
-            "start_hours": self.recovery_hours + lost,
-        }
+        work, start = self.work_hours * (1 + stall / self.every_hours), self.recovery_hours + lost
+        if limit is not None:
+            # The policy starts on spot only if on-demand is still in time after a loss before the first checkpoint.
+            failed = self.recovery_hours + self.every_hours + stall
+            has_room = limit - self.recovery_hours - work >= failed
+            limit = limit + lost if has_room else min(limit + lost, work + start)
+        return {"work_hours": work, "deadline_hours": limit, "start_hours": start}
 
     @cached_property
     def repeated_share(self) -> float:
@@ -92,21 +94,44 @@ class SpotInputs:
         share = run.spot_hours / max(run.spot_hours + run.ondemand_hours, 1e-9)
         off = lost + self.unbilled_hours * (1 + run.preemptions)
         hours = run.hours - lost
-        if self.has_fallback and self.deadline_hours is not None:
-            hours = max(min(hours + more, self.deadline_hours), hours)
+        spot = max(run.spot_hours + more - off * share - self.unbilled_hours * struck, 0.0)
+        ondemand = max(run.ondemand_hours - off * (1 - share), 0.0)
+        limit = self.deadline_hours if self.has_fallback else None
+        if limit is not None and hours + more > limit:
+            ondemand = max(ondemand, self._switch_hours(hours + more, limit))
+            hours = max(limit, hours)
+            spot = max(min(spot, hours - ondemand), 0.0)
         else:
             hours += more
-        return RecordedRun(
-            spot_hours=max(run.spot_hours + more - off * share - self.unbilled_hours * struck, 0.0),
-            ondemand_hours=max(run.ondemand_hours - off * (1 - share), 0.0),
-            hours=hours,
-            preemptions=run.preemptions + struck,
-        )
+        return RecordedRun(spot_hours=spot, ondemand_hours=ondemand, hours=hours, preemptions=run.preemptions + struck)
+
+    def _switch_hours(self, spot_hours: float, limit: float) -> float:
+        """Return the hours on-demand of a run that would take `spot_hours` without it, and must end at `limit`.
+
+        It switches as late as possible. Until then, it has done the work in proportion to the time.
+        """
+        speed = min(self.work_hours / spot_hours, 1.0)
+        spare = max(limit - self.work_hours - self.recovery_hours, 0.0)
+        left = self.work_hours - speed * spare / max(1 - speed, 1e-9)
+        return max(left, 0.0) + self.recovery_hours - self.unbilled_hours
 
     def list_runs(self) -> RunDistribution:
         """Return the distribution whose mean `run_on_spot` prices."""
-        found = forecast_run(**self.run_terms, places=self.places, evidence=self.evidence)  # type: ignore[arg-type]
-        return replace(found, runs=[self.adjust(run) for run in found.runs])
+        return self._adjust_all(self._forecast_runs())
+
+    def find_means(self) -> tuple[RecordedRun, RecordedRun]:
+        """Return the mean of the recorded runs, and that of the adjusted ones."""
+        if self.recovery_hours + self.lost_hours > STARTS_HOURS[-1]:  # the deadline bounds extrapolated runs one by one
+            runs = self._forecast_runs()
+            return runs.average(), self._adjust_all(runs).average()
+        found = forecast_mean(**self.run_terms, places=self.places, evidence=self.evidence)  # type: ignore[arg-type]
+        return found, self.adjust(found)
+
+    def _forecast_runs(self) -> RunDistribution:
+        return forecast_run(**self.run_terms, places=self.places, evidence=self.evidence)  # type: ignore[arg-type]
+
+    def _adjust_all(self, runs: RunDistribution) -> RunDistribution:
+        return replace(runs, runs=[self.adjust(run) for run in runs.runs])
 
     def find_deadline_chance(self) -> float | None:
         """Return the chance of the deadline; with a fallback 1 if on-demand alone is in time, else 0."""
@@ -186,8 +211,7 @@ def run_on_demand(
 
 def run_on_spot(inputs: SpotInputs) -> RunForecast:
     """Return the mean of the runs on spot; work must be above 0. The chance of the deadline is left out."""
-    found = forecast_mean(**inputs.run_terms, places=inputs.places, evidence=inputs.evidence)  # type: ignore[arg-type]
-    run, every = inputs.adjust(found), inputs.every_hours
+    (found, run), every = inputs.find_means(), inputs.every_hours
     segments = inputs.work_hours / every
     stall = segments * inputs.checkpoint.stall_s / 3600
     waiting = max(found.hours - found.spot_hours - found.ondemand_hours, 0.0)

@@ -71,6 +71,15 @@ class RunDistribution:
         """Return the weighted mean of a value over all recorded runs."""
         return sum(weight * value(run) for run, weight in zip(self.runs, self.weights, strict=True))
 
+    def average(self) -> RecordedRun:
+        """Return the weighted mean run."""
+        return RecordedRun(
+            spot_hours=self.mean(attrgetter("spot_hours")),
+            ondemand_hours=self.mean(attrgetter("ondemand_hours")),
+            hours=self.mean(attrgetter("hours")),
+            preemptions=self.mean(attrgetter("preemptions")),
+        )
+
     def chance(self, claim: Callable[[RecordedRun], bool]) -> float:
         """Return the probability of a claim; never 0 or 1 because there are only a few hundred scenarios."""
         found = sum(weight for run, weight in zip(self.runs, self.weights, strict=True) if claim(run))
@@ -161,19 +170,13 @@ def forecast_mean(
 ) -> RecordedRun:
     """Return the mean of `forecast_run`, ten times as fast unless start-up takes longer than in the recorded runs."""
     if start_hours > STARTS_HOURS[-1]:  # extrapolated runs are bounded one by one
-        runs = forecast_run(
+        return forecast_run(
             work_hours=work_hours,
             deadline_hours=deadline_hours,
             start_hours=start_hours,
             places=places,
             evidence=evidence,
-        )
-        return RecordedRun(
-            spot_hours=runs.mean(attrgetter("spot_hours")),
-            ondemand_hours=runs.mean(attrgetter("ondemand_hours")),
-            hours=runs.mean(attrgetter("hours")),
-            preemptions=runs.mean(attrgetter("preemptions")),
-        )
+        ).average()
     mean = interpolate_mean(
         _average(places, evidence), work_hours=work_hours, deadline_hours=deadline_hours, start_hours=start_hours
     )

@@ -147,7 +147,7 @@ def _interpolate(
         hours = work_hours + start_hours
         return [RecordedRun(spot_hours=0.0, ondemand_hours=hours, hours=hours, preemptions=0.0) for _ in table]
     corners, sure = _weigh_corners(work_hours, allowed, start)
-    return [_blend(cells, corners, sure, work_hours, deadline_hours, start) for cells in table]
+    return [_blend(cells, corners, sure, work_hours, deadline_hours, start_hours) for cells in table]
 
 
 def read_cells(scenario: Scenario) -> tuple[CellShares, ...]:
@@ -240,9 +240,12 @@ def _blend(
     spot_hours, ondemand_hours = spot * work + start * spot_share, ondemand * work + start * (1 - spot_share)
     whole = hours * work + start
     whole = whole if deadline is None else min(whole, deadline)
-    if start > STARTS_HOURS[-1]:  # an extrapolated run may bill negative hours, or more than it lasts
+    if start > STARTS_HOURS[-1]:  # an extrapolated run may take less than its work, or bill more than it lasts
+        least = work + start
+        whole = max(whole, least)
         ondemand_hours = min(max(ondemand_hours, 0.0), whole)
-        spot_hours, preemptions = min(max(spot_hours, 0.0), whole - ondemand_hours), max(preemptions, 0.0)
+        spot_hours = min(max(spot_hours, least - ondemand_hours, 0.0), whole - ondemand_hours)
+        preemptions = max(preemptions, 0.0)
     return RecordedRun(
         spot_hours=spot_hours, ondemand_hours=ondemand_hours, hours=whole, preemptions=preemptions * work
     )

@@ -173,16 +173,13 @@ class Scale:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
             enter_usd = function.enter_beside_usd if is_working else function.enter_usd
             options[SPOT] = enter_usd(age, work, spare, seen=outlived) + self.best.move_price
-        if current is not None:  # the rest of an unfinished start is still to be paid
-            rest = begun - idle
-            table = function.keep_open if is_open else function.keep_closed
-            worth = table.read(age, function.locate(work, max(spare - rest, 0.0)))
-            options[ONDEMAND] = rest + min(worth + self._return_price, max(work, worth))
-        else:
-            start = function.parameters.start_hours
-            table, after = function.ondemand_open if is_open else function.ondemand_closed, spare - start
-            worth = table.read(age, function.locate(work, after)) if after >= 0 else work
-            options[ONDEMAND] = self._fallback_price + start + min(worth + self._return_price, max(work, worth))
+        started = begun - idle if current is not None else None
+        options[ONDEMAND] = self._weigh_ondemand(function, age, self.best, work, spare, started)
+        for closed, awaited in self._awaited:
+            if not (can_enter and self._is_bridge(closed, is_working=current is not None)):
+                age_closed = class_of(closed.candidate.age_hours + ahead)
+                worth = self._weigh_ondemand(awaited, age_closed, closed, work, spare, started)
+                options[ONDEMAND] = min(worth, options[ONDEMAND])
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             options[WAITING] = function.wait_usd(age, work, spare, is_open=is_open) + self.best.move_price
@@ -195,8 +192,30 @@ class Scale:
             options[WAITING] += BEHIND_GAIN_HOURS
         if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other scale is cheaper
             for name in options.keys() & {SPOT, WAITING}:
-                options[name] += self._fallback_price + self._return_price
+                options[name] += self._fallback_price + self._find_return_price(self.best)
         return options
+
+    def _weigh_ondemand(
+        self, function: ValueFunction, age: int, place: SpotMarket, work: float, spare: float, started: float | None
+    ) -> float:
+        """Return the expected cost of on-demand until a return to spot at this place, if it pays.
+
+        `started` is the rest of the start of running machines; None: nothing runs.
+        """
+        is_open, moved = place.candidate.is_open, 0.0
+        if started is not None:  # the rest of the start is still to be paid
+            worth = function.keep_usd(age, work, max(spare - started, 0.0), is_open=is_open)
+        else:
+            started, moved = function.parameters.start_hours, self._fallback_price
+            after = spare - started
+            worth = function.ondemand_usd(age, work, after, is_open=is_open) if after >= 0 else work
+        return moved + started + min(worth + self._find_return_price(place), max(work, worth))
+
+    def _is_bridge(self, closed: SpotMarket, *, is_working: bool) -> bool:
+        """Return whether spot at the best place costs less than on-demand until this closed place opens."""
+        best, stay = self.best, min(closed.mean_closed_hours, self.work)
+        spot = best.loss_price + best.move_price + (best.price + best.work_hazard * self.loss_of(best)) * stay
+        return MOVE_GAIN * spot < stay + (0.0 if is_working else self.fallback.start_hours + self._fallback_price)
 
     def _due_spare(self, work: float) -> float:
         """Return the spare time of uniform progress with this much work left; 0 unless several markets open and close
@@ -219,13 +238,12 @@ class Scale:
         """Return the cost of moving to the on-demand fallback."""
         return self.fallback.move_usd / self._usd_hour
 
-    @cached_property
-    def _return_price(self) -> float:
-        """Return the cost of moving from on-demand to the best place: none within a zone."""
+    def _find_return_price(self, place: SpotMarket) -> float:
+        """Return the cost of moving from on-demand to this place: none within a zone."""
         if not self._has_moves:
             return 0.0
-        is_near = is_beside(self.fallback, self.best.candidate)
-        return 0.0 if is_near else max(self.best.move_price, self._fallback_price)
+        is_near = is_beside(self.fallback, place.candidate)
+        return 0.0 if is_near else max(place.move_price, self._fallback_price)
 
     def _find_change(self, current: Candidate | None, choice: str) -> float:
         """Return the hours for which the choice holds if nothing but time and age changes."""
@@ -247,9 +265,7 @@ class Scale:
         stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
         if self._has_kinds:
             return self._find_better_place(here) or stay
-        if best is here or not best.candidate.is_open or not best.outlives_start:
-            return stay
-        if not is_safe_to_start(self.view, best.candidate, self.fallback):
+        if best is here or not self._can_move(here, best):
             return stay
         loss = self.loss_of(here)
         stint = min(self.work, best.stint_work, here.stint_work)
@@ -268,9 +284,7 @@ class Scale:
         found: tuple[SpotMarket, float] | None = None
         for each in self._list_best_of_kinds():
             target = each.candidate
-            if each is here or not target.is_open or not each.outlives_start:
-                continue
-            if not is_safe_to_start(self.view, target, self.fallback):
+            if each is here or not self._can_move(here, each):
                 continue
             function, age = self.values.find(each), target.age_hours
             outlived = target.seen.count_reached(age, age + target.start_hours)
@@ -370,11 +384,16 @@ class Scale:
 
     @cached_property
     def _can_enter(self) -> bool:
-        view, target, fallback = self.view, self.best.candidate, self.fallback
-        return (
-            self.best.outlives_start
-            and is_safe_to_start(view, target, fallback)
-            and is_affordable(
-                view, target, fallback, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=self._move_usd_max
-            )
-        )
+        target = self.best.candidate
+        is_safe = self.best.outlives_start and is_safe_to_start(self.view, target, self.fallback)
+        return is_safe and self._is_affordable(self.view, target)
+
+    def _can_move(self, here: SpotMarket, there: SpotMarket) -> bool:
+        """Return whether a job on spot may move: prices may change again, but more than on-demand is never worth it."""
+        view, target = replace(self.view, save_every_hours=0.0), there.candidate
+        is_safe = target.is_open and there.outlives_start and is_safe_to_start(self.view, target, self.fallback)
+        return is_safe and (here.price > 1 or self._is_affordable(view, target))
+
+    def _is_affordable(self, view: JobView, target: Candidate) -> bool:
+        most = self._move_usd_max
+        return is_affordable(view, target, self.fallback, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=most)

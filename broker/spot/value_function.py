@@ -119,6 +119,14 @@ class ValueFunction:
         on_spot = given.start_hours * given.spot_hour_price + work * given.spot_price
         return max(near - (first - work) * (far - near) / (second - first), min(on_spot, given.start_hours + work))
 
+    def keep_usd(self, age_class: int, work: float, spare: float, *, is_open: bool) -> float:
+        """Return the value of keeping running on-demand machines for now."""
+        return (self.keep_open if is_open else self.keep_closed).read(age_class, self.locate(work, spare))
+
+    def ondemand_usd(self, age_class: int, work: float, spare: float, *, is_open: bool) -> float:
+        """Return the value of the best action while on-demand runs."""
+        return (self.ondemand_open if is_open else self.ondemand_closed).read(age_class, self.locate(work, spare))
+
     def lost_usd(self, work: float, spare: float) -> float:
         """Return the value just after the loss of spot, when another place may be open."""
         rho, point = self.parameters.second_chance, self.locate(work, spare)

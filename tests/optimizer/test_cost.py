@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broker.lab.markets import make_site
+from broker.lab.replay import Case, replay
+from broker.lab.traces import Trace
 from broker.optimizer.billing import bill_recovery_s
 from broker.optimizer.cost import GangPrices, SpotInputs, find_budget_chance, price_run, run_on_demand, run_on_spot
 from broker.optimizer.data_cost import DataCost
 from broker.spot.market_model import MarketEvidence
+from broker.spot.policies import load_policy
 from broker.types import CheckpointSpec
 from tests.tiers import examples
 
@@ -77,6 +81,54 @@ def test_without_checkpoints_long_work_on_spot_never_ends() -> None:
 def test_start_up_beyond_the_recorded_range_is_counted_at_every_start() -> None:
     one, three = (run_on_spot(replace(BASE, recovery_hours=hours)) for hours in (1.0, 3.0))
     assert three.spot_hours > one.spot_hours + 1.9 * one.preemptions
+
+
+@given(inputs, st.none() | st.floats(0.1, 48))
+@some
+def test_no_run_is_shorter_than_its_work_and_first_start_or_bills_more_than_it_lasts(
+    given: SpotInputs, every_hours: float | None
+) -> None:
+    """With starts of hours, hours between checkpoints, or both."""
+    spec = SPEC if every_hours is None else CheckpointSpec(every_s=every_hours * 3600, stall_s=10)
+    given = replace(given, checkpoint=spec, unbilled_hours=0.0)
+    for run in given.list_runs().runs:
+        assert run.hours >= 0.999 * given.work_hours + given.recovery_hours - 1e-6
+        assert run.spot_hours + run.ondemand_hours <= run.hours * (1 + 1e-6)
+        assert run.spot_hours + run.ondemand_hours >= 0.999 * given.work_hours
+
+
+@pytest.mark.parametrize(
+    ("work", "slack", "recovery", "every", "has_spot"),
+    [
+        (1 / 6, 2 / 60, 5 / 60, None, False),
+        (24, 0.45, 0.1, 3.0, False),
+        (24, 3.3, 0.1, 3.0, True),
+        (1, 1, 0.1, None, True),
+    ],
+)
+def test_spot_is_counted_on_only_with_time_for_a_start_that_fails(
+    work: float, slack: float, recovery: float, every: float | None, has_spot: bool
+) -> None:
+    """The policy starts on spot only if on-demand is in time after a loss just before the first checkpoint."""
+    spec = SPEC if every is None else CheckpointSpec(every_s=every * 3600, stall_s=10)
+    given = replace(
+        DUE, work_hours=work, checkpoint=spec, recovery_hours=recovery, deadline_hours=work + recovery + slack, places=3
+    )
+    assert (run_on_spot(given).spot_hours > 0.1 * work) is has_spot
+    site = make_site(Trace(name="t", gap_hours=1.0, counts=(1,) * 100), start_hours=recovery)
+    case = Case(
+        sites=(site,), work_hours=work, deadline_hours=work + recovery + slack, save_every_hours=given.every_hours
+    )
+    assert (replay(case, load_policy("adaptive")).spot_hours > 0.1 * work) is has_spot
+
+
+def test_a_job_without_checkpoints_continues_on_demand_once_its_slack_is_used_up() -> None:
+    """12 h of work in 40 h, started over after each preemption: spot for at most 28 h, then on-demand."""
+    spec = CheckpointSpec(every_s=12 * 3600)
+    course = run_on_spot(replace(DUE, work_hours=12.0, checkpoint=spec, deadline_hours=40.0))
+    assert course.hours <= 40.0
+    assert course.spot_hours + course.ondemand_hours <= course.hours
+    assert course.ondemand_hours > 2
 
 
 def test_a_deadline_without_fallback_has_a_chance_and_with_one_is_certain_or_hopeless() -> None:

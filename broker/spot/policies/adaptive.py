@@ -112,8 +112,7 @@ def _weigh_on_demand(
     """
     assert view.time_left_hours is not None
     spots = [each for each in candidates if each.is_spot]
-    own_hours = view.starting_hours + (view.work_left_hours - view.unsaved_hours) / current.speed
-    if own_hours > view.time_left_hours + EPSILON_HOURS:
+    if _is_late(view, current):
         timely = [each for each in reserves if finish_hours(each, view.work_left_hours) <= view.time_left_hours]
         if not timely:
             return Stay(reason="on-demand, already late")
@@ -164,7 +163,7 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
             return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
         if len(spots) == 1 and not _is_dearer(view, current, fallback):
             return Stay(hours=hours, reason="on spot")
-    elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
+    elif current is not None and _is_late(view, current):
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
     scale = Scale.of(view, fallback, markets, prior)
@@ -181,6 +180,13 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
     beside = Scale.of(view, near, [read_market(each, near, prior) for each in spots], prior)
     entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
     return min(entries, key=lambda each: each.find_usd(current)).choose(current)
+
+
+def _is_late(view: JobView, current: Candidate) -> bool:
+    """Return whether running on-demand machines will miss the deadline. They lose no unsaved work."""
+    assert view.time_left_hours is not None
+    left = view.starting_hours + (view.work_left_hours - view.unsaved_hours) / current.speed
+    return left > view.time_left_hours + EPSILON_HOURS
 
 
 def _choose_on_spot(scale: Scale, current: Candidate) -> Decision:
