@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from broker.app.verbs.account import show_cost
 from broker.cli import options
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_table
-from broker.formatting import format_usd, to_plain
+from broker.formatting import format_date, format_usd, to_plain
 
 
 def cost(
@@ -31,7 +30,7 @@ def cost(
     bill = make_session().call(show_cost, by=by)
     names, spending = bill.names, bill.spending
     sums, before_s = spending.rows, spending.pruned_before_s
-    pruned_before = None if before_s is None else time.strftime("%Y-%m-%d", time.localtime(before_s))
+    pruned_before = None if before_s is None else format_date(before_s)
     if as_json:
         rows = [{by.value: key, "node_hours": hours, "usd": usd} for key, (hours, usd) in sums.items()]
         data = {"by": by.value, "rows": rows, "usd": spending.usd, "totals_only_before": pruned_before}

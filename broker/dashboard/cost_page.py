@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from broker.app.forecasts import PaidForecast
 from broker.app.payers import NO_PROJECT, UNOWNED
 from broker.app.spending import By, Share, Spending
-from broker.dashboard.html import Content, Markup, element, join, table
-from broker.formatting import format_usd
+from broker.dashboard.html import Content, Markup, element, join, link_job, table
+from broker.formatting import format_date, format_usd
 
 FORECASTS_SHOWN = 100  # of the newest jobs
 ROWS_SHOWN = 300
@@ -27,7 +26,7 @@ def show_cost(
 
     def label(key: str) -> Content:
         known = key.isdigit() and int(key) in names
-        return join([_link_job(int(key)), f" {names[int(key)]}"]) if known else key
+        return join([link_job(int(key)), f" {names[int(key)]}"]) if known else key
 
     rows = sorted(spending.rows.items(), key=lambda row: row[1][1], reverse=True)
     if by is By.DAY:
@@ -62,7 +61,7 @@ def _note_cut(shown: int, count: int, kind: str, by: By) -> Markup | None:
 def _note_pruned(spending: Spending) -> Markup | None:
     if spending.pruned_before_s is None:
         return None
-    day = time.strftime("%Y-%m-%d", time.localtime(spending.pruned_before_s))
+    day = format_date(spending.pruned_before_s)
     text = f"Jobs that ended before {day} are included as totals only; the table of days below does not have them."
     return element("p", text, class_="faint")
 
@@ -92,7 +91,7 @@ def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
         )
     cells: list[Sequence[Content]] = [
         [
-            _link_job(each.job_id),
+            link_job(each.job_id),
             each.name,
             format_usd(each.forecast_usd),
             format_usd(each.paid_usd),
@@ -103,7 +102,3 @@ def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
     heads = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
     right = ["Job", "Forecast USD", "Paid USD", "Paid / forecast"]
     return table(heads, cells, caption="Forecasts against actual cost", right=right)
-
-
-def _link_job(job_id: int) -> Markup:
-    return element("a", str(job_id), href=f"/jobs/{job_id}")

@@ -216,5 +216,5 @@ def is_wanted(job: Job, cluster: Cluster) -> bool:
     describe.
     """
     is_simulated = any(node.handle.startswith("/") for node in cluster.nodes)
-    wish = job.task.recovery.checks_health
-    return not is_simulated if wish is None else wish
+    asked = job.task.recovery.checks_health
+    return not is_simulated if asked is None else asked

@@ -160,7 +160,7 @@ def find_exposure(spec: ServiceSpec | Routing, host: str) -> str:
     Where API keys cannot be checked, an address that other machines reach needs certificates of clients, or a program
     that terminates TLS itself.
     """
-    if spec.has_keys or is_loopback(host) or spec.is_tls_passed:
+    if spec.can_check_keys or is_loopback(host) or spec.is_tls_passed:
         return ""
     if spec.tls is not None and spec.tls.client_ca_path is not None:
         return ""

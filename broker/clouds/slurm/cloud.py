@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cache
-from pathlib import Path
 from typing import ClassVar
 
 from broker.clock import Clock
 from broker.clouds import local_machine
+from broker.clouds.sent_source import read_source
 from broker.clouds.slurm import node_program
 from broker.clouds.slurm.commands import (
     QueuedJob,
@@ -311,9 +310,3 @@ def read_handle(node: Node) -> tuple[str, int | None]:
     cluster, _, rest = node.handle.removeprefix("slurm://").partition("/")
     job = rest.partition("/")[0]
     return cluster, int(job) if job.isdigit() else None
-
-
-@cache
-def read_source(path: str) -> str:
-    """Return the source of a module that is sent to the nodes; each file is read once per process."""
-    return Path(path).read_text(encoding="utf-8")

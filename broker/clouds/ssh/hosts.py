@@ -6,12 +6,11 @@ import asyncio
 import json
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from broker.clock import within
 from broker.clouds import local_machine
+from broker.clouds.sent_source import read_source
 from broker.clouds.ssh import host_program
 from broker.errors import TransientError
 from broker.sites.host_python import NO_PYTHON, make_python_argv
@@ -49,12 +48,6 @@ def make_program(request: Mapping[str, object]) -> bytes:
     """Return the program's source with its request; only a claim needs the machine's source."""
     machine = read_source(local_machine.__file__) if request["verb"] == "claim" else ""
     return f"{read_source(host_program.__file__)}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
-
-
-@cache
-def read_source(path: str) -> str:
-    """Return the source of a module that is sent to hosts; each file is read once per process."""
-    return Path(path).read_text(encoding="utf-8")
 
 
 async def fence(host: Host) -> bool:
