@@ -269,15 +269,20 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def find_s3_host(named: str) -> str:
-    """Return the host of S3 for the region that the login names: in China and in GovCloud, which are partitions of
-    their own, a bucket of the same name may belong to another account than in the public partition."""
+    """Return the host of S3 for the region that the login names.
+
+    China and GovCloud are partitions of their own: a bucket of the same name may belong to another account than in the
+    public partition.
+    """
     domain = "amazonaws.com.cn" if named.startswith("cn-") else "amazonaws.com"
     return f"s3.{named}.{domain}" if named.startswith(("cn-", "us-gov-")) else f"s3.{domain}"
 
 
 def find_region(bucket: str) -> str | None:
-    """Return a bucket's region, which S3 names in a header of every response; without one, that of a variable in China
-    and in GovCloud, otherwise None."""
+    """Return a bucket's region, which S3 names in a header of every response.
+
+    Without that header, return the region of a variable in China and in GovCloud, otherwise None.
+    """
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
     home = find_s3_host(named)
     fallback = named if named.startswith(("cn-", "us-gov-")) else None

@@ -223,8 +223,11 @@ class CheckpointManager:
                 self._storage.delete(str(name))
 
     def _take(self, name: CheckpointName, live: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Return the copy of the state, and its writer. If one fails on one rank, all raise: the others would write
-        without it, and its next save would meet theirs of this step."""
+        """Return the copy of the state, and its writer.
+
+        If one fails on one rank, all raise: the others would write without it, and its next save would meet theirs of
+        this step.
+        """
         state: dict[str, Any] = {}
         writer: Any = None
         problem: CheckpointError | None = None

@@ -140,8 +140,10 @@ class ElasticMember:
         return self._live is not None
 
     def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
-        """Fill the objects with the newest state that this world has in memory; return its step, or None if there is
-        none. A collective call."""
+        """Fill the objects with the newest state that this world has in memory. A collective call.
+
+        Return the step of that state, or None if there is none.
+        """
         import torch
 
         from trainers.state_transfer import transfer_state

@@ -106,8 +106,10 @@ def name_strategy(layout: Layout) -> tuple[str, str]:
 
 
 def find_learning_rate(parameters: float) -> float:
-    """Return the peak of Adam's learning rate (Kaplan 2020, equation D.1); negative above about ten billion
-    parameters."""
+    """Return the peak of Adam's learning rate (Kaplan 2020, equation D.1).
+
+    It is negative above about ten billion parameters.
+    """
     return 0.003239 - 0.0001395 * math.log(parameters)
 
 

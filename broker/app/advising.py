@@ -202,8 +202,11 @@ def fit_mlp(shape: ModelShape, parameters: float) -> ModelShape:
 
 
 def choose_batch(parameters: float) -> float:
-    """Choose the batch size in tokens, roughly that of GPT-3 (Brown 2020, table 2.1), of Llama 2 from 20 billion
-    parameters, and of Llama 3 405B from 150 billion (Dubey 2024, table 4)."""
+    """Choose the batch size in tokens by the size of the model.
+
+    It is roughly that of GPT-3 (Brown 2020, table 2.1), of Llama 2 from 20 billion parameters, and of Llama 3 405B from
+    150 billion (Dubey 2024, table 4).
+    """
     for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21), (150e9, 22)):
         if parameters <= limit:
             return 2.0**power

@@ -204,8 +204,10 @@ class Backups:
         return _decrypt(load_key(self._home), content, self.url)
 
     def _put_in_place(self, folder: Path) -> None:
-        """Move the files into place, the database last: its presence makes the state folder complete, even after a
-        power cut."""
+        """Move the files into place, the database last.
+
+        Its presence makes the state folder complete, even after a power cut.
+        """
         folders = {self._home}
         for path in sorted(folder.rglob("*")):
             target = self._home / path.relative_to(folder)

@@ -19,8 +19,11 @@ LEASE_S = 60.0
 
 @frozen
 class MapPlan:
-    """A map's plan. `uid` is part of the names of its jobs; `program` is a digest of the task's commands; `files` has
-    digests of the files that they name."""
+    """A map's plan.
+
+    `uid` is part of the names of its jobs; `program` is a digest of the task's commands; `files` has digests of the
+    files that they name.
+    """
 
     uid: str
     input: str

@@ -168,8 +168,10 @@ def _print_submitted_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
-    """Return functions that show the plans, and confirm the price: of all replicas of a service, or of the jobs
-    before it."""
+    """Return functions that show the plans and confirm the price.
+
+    The price is that of all replicas of a service, or of the jobs that precede it.
+    """
 
     def show(plans: Sequence[Plan]) -> None:
         for plan in plans:

@@ -135,8 +135,10 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
 
 
 def _send_and_fence(context: Context, moved: MovedTo, send: Callable[[Mapping[str, Task]], Mapping[str, Task]]) -> None:
-    """Send the files of all tasks, and end writing here. Sending may take long: schedules and commands may submit jobs
-    meanwhile, whose files follow."""
+    """Send the files of all tasks, and end writing here.
+
+    Sending may take long: schedules and commands may submit jobs meanwhile, whose files follow.
+    """
     sent: dict[str, Task] = {}
     while True:
         found = send({key: task for key, task in _list_tasks(context).items() if key not in sent})

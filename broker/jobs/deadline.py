@@ -277,8 +277,9 @@ def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation
 
 
 def advise_every_s(task: Task, hazard: float) -> float | None:
-    """Return the seconds between checkpoints: the user's setting, else Young/Daly's, pessimistic if there is a
-    deadline.
+    """Return the seconds between checkpoints: the user's setting, otherwise the Young/Daly interval.
+
+    With a deadline, the interval is pessimistic.
 
     None if no preemptions are expected and the task does not set an interval.
     """

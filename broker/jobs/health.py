@@ -36,8 +36,10 @@ class Verdict(StrEnum):
 
 @frozen
 class HealthSignals:
-    """The observations behind a verdict. `status` is None if no node responded. `_s`: duration of a signal in
-    seconds."""
+    """The observations behind a verdict.
+
+    `status` is None if no node responded. `_s`: duration of a signal in seconds.
+    """
 
     status: RunStatus | None
     returncode: int | None

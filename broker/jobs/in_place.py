@@ -144,8 +144,10 @@ class InPlace:
         return Kept.WAITING
 
     async def _prepare(self, job: Job, cluster: Cluster, ranks: Sequence[int]) -> bool:
-        """Install the agent on nodes that do not respond: new nodes lack it. Return False if the task's files are
-        gone."""
+        """Install the agent on nodes that do not respond: new nodes lack it.
+
+        Return False if the task's files are gone.
+        """
         silent = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.rank in ranks))
         try:
             await self._gang.prepare(silent, add_mounts(job.task))

@@ -1,6 +1,7 @@
-"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job. They are files, like
-the log of a job, not rows of the store: ten thousand nodes write a thousand samples per second, which must not wait for
-the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
+"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job.
+
+They are files, like the log of a job, not rows of the store: ten thousand nodes write a thousand samples per second,
+which must not wait for the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
 """
 
 from __future__ import annotations

@@ -224,8 +224,11 @@ def add_data_usd(run: RunForecast | RecordedRun, data: DataCost, checkpoints: fl
 
 
 class GangPrices(NamedTuple):
-    """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
-    work because the cheapest on-demand gang may have other machines. A tuple, as a ranking makes thousands."""
+    """USD per hour of the whole gang, by pricing model. A tuple, because a ranking creates thousands.
+
+    On spot, it is the mean of the candidate places. On-demand, it is per hour of the choice's work, because the
+    cheapest on-demand gang may have other machines.
+    """
 
     spot_usd_hour: float = 0.0
     ondemand_usd_hour: float = 0.0

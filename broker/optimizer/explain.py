@@ -12,8 +12,9 @@ from broker.types import Estimate, Goal, Plan, Task
 
 @frozen
 class Rejected:
-    """The best placement of its kind (cloud, instance type, pricing model) with a lower hourly price than the choice,
-    and why it was rejected.
+    """A placement with a lower hourly price than the choice, and why it was rejected.
+
+    It is the best one of its kind: cloud, instance type and pricing model.
 
     `others` counts placements of the same kind elsewhere.
     """

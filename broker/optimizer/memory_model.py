@@ -38,8 +38,10 @@ class Sharding:
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks with the same parameters, experts aside: gradients are summed over them, states
-        sharded."""
+        """Return the number of ranks with the same parameters, experts aside.
+
+        Gradients are summed over these ranks, and states are sharded over them.
+        """
         return self.data * self.context
 
     @property

@@ -86,8 +86,10 @@ async def confirm_gone(
 def find_doubt(
     cloud: Cloud, listing: Listing, places: Collection[Place], nodes: Sequence[Node] = ()
 ) -> CloudError | None:
-    """Return why an omitted node of these places, or one of `nodes`, may be alive; login errors precede temporary
-    ones."""
+    """Return why an omitted node of these places, or one of `nodes`, may be alive.
+
+    Login errors precede temporary ones.
+    """
     doubts = [doubt for place in places if (doubt := listing.find_doubt(place))]
     if isinstance(cloud, ReadsSites):
         removals = [cloud.find_removal(region) for _, region in places]

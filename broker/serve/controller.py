@@ -51,8 +51,11 @@ ReadLoad = Callable[[ServiceFolder, float], Load | None]  # the float: now, by t
 
 
 class ServiceController:
-    """Controls one service. `place` returns the slots of a number of replicas; `launch_balancer` does not wait,
-    and returns whether it started a process; `make_gateways` is called for services that have some."""
+    """Controls one service.
+
+    `place` returns the slots of a number of replicas; `launch_balancer` does not wait, and returns whether it started a
+    process; `make_gateways` is called for services that have some.
+    """
 
     def __init__(
         self,
@@ -314,8 +317,11 @@ class ServiceController:
         return self._clock.now_s() >= self._next_start_s.get(version, -math.inf)
 
     def _drain(self, numbers: Sequence[int], seen: Sequence[ObservedReplica], load: Load | None) -> None:
-        """Drain these replicas. Without a report it is unknown which are ready: running ones are kept until there is
-        one, because they may be the only ones that are."""
+        """Drain these replicas.
+
+        Without a report it is unknown which are ready: running ones are kept until there is one, because they may be
+        the only ones that are.
+        """
         for each in seen:
             if each.replica.number in numbers and (load is not None or not each.is_running):
                 self._store.services.put_replica(replace(each.replica, drained_s=self._clock.now_s()))

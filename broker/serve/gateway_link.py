@@ -32,8 +32,11 @@ Exchange = Callable[[Cluster, Mapping[str, str], Sequence[str]], Awaitable[Excha
 
 
 class GatewayLink:
-    """One gateway as the controller knows it. `usage` and `load` are what it reported last, also to an earlier
-    controller; `ended` are the responses of balancers that it had before its present one."""
+    """One gateway as the controller knows it.
+
+    `usage` and `load` are what it reported last, also to an earlier controller; `ended` are the responses of balancers
+    that it had before its present one.
+    """
 
     def __init__(
         self, exchange: Exchange, *, usage: UsageBook, load: Load | None, ended: LoadTotals, clock: Clock

@@ -102,8 +102,11 @@ def read_book(folder: ServiceFolder) -> GatewayBook:
 
 
 def read_merged_load(folder: ServiceFolder, *, now_s: float) -> Load | None:
-    """Return the joint load of the gateways that report. Its totals are those of all gateways that ever did, so that
-    they never fall: Prometheus would take that for a restart of all of them, and count what is left once more."""
+    """Return the joint load of the gateways that report.
+
+    Its totals are those of all gateways that ever did, so that they never fall: Prometheus would take that for a
+    restart of all of them, and count what is left once more.
+    """
     load = merge_loads(list(read_loads(folder, now_s=now_s).values()), is_complete=False)
     book = read_book(folder)
     totals = merge_totals([*book.ended.values(), *(each.totals for each in book.loads.values())])

@@ -1,5 +1,6 @@
-"""The two routes of a login through an OIDC issuer: the first returns what the client needs to begin, the second a
-token.
+"""The two routes of a login through an OIDC issuer.
+
+The first returns what the client needs to begin, the second returns a token.
 
 A nonce binds them together (`nonces.py`). Logins to the pages (`page_login.py`) end in the same way.
 """

@@ -199,8 +199,10 @@ class Scale:
         return options
 
     def _due_spare(self, work: float) -> float:
-        """Return the spare time of uniform progress with this much work left; 0 unless several markets open and close
-        together."""
+        """Return the spare time of uniform progress with this much work left.
+
+        0 unless several markets open and close together.
+        """
         view, fallback = self.view, self.fallback
         is_common = len(self.markets) > 1 and len({each.cohort for each in self.markets}) == 1
         if not view.deadline_hours or work <= 0 or not is_common:

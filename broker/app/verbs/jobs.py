@@ -89,8 +89,10 @@ class Cancelled:
 
 
 def list_queue(context: Context, *, newest: int | None, of_all_users: bool = True) -> Queue:
-    """List the `newest` jobs and every live one; all jobs if None. On a server, list the caller's own jobs
-    unless `of_all_users`."""
+    """List the `newest` jobs and every live one; all jobs if None.
+
+    On a server, list the caller's own jobs unless `of_all_users`.
+    """
     visibility = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
     lines = context.store.jobs.list_lines(None if visibility.only else newest, on_damage=context.warn)
     count = all_count = context.store.jobs.count()

@@ -186,8 +186,10 @@ class WorkerEngine:
         return call_id, answer
 
     def _ensure(self) -> subprocess.Popen[str]:
-        """Start the worker if needed, with the lock held. A process is kept until its reader has notified all waiters
-        of its end."""
+        """Start the worker if needed, with the lock held.
+
+        A process is kept until its reader has notified all waiters of its end.
+        """
         if self._process is None:
             try:
                 self._process = subprocess.Popen(

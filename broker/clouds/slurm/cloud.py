@@ -305,8 +305,10 @@ class SlurmCloud:
 
 
 def read_handle(node: Node) -> tuple[str, int | None]:
-    """Return cluster and job of a node, from `slurm://CLUSTER/JOB/HOST/NODE`. Without a job it is not a node of this
-    cloud."""
+    """Return cluster and job of a node, from `slurm://CLUSTER/JOB/HOST/NODE`.
+
+    Without a job it is not a node of this cloud.
+    """
     cluster, _, rest = node.handle.removeprefix("slurm://").partition("/")
     job = rest.partition("/")[0]
     return cluster, int(job) if job.isdigit() else None

@@ -49,8 +49,11 @@ def main(settings: dict[str, object], machine: str) -> None:
 
 
 def find_path(folder: str) -> str:
-    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
-    the agent is started by it."""
+    """Return PATH.
+
+    If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name: the agent is
+    started by it.
+    """
     path = os.environ.get("PATH", os.defpath)
     if os.environ.get("BROKER_PYTHON", "python3") == "python3":
         return path

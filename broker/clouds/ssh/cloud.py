@@ -179,8 +179,9 @@ class SshCloud:
     async def _claim(
         self, request: NodeRequest, hosts: Sequence[Host], ranks: Mapping[int, Node]
     ) -> tuple[dict[int, Node], list[str]]:
-        """Claim hosts for the missing ranks, and others where a host is taken; return the nodes by rank, and the
-        holders.
+        """Claim hosts for the missing ranks, and others where a host is taken.
+
+        Return the nodes by rank, and the holders of the taken hosts.
 
         Hosts are claimed in the order of the file, so that two calls with one token claim the same hosts.
         """

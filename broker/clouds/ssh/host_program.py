@@ -49,8 +49,10 @@ def main(request: dict[str, object], machine: str) -> None:
 
 
 def claim(root: str, request: dict[str, object], machine: str) -> object:
-    """Claim the host for a node and boot it; an existing claim of the node is returned unchanged. `taken`: the
-    holder."""
+    """Claim the host for a node and boot it; an existing claim of the node is returned unchanged.
+
+    `taken`: the holder.
+    """
     record = request["record"]
     assert isinstance(record, dict)
     folder = os.path.join(root, str(record["id"]))
@@ -199,8 +201,11 @@ def make_env(folder: str) -> dict[str, str]:
 
 
 def find_path(folder: str) -> str:
-    """Return PATH. If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name:
-    the agent is started by it."""
+    """Return PATH.
+
+    If the host's `python3` is too old (RHEL 8), the Python of this process precedes it by that name: the agent is
+    started by it.
+    """
     path = os.environ.get("PATH", os.defpath)
     if os.environ.get("BROKER_PYTHON", "python3") == "python3":
         return path
@@ -251,8 +256,10 @@ def send(pid: int, number: int) -> None:
 
 
 def read_json(path: str) -> dict[str, object] | None:
-    """Read a JSON object; None if the file is missing or damaged. Raises OSError if it cannot be read: a claim that is
-    not listed counts as gone."""
+    """Read a JSON object; None if the file is missing or damaged.
+
+    Raises OSError if it cannot be read: a claim that is not listed counts as gone.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)

@@ -26,8 +26,10 @@ RunOnHost = Callable[[Host, bytes, float], Awaitable[Completed]]
 
 
 async def run_by_ssh(host: Host, program: bytes, timeout_s: float) -> Completed:
-    """Run the program over ssh. Raises TransientError if the host does not answer, AuthError if it refuses the
-    login."""
+    """Run the program over ssh.
+
+    Raises TransientError if the host does not answer, AuthError if it refuses the login.
+    """
     return await host.login.run(COMMAND, stdin=program, timeout_s=timeout_s)
 
 

@@ -50,8 +50,10 @@ def parse_handle(handle: str) -> Place:
 
 
 def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
-    """Return the options for ssh and rsync's ssh. The user's own ssh configuration is ignored because the nodes are
-    ours."""
+    """Return the options for ssh and rsync's ssh.
+
+    The user's own ssh configuration is ignored because the nodes are ours.
+    """
     pairs = {
         "BatchMode": "yes",
         "IdentityFile": escape(keys.login_path),

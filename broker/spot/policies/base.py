@@ -132,8 +132,10 @@ class SpotPolicy(Protocol):
 
 
 def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the cheapest on-demand fallback that finishes in time, else the fastest, and of equals the cheapest; None
-    without on-demand."""
+    """Return the cheapest on-demand fallback that finishes in time, otherwise the fastest.
+
+    Of equally fast ones, the cheapest; None without on-demand.
+    """
     ondemand = [each for each in candidates if not each.is_spot]
     work, limit = view.sure_left_hours, view.time_left_hours
     if len(ondemand) < 2:
