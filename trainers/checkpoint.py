@@ -22,7 +22,7 @@ from trainers.manifest import (
     MANIFEST_VERSION,
     CheckpointName,
     Contents,
-    Damage,
+    DamagedFile,
     find_newest,
     list_checkpoints,
     read_manifest,
@@ -128,7 +128,7 @@ class CheckpointManager:
 
         def find() -> int:
             for name in list_checkpoints(self._storage):
-                with suppress(Damage):
+                with suppress(DamagedFile):
                     read_manifest(self._storage, name)
                     return name.step
             return -1

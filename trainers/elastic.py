@@ -20,7 +20,7 @@ from trainers.config import RunConfig
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.launch import find_free_port
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
-from trainers.rendezvous_search import Past, Places, read_past
+from trainers.rendezvous_search import PreviousWorld, RendezvousAddresses, read_past
 from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, STATE_VARIABLE, hand_over
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ElasticMember:
         self._is_lost = threading.Event()
         self._is_explained = threading.Event()  # no peer was lost, or it is unknown whether one was
         self._past = read_past(os.environ)
-        self._places = Places(meeting, self._past)
+        self._places = RendezvousAddresses(meeting, self._past)
         self._is_done = False  # whether the connection is expected to end
         self._notice = notice
         self._restarting = threading.Lock()
@@ -214,7 +214,7 @@ class ElasticMember:
                 os.set_inheritable(number, number <= 2 or number in self._kept)
         os.environ[STATE_VARIABLE] = ",".join(map(str, self._kept))
         epoch = self._places.epoch
-        past = Past(leader=self._leader, generation=world.generation, members=world.members, epoch=epoch)
+        past = PreviousWorld(leader=self._leader, generation=world.generation, members=world.members, epoch=epoch)
         os.environ.update(past.write())
         sys.stdout.flush()
         if self._notice is not None:

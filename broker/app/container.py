@@ -262,7 +262,7 @@ class Context(Permissions):
         except StateError as error:
             self.warn(error)
 
-    def keep_jobs_going(self) -> None:
+    def ensure_live_jobs_driven(self) -> None:
         """Restart a dead daemon if any job, service or schedule is live. Commands that show jobs call this."""
         store = self.store
         if store.jobs.has_live() or store.services.list_names() or store.schedules.has_active():

@@ -22,7 +22,7 @@ from broker.types import Attempt, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
 if TYPE_CHECKING:
-    from broker.app.verbs.jobs import Story
+    from broker.app.verbs.jobs import JobExplanation
     from broker.state.events import EventRow
 
 JobName = Annotated[
@@ -124,7 +124,7 @@ def why(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output
         _print_story(each, session.clock.now_s())
 
 
-def _describe_story(story: Story) -> dict[str, object]:
+def _describe_story(story: JobExplanation) -> dict[str, object]:
     return {
         **describe(story.job, story.paid_usd),
         "events": [_describe_event(each) for each in story.events],
@@ -137,7 +137,7 @@ def _describe_story(story: Story) -> dict[str, object]:
     }
 
 
-def _print_story(story: Story, now_s: float) -> None:
+def _print_story(story: JobExplanation, now_s: float) -> None:
     found, summary = story.job, story.summary
     for sentence in list_reasons(found, paid_usd=story.paid_usd, wait=story.wait, needs=story.needs, now_s=now_s):
         print_line(sentence)

@@ -14,7 +14,7 @@ import msgspec
 
 from broker.clock import Clock
 from broker.errors import CloudError
-from broker.runtime.reports import Exchanged
+from broker.runtime.reports import ExchangeReply
 from broker.serve.files import Load, LoadTotals, encode
 from broker.serve.keys import UsageBook
 from broker.serve.merging import merge_totals, shift_times
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 # Replaces files on the first node of a cluster, and reads others; may be repeated. Raises CloudError.
-Exchange = Callable[[Cluster, Mapping[str, str], Sequence[str]], Awaitable[Exchanged]]
+Exchange = Callable[[Cluster, Mapping[str, str], Sequence[str]], Awaitable[ExchangeReply]]
 
 
 class GatewayLink:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broker.lab.markets import Site, make_site
-from broker.lab.replay import DECISIONS_MAX, Case, Life, ReplayOutcome
+from broker.lab.replay import DECISIONS_MAX, Case, ReplayOutcome, ReplayState
 from broker.lab.traces import Trace, parse_trace
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import (
@@ -82,7 +82,7 @@ class Result:
     is_late: bool
 
 
-class TickedLife(Life):
+class TickedLife(ReplayState):
     """A replay in which decisions, changes and bills fall on ticks, and the evaluator may overrule the policy."""
 
     def __init__(self, case: Case, from_hour: float, gap_hours: float) -> None:

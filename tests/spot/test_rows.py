@@ -10,7 +10,7 @@ from operator import add, mul
 from broker.spot.durations import AGES
 from broker.spot.rows import Row, choose_less, expect_landing, interpolate
 from broker.spot.starts import AGEING
-from broker.spot.ways import Way, list_ways
+from broker.spot.transitions import Transition, list_transitions
 
 COUNT = len(AGES)
 CASES = range(50)
@@ -21,10 +21,10 @@ def draw(seed: int, *, high: float = 40.0) -> Row:
     return [source.uniform(0.0, high) for _ in range(COUNT)]
 
 
-def draw_way(seed: int) -> Way:
+def draw_way(seed: int) -> Transition:
     source = random.Random(seed)
     hazards = tuple(source.choice((0.0, source.uniform(0.0, 20.0))) for _ in range(COUNT))
-    (way,) = list_ways(hazards, (1.0, 1.0 + source.uniform(0.01, 4.0)), source.uniform(0.0, 1.0))
+    (way,) = list_transitions(hazards, (1.0, 1.0 + source.uniform(0.01, 4.0)), source.uniform(0.0, 1.0))
     return way
 
 
@@ -53,8 +53,8 @@ def test_way_goes_on_or_changes_as_a_loop_over_the_classes_would() -> None:
             goes.append(base + end * ended + age * best)
             best = min(goes[-1], others[index])
             bests.append(best)
-        assert way.go_on(lead, ended) == plain
-        assert way.go_on_or_change(lead, ended, others) == (bests, goes)
+        assert way.evaluate_continuing(lead, ended) == plain
+        assert way.evaluate_best(lead, ended, others) == (bests, goes)
         changes += bests != goes
     assert changes > len(CASES) / 2
 

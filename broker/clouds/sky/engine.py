@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from broker.clock import within
 from broker.clouds.sky.errors import SkyError, translate
-from broker.clouds.sky.gangs import Request, Seen, ServerState
+from broker.clouds.sky.gangs import Request, ServerState, SkyClusterRow
 from broker.errors import AuthError, TransientError, UnknownOutcomeError
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class WorkerEngine:
     async def fetch_state(self, prefix: str, request_ids: Sequence[str]) -> ServerState:
         """Return the server's clusters and requests by one call to the worker."""
         reply = await self._call("fetch_state", prefix=prefix, request_ids=list(request_ids))
-        clusters = [Seen(**each) for each in reply["clusters"]]
+        clusters = [SkyClusterRow(**each) for each in reply["clusters"]]
         requests = [Request(**each) for each in reply["requests"]]
         return ServerState(clusters=clusters, requests=requests, account=str(reply.get("account", "")))
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from broker.spot.evaluation import SPOT, MarketEvaluation, is_beside
 from broker.spot.forecast import read_market
 from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN, weigh_without_deadline
 from broker.spot.policies.base import (
@@ -30,7 +31,6 @@ from broker.spot.policies.base import (
     take_fallback,
 )
 from broker.spot.prior import MEASURED, Prior
-from broker.spot.scale import SPOT, Scale, is_beside
 
 # Counted for an hour on every place if one costs nothing, as own machines may: costs are multiples of on-demand's.
 FREE_USD_HOUR = 0.01
@@ -100,7 +100,9 @@ def _weigh_on_spot(
     """Return the expected USD to the end of a job on spot with this reserve, which may have to start now."""
     if safe_hours(view, current, reserve) <= 0:
         return reserve.move_usd + finish_hours(reserve, view.sure_left_hours) * reserve.placement.usd_hour
-    return Scale.of(view, reserve, [read_market(each, reserve, prior) for each in spots], prior).find_run_usd(current)
+    return MarketEvaluation.of(
+        view, reserve, [read_market(each, reserve, prior) for each in spots], prior
+    ).find_run_usd(current)
 
 
 def _weigh_on_demand(
@@ -127,7 +129,7 @@ def _weigh_on_demand(
     ):
         return Move(target=reserves[0], reason="on-demand is cheaper elsewhere, including the move")
     elif spots:
-        scale = Scale.of(view, current, [read_market(each, current, prior) for each in spots], prior)
+        scale = MarketEvaluation.of(view, current, [read_market(each, current, prior) for each in spots], prior)
         kept = scale.find_entry(current).choose(current)
     else:
         kept = Stay(reason="spot is not offered")
@@ -136,7 +138,7 @@ def _weigh_on_demand(
     least, best = _find_least_usd(kept), kept
     for each in reserves:
         if each.speed > current.speed and not is_same_speed(each, current):
-            scale = Scale.of(view, each, [read_market(spot, each, prior) for spot in spots], prior)
+            scale = MarketEvaluation.of(view, each, [read_market(spot, each, prior) for spot in spots], prior)
             decision = scale.find_entry(current).choose(current)
             usd = dict(decision.weighed).get(SPOT, math.inf)
             if isinstance(decision, Move) and usd < least:
@@ -167,7 +169,7 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
-    scale = Scale.of(view, fallback, markets, prior)
+    scale = MarketEvaluation.of(view, fallback, markets, prior)
     if current is not None and current.is_spot:
         return _choose_on_spot(scale, current)
     if current is not None and _may_be_cheaper_elsewhere(view, current, fallback):
@@ -178,12 +180,12 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
     near = _find_near_fallback(view, candidates, fallback, current)
     if near is None:
         return scale.find_entry(current).choose(current)
-    beside = Scale.of(view, near, [read_market(each, near, prior) for each in spots], prior)
+    beside = MarketEvaluation.of(view, near, [read_market(each, near, prior) for each in spots], prior)
     entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
     return min(entries, key=lambda each: each.find_usd(current)).choose(current)
 
 
-def _choose_on_spot(scale: Scale, current: Candidate) -> Decision:
+def _choose_on_spot(scale: MarketEvaluation, current: Candidate) -> Decision:
     """Stay, move to another place, or continue on-demand if spot, whose price has risen, costs more than that."""
     decision = scale.choose_on_spot(current)
     place = decision.target if isinstance(decision, Move) else current
@@ -240,8 +242,8 @@ def _is_cheaper_elsewhere(
         return False
     moved = [replace(each, move_usd=0.0 if is_beside(each, there) else there.move_usd) for each in spots]
     home = replace(there, move_usd=0.0)
-    here = Scale.of(view, current, [read_market(each, current, prior) for each in spots], prior)
-    away = Scale.of(view, home, [read_market(each, home, prior) for each in moved], prior)
+    here = MarketEvaluation.of(view, current, [read_market(each, current, prior) for each in spots], prior)
+    away = MarketEvaluation.of(view, home, [read_market(each, home, prior) for each in moved], prior)
     move_usd = there.move_usd + away.find_entry(None).weigh_fallback() * there.placement.usd_hour
     return here.find_entry(current).find_usd(current) - move_usd > (MOVE_GAIN - 1) * _price_move(there)
 

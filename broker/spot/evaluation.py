@@ -58,7 +58,7 @@ def is_beside(one: Candidate, other: Candidate) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class MarketEvaluation:
     """The value function and the state of the job in it. Costs are in on-demand hours of work."""
 
     view: JobView
@@ -72,7 +72,7 @@ class Scale:
     has_near: bool = False  # another scale has on-demand near the data as its fallback
 
     @classmethod
-    def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> Scale:
+    def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> MarketEvaluation:
         """Return the scale by the value function of the best market. `fallback` is the on-demand place in reserve."""
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = fallback.start_hours
@@ -116,7 +116,7 @@ class Scale:
         away, cost = self._consider(here).weigh_fallback(), self.fallback.start_hours + self._fallback_price
         return self._weigh_run(here) - away > (MOVE_GAIN - 1) * cost
 
-    def find_entry(self, current: Candidate | None) -> Scale:
+    def find_entry(self, current: Candidate | None) -> MarketEvaluation:
         """Choose the place by expected cost to the end, each by its own value function.
 
         The candidates are the cheap place, the calm one, the best of each speed, the one cheapest for all the work, and
@@ -136,7 +136,7 @@ class Scale:
         scales = [self._consider(each) for each in {id(each): each for each in places}.values()]
         return min(scales, key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
 
-    def _consider(self, market: SpotMarket) -> Scale:
+    def _consider(self, market: SpotMarket) -> MarketEvaluation:
         """Return the scale by the value function of this market."""
         return replace(self, best=market, basis=market)
 
@@ -254,8 +254,8 @@ class Scale:
         if not is_safe_to_start(self.view, best.candidate, self.fallback):
             return stay
         loss = self.loss_of(here)
-        stint = min(self.work, best.stint_work, here.stint_work)
-        gain = (here.price + here.work_hazard * loss - best.price - best.work_hazard * loss) * stint
+        stay_work = min(self.work, best.stay_work, here.stay_work)
+        gain = (here.price + here.work_hazard * loss - best.price - best.work_hazard * loss) * stay_work
         start = best.candidate.start_hours
         cost = (
             start * best.hour_price + idle_hours(self.view, best.candidate) * self._usd_spare_hour() + best.move_price
