@@ -58,7 +58,7 @@ class HeldByOne:
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the holder's values."""
+        """Load the values that the holder wrote."""
         self._state.load_state_dict(state)
 
 
@@ -97,7 +97,7 @@ class CheckpointManager:
         self.step_committed: int | None = None
         self._find_buffers, self._find_conflict = buffers, find_conflict
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
-        self.stall_s = 0.0  # time that the last `save`, and the `wait_for_copy` after it, blocked their caller
+        self.stall_s = 0.0  # time for which the last `save` and the following `wait_for_copy` blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
         self._run = ranks.share(uuid.uuid4().hex[:8])
         decide(ranks, self._register)

@@ -136,9 +136,7 @@ class Runner:
             self._pause()
             if (self._verdict or self._notice_s is not None) and not agent_flush.has_mounts():
                 limit_s = time.monotonic() + END_S + (self._notice_s or 0)
-                give_up_s = (
-                    limit_s if self._gang.is_headless else min(give_up_s, limit_s)
-                )  # that has a limit of its own
+                give_up_s = limit_s if self._gang.is_headless else min(give_up_s, limit_s)  # which has its own limit
 
     def _leave(self) -> None:
         """Upload the outcome so that it survives this node. A failure does not fail the run; the watcher retries."""

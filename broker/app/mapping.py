@@ -120,7 +120,10 @@ class MapDriver:
         self.output_url = to_url(request.output)
         self.input_url, name = split_input(to_url(request.input))
         if f"{self.output_url}/".startswith(f"{self.input_url}/") and not name:
-            raise UsageError("`--output` must not be inside the input folder")
+            raise UsageError(
+                "`--output` must not be inside the input folder",
+                hints=["choose a folder outside of it, because all files below the input are read as items"],
+            )
         self._output = open_bucket(self.output_url)
         self.split: Split = split(open_bucket(self.input_url).list_keys(name), shard_bytes=request.shard_bytes)
         self._task: Task | None = None

@@ -236,7 +236,10 @@ def _choose_kinds(plan: Plan) -> list[Estimate]:
             if len(found) == KINDS_MAX or not has_kinds(plan.task):
                 break
     if not found:
-        raise NoOfferError("no offer that fits the task is available both as spot and on-demand")
+        raise NoOfferError(
+            "no offer that fits the task is available both as spot and on-demand",
+            hints=("`broker plan` lists the offers that fit; widen `resources` so that a machine sold both ways fits",),
+        )
     first, *others = found.values()
     if plan.task.checkpoint.is_for_same_ranks:  # the first machine to run fixes the number of ranks
         ranks = first.placement.offer.accelerator_count

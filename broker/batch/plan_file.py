@@ -122,4 +122,6 @@ def decode(content: bytes) -> MapPlan:
             lease_s=float(read["lease_s"]), split=split, files=dict(read.get("code", {})),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"`{PLAN}` in the output folder is damaged: {error}") from error
+        raise StateError(
+            f"`{PLAN}` in the output folder is damaged: {error}", hints=("start again with another `--output`",)
+        ) from error

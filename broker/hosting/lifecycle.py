@@ -297,6 +297,8 @@ class Hosting:
         try:
             session = RemoteSession(self.make_login(server), on_note=self._note)
         except OSError:
-            raise StateError("the server is not completely set up") from None
+            raise StateError(
+                "the server is not completely set up", hints=("complete it with `broker server up`",)
+            ) from None
         check_handshake(session)
         return session

@@ -66,7 +66,7 @@ class GatewayLink:
         return self.last
 
     def push(self, cluster: Cluster, files: Mapping[str, str]) -> asyncio.Task[None] | None:
-        """Begin a call if files differ from those on the machine, or the last call was long ago; return it.
+        """Begin and return a call if files differ from those on the machine, or if the last call was long ago.
 
         The first call to a machine pushes nothing: it reads the list of files there.
         """
@@ -114,7 +114,7 @@ class GatewayLink:
             self.usage = usage
 
     def _take_load(self, text: str) -> None:
-        """Adopt a load that is new; its times are by the machine's clock, so it counts as written when it arrives."""
+        """Adopt a new load. Its times are by the machine's clock, so it counts as written when it arrives."""
         load = None if text == self._load_text else _decode(text, Load)
         is_first = not self._load_text  # it may be left from before the machine was restarted
         self._load_text = text

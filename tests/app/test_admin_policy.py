@@ -177,7 +177,7 @@ def test_retry_obeys_the_policy_of_its_time(context: Context, choose: Set) -> No
     assert context.store.jobs.count() == 1
 
 
-def test_policy_sees_who_asks(home: Path, choose: Set) -> None:
+def test_policy_receives_the_user_and_project_of_a_request(home: Path, choose: Set) -> None:
     import sys
 
     govern(choose("govern"), Task(), Payee(user="ann", project="vision"), note=lambda text: None)

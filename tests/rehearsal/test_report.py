@@ -165,7 +165,7 @@ def test_interrupted_run_is_compared_by_its_final_steps() -> None:
     assert compare_runs(broken, [make_trial(1, range(1, 20), loss_shift=1.0)]).equal == 0
 
 
-def test_nan_losses_are_equal() -> None:
+def test_nan_losses_of_both_runs_count_as_equal() -> None:
     trial = ReportedAttempt(number=1, lines=(make_line(1, loss=math.nan),))
     assert compare_runs([trial], [trial]).is_exact
 

@@ -493,7 +493,7 @@ def change_probe(task: Task, **fields: Any) -> Task:
     return replace(task, service=replace(task.service, probe=ReadinessProbe(**fields)))
 
 
-def test_down_leaves_nothing(tmp_path: Path) -> None:
+def test_service_that_is_down_leaves_no_job_row_or_file(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.settle()
     world.store.services.request_down("web")

@@ -89,7 +89,9 @@ class KubernetesCloud:
         contexts, pools = self._read_files()
         region = request.placement.offer.region
         if region not in contexts or contexts[region].is_off:
-            raise InvalidRequestError(f"`kubernetes.yaml` has no context `{region}`")
+            raise InvalidRequestError(
+                f"`kubernetes.yaml` has no context `{region}`", hints=("restore its entry, or plan again",)
+            )
         api = self._make_api(contexts[region])
         pool = find_pool(pools.get(region, ()), request)
         nodes = self._make_nodes(api.context, await api.list_pods(gang=name_gang(request)))

@@ -90,7 +90,9 @@ class SlurmCloud:
         clusters, partitions = self._read_files()
         region = request.placement.offer.region
         if region not in clusters or clusters[region].is_off:
-            raise InvalidRequestError(f"`slurm.yaml` has no cluster `{region}`")
+            raise InvalidRequestError(
+                f"`slurm.yaml` has no cluster `{region}`", hints=("restore its entry, or plan again",)
+            )
         cluster = clusters[region]
         name = name_job(request.owner, request.token)
         jobs = await list_jobs(self._run, cluster, name=name)
