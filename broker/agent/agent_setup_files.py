@@ -45,7 +45,7 @@ FILE, HARD, LINK, FOLDER, REMOVED = "file", "hard", "link", "folder", "removed"
 
 
 class NotCacheable(Exception):
-    """Why the result of a setup cannot be kept; reported as one line in the run's log."""
+    """The result of a setup cannot be kept; the reason is reported as one line in the run's log."""
 
 
 class FileState(NamedTuple):

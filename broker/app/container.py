@@ -71,7 +71,7 @@ class Context(Permissions):
 
     @cached_property
     def console(self) -> Console:
-        """The keyboard of a user elsewhere, for `open_shell`; a server has one for each request."""
+        """The input of a remote user's terminal, for `open_shell`; a server has one for each request."""
         from broker.app.consoles import Console
 
         return Console()

@@ -63,7 +63,7 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
 
 
 def find_limits(limits: Sequence[Limit], *, user: str, project: str) -> Sequence[Limit]:
-    """Return the limits of a user and a project. Those of `*` apply to each of them without limits of its own."""
+    """Return the limits of a user and a project. The limits of `*` apply to those without limits of their own."""
     found: list[Limit] = []
     for scope, name in ((LimitScope.USER, user), (LimitScope.PROJECT, project)):
         of_scope = [each for each in limits if each.scope is scope]

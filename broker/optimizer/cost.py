@@ -2,7 +2,7 @@
 
 A run on spot is the mean of recorded runs of the production policy (`broker.spot.market_model`): preemptions, waiting,
 moves between the candidate places, and on-demand where a deadline requires it. Time counts from submission to end, the
-first start included, on spot and on-demand. A published interruption band strikes in addition, each node by itself:
+first start included, on spot and on-demand. The hazard of a published interruption band is added for each node, because
 recordings have no bands, and their gangs are small.
 """
 
@@ -60,9 +60,9 @@ class SpotInputs:
 
     @property
     def run_terms(self) -> dict[str, float | None]:
-        """Return work with its checkpoints, deadline, and start-up with the loss of a preemption.
+        """Return arguments of `forecast_run`: work with checkpoints, deadline, start-up with the loss of a preemption.
 
-        The loss is added to every start, although the first loses nothing: `shorten` takes it off again.
+        The loss is added to every start, although the first one loses nothing; `adjust` subtracts it again.
         """
         lost, limit = self.lost_hours, self.deadline_hours
         stall = self.checkpoint.stall_s / 3600
@@ -147,7 +147,7 @@ class RunForecast:
     inputs: SpotInputs | None = None  # None on-demand
 
     def scale_hours(self, scale: float) -> float:
-        """Return the hours of a run without preemption on `scale` times the work: it starts once all the same."""
+        """Return the hours of an uninterrupted run on `scale` times the work; its single start does not scale."""
         return self.starting_hours + (self.hours - self.starting_hours) * scale
 
 

@@ -25,9 +25,9 @@ class Rejected:
 
 
 def lift_limits(task: Task) -> Task:
-    """Return the task without budget and without a required confidence: it shows what would fit otherwise.
+    """Return the task without its budget and required confidence, to plan what would fit without these limits.
 
-    The deadline stays, so that each estimate still has its chance to meet it.
+    The deadline stays, so that each estimate keeps its chance of meeting it.
     """
     return replace(task, goal=replace(task.goal, budget_usd=None, confidence=0.0)) if task.goal else task
 
@@ -90,7 +90,7 @@ def _describe_slowdown(own: float, its: float) -> str:
 
 
 def show_chance(chance: float) -> str:
-    """Format a percentage, never rounding to certainty."""
+    """Format a probability as a percentage, never as 0 or 100 % unless it is certain."""
     percent = chance * 100
     if 99.95 <= percent < 100:
         return ">99.9 %"

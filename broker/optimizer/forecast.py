@@ -110,7 +110,7 @@ def find_deadline_chances(
     """Return the chance to finish other work by another deadline on the choice, and that of staying on spot.
 
     Hours of work are those of the task's goal, of which `plan` must list all placements: it is made without a budget.
-    `begun` is the part of the first start that is over already, on machines of one pricing model.
+    `begun` is the part of the first start that running machines, of one pricing model, have completed.
     The second is None if the choice runs on-demand.
     """
     assert isinstance(plan.estimates, LazyEstimates)

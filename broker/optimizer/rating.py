@@ -267,7 +267,7 @@ class CostModel:
         goal, given = self._task.goal, forecast.inputs
         if goal is None or given is None or given.deadline_hours is None or given.has_fallback:
             return 0.0
-        required = goal.confidence or Goal.confidence  # plans without one show the chances of what others reject
+        required = goal.confidence or Goal.confidence  # without a requirement, compare with the default one
         return max(required - (self._find_chance(forecast) or 0.0), 0.0)
 
     def _find_chance(self, forecast: RunForecast) -> float | None:

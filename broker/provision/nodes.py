@@ -39,11 +39,11 @@ async def confirm_gone(
     """Terminate nodes and poll until the cloud lists each as TERMINATED; return them as last seen.
 
     Nodes with known IDs are terminated before the first list is requested, because lists may fail. A node that lists
-
     omit counts as gone only if a terminate call for it was accepted and it remains missing (`Absence`), in lists that
     cover its account and region. If fewer than `expected_count` nodes were ever listed, a create call may still take
     effect: lists of all `places` must then omit them for `UNSEEN_SETTLES * settle_s`, where the time between two such
     lists counts up to `settle_s`.
+
     Raises AccountError or AuthError if this login cannot list one of the places, or if the user's file no longer names
     it, TransientError at the limit, and the CloudError of a list that fails.
     """

@@ -1,4 +1,4 @@
-"""The value function of the adaptive policy, and the state of a job in it, with one on-demand place in reserve.
+"""Evaluate the options of a job on its spot markets by value functions, with one on-demand place in reserve.
 
 The decision process of one market (`broker.spot.value_function`) represents all of them: the best place determines the
 price and the hazard, the others the probability that one is open when it is lost, and the hazard of reopening. Places
@@ -59,7 +59,7 @@ def is_beside(one: Candidate, other: Candidate) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MarketEvaluation:
-    """The value function and the state of the job in it. Costs are in on-demand hours of work."""
+    """The markets of a job, and its state in one value function. Costs are in on-demand hours of work."""
 
     view: JobView
     fallback: Candidate
@@ -69,11 +69,11 @@ class MarketEvaluation:
     basis: SpotMarket  # the market of the value function
     spare: float
     work: float
-    has_near: bool = False  # another scale has on-demand near the data as its fallback
+    has_near: bool = False  # another evaluation has on-demand near the data as its fallback
 
     @classmethod
     def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> MarketEvaluation:
-        """Return the scale by the value function of the best market. `fallback` is the on-demand place in reserve."""
+        """Return the evaluation by the best market's value function. `fallback` is the on-demand place in reserve."""
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = fallback.start_hours
         work = view.sure_left_hours / fallback.speed
@@ -137,7 +137,7 @@ class MarketEvaluation:
         return min(scales, key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
 
     def _consider(self, market: SpotMarket) -> MarketEvaluation:
-        """Return the scale by the value function of this market."""
+        """Return the evaluation by the value function of this market."""
         return replace(self, best=market, basis=market)
 
     @cached_property

@@ -201,7 +201,7 @@ def _note_first_node(body: list[str], nodes: int) -> Iterator[str]:
 
 
 def _note_run(body: list[str], run: str, known: Set[str]) -> Iterator[str]:
-    """Note what the program needs of Slurm and would miss without an error."""
+    """Note what the program expects from Slurm and would lack here without an error."""
     code = "\n".join(line for line in run.splitlines() if not line.lstrip().startswith("#"))
     own = set(re.findall(r"\b(SLURMD?_[A-Z_]+)=", code))
     if unset := sorted(set(SLURM_NAME.findall(code)) - set(VARIABLES) - known - own):
