@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tests.trainers.test_checkpoint import ALONE, Counter
-from tests.trainers.test_laws import FullDisk
+from tests.trainers.test_reference_results import FullDisk
 from trainers.checkpoint import FAILURES_MAX, CheckpointManager, find_newest
 from trainers.config import EvaluateConfig, LogConfig, RunConfig, TrainConfig
 from trainers.elastic import Elastic

@@ -1,4 +1,4 @@
-"""Files as strangers write them for SkyPilot: odd but valid forms load, and other files are refused in one sentence."""
+"""Files that others wrote for SkyPilot: unusual but valid forms load, and other files are refused in one sentence."""
 
 from __future__ import annotations
 
