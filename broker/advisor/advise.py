@@ -11,7 +11,7 @@ from broker.advisor.infeasible import explain_deadline, explain_memory, explain_
 from broker.advisor.layout import Layout, Training, find_layout
 from broker.errors import NoOfferError
 from broker.frozen import frozen
-from broker.optimizer.network import network_gbs
+from broker.optimizer.network import find_network_gbs
 from broker.optimizer.planner import make_plan
 from broker.optimizer.rating import HOUR_VALUE_SHARE
 from broker.optimizer.roofline import Hardware
@@ -209,7 +209,7 @@ def group_offers(
             continue
         if not card.training_tflops or not card.memory_bandwidth_gbs or not can_train(request, card.name):
             continue
-        network = network_gbs(offer.cloud, offer.instance_type)
+        network = find_network_gbs(offer.cloud, offer.instance_type)
         kinds.setdefault(Hardware(figures=card, accelerators=count, network_gbs=network), []).append(offer)
     return kinds
 

@@ -174,7 +174,7 @@ def measure_job(
 ) -> SimulatedJob:
     """Plan the task. Raises UsageError if it specifies no work, NoOfferError if no offer has both prices."""
     from broker.jobs.deadline import HAZARD_MIN
-    from broker.spot.interval import best_interval_s
+    from broker.spot.interval import find_best_interval_s
 
     task = context.resolve(task)
     about_speed = tuple(each for each in task.notices if each.field in ("accelerators", "goal"))
@@ -194,7 +194,7 @@ def measure_job(
     deadline = deadline_hours or task.goal.deadline_hours
     # Jobs with a deadline expect preemptions in a market without any; else all their work would be at risk on spot.
     hazard = max(_mean_hazard(traces), HAZARD_MIN)
-    every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, hazard)
+    every_s = task.checkpoint.every_s or find_best_interval_s(task.checkpoint.stall_s, hazard)
     every = min(every_s / 3600, work)
     speed = every / (every + task.checkpoint.stall_s / 3600)
     assert placement.offer.ondemand_usd_hour is not None

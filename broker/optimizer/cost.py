@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from broker.frozen import frozen
 from broker.optimizer.data_cost import NO_DATA, DataCost
-from broker.spot.interval import best_interval_s
+from broker.spot.interval import find_best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
 from broker.spot.recorded_runs import START_HOURS_MAX, RecordedRun
 from broker.types import Breakdown, CheckpointSpec, Estimate, Placement
@@ -50,7 +50,7 @@ class SpotInputs:
     @cached_property
     def every_hours(self) -> float:
         """Return hours of work between checkpoints: the user's, else the Young/Daly optimum, and at most the work."""
-        every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
+        every_s = self.checkpoint.every_s or find_best_interval_s(self.checkpoint.stall_s, self.hazard)
         return min(every_s / 3600, self.work_hours)
 
     @property

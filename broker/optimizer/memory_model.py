@@ -67,10 +67,10 @@ class MemoryEstimate:
 
     def fits(self, card_gib: float) -> bool:
         """Return whether the total fits into the usable memory of a card of `card_gib`."""
-        return self.total <= usable_bytes(card_gib)
+        return self.total <= find_usable_bytes(card_gib)
 
 
-def usable_bytes(card_gib: float) -> float:
+def find_usable_bytes(card_gib: float) -> float:
     """Return the bytes that a program can use on a card of `card_gib`; never negative."""
     return max(0.0, card_gib * USABLE_SHARE - RESERVED_GIB) * 2**30
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from broker.spot.durations import class_of
+from broker.spot.durations import find_class
 from broker.spot.forecast import SpotMarket
 from broker.spot.market_values import MarketValues
 from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN
@@ -26,13 +26,13 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     Weighed,
-    exposed_hours,
-    hours_after_start,
-    idle_hours,
+    find_exposed_hours,
+    find_hours_after_start,
+    find_idle_hours,
+    find_safe_hours,
+    find_spare_hours,
     is_affordable,
     is_safe_to_start,
-    safe_hours,
-    spare_hours,
 )
 from broker.spot.prior import Prior
 from broker.spot.value_function import ValueFunction
@@ -87,7 +87,7 @@ class MarketEvaluation:
             values=MarketValues(view, fallback, markets, prior),
             best=best,
             basis=best,
-            spare=max(spare_hours(view, fallback), 0.0),
+            spare=max(find_spare_hours(view, fallback), 0.0),
             work=work,
         )
         # A rate is linear in the cost of a loss: a market that is best at both bounds is best at every cost.
@@ -164,10 +164,10 @@ class MarketEvaluation:
         begun = self.view.starting_hours if current is not None else ahead  # hours ahead without work
         idle = min(ahead, begun)
         work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
-        age, options = class_of(age_hours), dict[str, float]()
+        age, options = find_class(age_hours), dict[str, float]()
         is_working = current is not None and begun <= idle
         lost_hours = target.start_hours - (target.overlap_hours if is_working else 0.0)
-        is_safe = spare >= lost_hours + exposed_hours(self.view, target, self.fallback) - EPSILON_HOURS
+        is_safe = spare >= lost_hours + find_exposed_hours(self.view, target, self.fallback) - EPSILON_HOURS
         can_enter = is_open and is_safe and self._can_enter
         if can_enter:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
@@ -188,7 +188,7 @@ class MarketEvaluation:
             options[WAITING] = function.wait_usd(age, work, spare, is_open=is_open) + self.best.move_price
         if current is None and spare > EPSILON_HOURS:
             for closed, awaited in self._awaited:
-                age = class_of(closed.candidate.age_hours + ahead)
+                age = find_class(closed.candidate.age_hours + ahead)
                 worth = awaited.wait_usd(age, work, spare, is_open=False) + closed.move_price
                 options[WAITING] = min(worth, options.get(WAITING, math.inf))
         if WAITING in options and spare < self._due_spare(work):
@@ -243,7 +243,7 @@ class MarketEvaluation:
 
     def choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move to a place whose gain exceeds the cost of the move."""
-        hours = safe_hours(self.view, current, self.fallback)
+        hours = find_safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
         best = self.best
         stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
@@ -258,7 +258,9 @@ class MarketEvaluation:
         gain = (here.price + here.work_hazard * loss - best.price - best.work_hazard * loss) * stay_work
         start = best.candidate.start_hours
         cost = (
-            start * best.hour_price + idle_hours(self.view, best.candidate) * self._usd_spare_hour() + best.move_price
+            start * best.hour_price
+            + find_idle_hours(self.view, best.candidate) * self._usd_spare_hour()
+            + best.move_price
         )
         if gain > MOVE_GAIN * cost:
             return self._move_to(best, "another location is cheaper, including the move", ())
@@ -276,7 +278,7 @@ class MarketEvaluation:
                 continue
             function, age = self.values.find(each), target.age_hours
             outlived = target.seen.count_reached(age, age + target.start_hours)
-            usd = function.enter_usd(class_of(age), self.work, self.spare, seen=outlived) + each.move_price
+            usd = function.enter_usd(find_class(age), self.work, self.spare, seen=outlived) + each.move_price
             cost = target.start_hours * each.hour_price + each.move_price
             gain = stay - usd - (MOVE_GAIN - 1) * cost - KIND_GAIN_SHARE * stay
             if gain > gained:
@@ -289,7 +291,7 @@ class MarketEvaluation:
 
     def _move_to(self, market: SpotMarket, reason: str, weighed: Weighed) -> Move:
         target = market.candidate
-        hours = hours_after_start(self.view, target, self.fallback)
+        hours = find_hours_after_start(self.view, target, self.fallback)
         return Move(target=target, hours=hours, reason=reason, weighed=weighed)
 
     def find_run_usd(self, current: Candidate) -> float:
@@ -299,7 +301,7 @@ class MarketEvaluation:
     def _weigh_run(self, here: SpotMarket) -> float:
         function, begun = self.values.find(here), self.view.starting_hours
         on = function.run.read(
-            class_of(here.candidate.age_hours), function.locate(self.work, max(self.spare - begun, 0.0))
+            find_class(here.candidate.age_hours), function.locate(self.work, max(self.spare - begun, 0.0))
         )
         return begun * here.hour_price + on
 
@@ -327,12 +329,12 @@ class MarketEvaluation:
     def loss_of(self, market: SpotMarket) -> float:
         """Return the cost of a loss there now."""
         here = self.value_function.locate(self.work, self.spare)
-        on = self.value_function.run.read(class_of(market.candidate.age_hours), here)
+        on = self.value_function.run.read(find_class(market.candidate.age_hours), here)
         return max(self.value_function.lost_usd(self.work, self.spare) - on, 0.0)
 
     def _usd_spare_hour(self) -> float:
         """Return the marginal value of an hour of spare time."""
-        age, step = class_of(self._age_hours), max(self.value_function.parameters.start_hours, 0.1)
+        age, step = find_class(self._age_hours), max(self.value_function.parameters.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
         less, more = (
             self.value_function.run.read(age, self.value_function.locate(self.work, each)) for each in (low, low + step)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from broker.spot.durations import hours_in_classes
+from broker.spot.durations import list_hours_by_class
 from broker.spot.policies.base import Candidate, round_speed
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
@@ -72,7 +72,7 @@ class SpotMarket:
         begin = self.candidate.age_hours if self.candidate.is_open else 0.0
         return [
             (self.prior.open_hazards[index] * self.open_paces[index >= OLD], hours)
-            for index, hours in hours_in_classes(begin, begin + ahead_hours)
+            for index, hours in list_hours_by_class(begin, begin + ahead_hours)
         ]
 
     @cached_property

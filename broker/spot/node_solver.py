@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from broker.spot.durations import class_of
+from broker.spot.durations import find_class
 from broker.spot.grid import find_node
 from broker.spot.overlapped_starts import OverlappedStart, list_overlapped_starts
 from broker.spot.rows import Row, choose_less, expect_landing, interpolate
@@ -19,7 +19,7 @@ from broker.spot.value_tables import Tables, ValueParameters
 
 # The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
 # losses look too expensive; five hours or more is too optimistic where places close together.
-SECOND_CLASS = class_of(2.0)
+SECOND_CLASS = find_class(2.0)
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 _SECOND = OLDEST - SECOND_CLASS  # its index in a row

@@ -25,7 +25,7 @@ from broker.advisor.infeasible import explain_deadline
 from broker.advisor.layout import Training, find_layout, find_smallest_memory
 from broker.advisor.task_file import find_learning_rate, name_strategy, write_task
 from broker.errors import NoOfferError
-from broker.optimizer.memory_model import usable_bytes
+from broker.optimizer.memory_model import find_usable_bytes
 from broker.optimizer.model_shape import ModelShape, guess_shape
 from broker.optimizer.planner import make_plan
 from broker.optimizer.roofline import Hardware
@@ -118,7 +118,7 @@ def test_llama2_70b_needs_more_than_one_node_of_a100s() -> None:
     assert find_layout(training, hardware, 1) is None  # 16 bytes per parameter alone are 1,040 GiB
     layout = find_layout(training, hardware, 8)
     assert layout is not None
-    assert layout.memory.total <= usable_bytes(80)
+    assert layout.memory.total <= find_usable_bytes(80)
     assert layout.sharding.accelerators == 64
 
 

@@ -40,7 +40,7 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_fallback,
-    spare_hours,
+    find_spare_hours,
 )
 
 ONDEMAND_USD, SPOT_USD = 3.06, 0.9731
@@ -152,7 +152,11 @@ def finish(life: TickedLife, policy: SpotPolicy) -> ReplayOutcome:
             return life.sum_up()
         view, candidates = life.observe()
         decision, fallback = policy(view, candidates), find_fallback(view, candidates)
-        if isinstance(decision, Wait) and fallback and spare_hours(view, fallback) < life.gap_hours - EPSILON_HOURS:
+        if (
+            isinstance(decision, Wait)
+            and fallback
+            and find_spare_hours(view, fallback) < life.gap_hours - EPSILON_HOURS
+        ):
             decision = Move(target=fallback)
         life.follow(decision, candidates)
     raise AssertionError("the policy exceeds the limit of decisions")

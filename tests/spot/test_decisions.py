@@ -16,7 +16,7 @@ from broker.spot.durations import AGES, NOTHING_SEEN, Durations
 from broker.spot.evaluation import BEHIND_GAIN_HOURS, MarketEvaluation
 from broker.spot.forecast import read_market
 from broker.spot.policies import load_policy
-from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, safe_hours
+from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, find_safe_hours
 from broker.spot.prior import MEASURED, fit_prior
 from tests.spot.test_policies import make_candidate, view_of
 
@@ -98,7 +98,7 @@ def test_a_job_may_stay_on_spot_until_on_demand_must_start(
     exposed: float, starting: float, speed: float, left: float, hours: float
 ) -> None:
     view = view_of(10, left, save_every_hours=exposed, starting_hours=starting)
-    found = safe_hours(view, replace(OPEN, speed=speed), SURE)
+    found = find_safe_hours(view, replace(OPEN, speed=speed), SURE)
     assert found == pytest.approx(hours)
 
 

@@ -22,12 +22,12 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_fallback,
-    finish_hours,
+    find_finish_hours,
+    find_safe_hours,
+    find_spare_hours,
     have_one_speed,
     is_same_speed,
     list_reserves,
-    safe_hours,
-    spare_hours,
     take_fallback,
 )
 from broker.spot.prior import MEASURED, Prior
@@ -98,8 +98,8 @@ def _weigh_on_spot(
     view: JobView, current: Candidate, reserve: Candidate, spots: Sequence[Candidate], prior: Prior
 ) -> float:
     """Return the expected USD to the end of a job on spot with this reserve, which may have to start now."""
-    if safe_hours(view, current, reserve) <= 0:
-        return reserve.move_usd + finish_hours(reserve, view.sure_left_hours) * reserve.placement.usd_hour
+    if find_safe_hours(view, current, reserve) <= 0:
+        return reserve.move_usd + find_finish_hours(reserve, view.sure_left_hours) * reserve.placement.usd_hour
     return MarketEvaluation.of(
         view, reserve, [read_market(each, reserve, prior) for each in spots], prior
     ).find_run_usd(current)
@@ -116,7 +116,7 @@ def _weigh_on_demand(
     spots = [each for each in candidates if each.is_spot]
     own_hours = view.starting_hours + (view.work_left_hours - view.unsaved_hours) / current.speed
     if own_hours > view.time_left_hours + EPSILON_HOURS:
-        timely = [each for each in reserves if finish_hours(each, view.work_left_hours) <= view.time_left_hours]
+        timely = [each for each in reserves if find_finish_hours(each, view.work_left_hours) <= view.time_left_hours]
         if not timely:
             return Stay(reason="on-demand, already late")
         return Move(target=timely[0], reason="on-demand here would be late")
@@ -161,7 +161,7 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
     if fallback is None or view.time_left_hours is None:
         return weigh_without_deadline(view, current, [read_market(each, fallback, prior) for each in spots])
     if current is not None and current.is_spot:
-        hours = safe_hours(view, current, fallback)
+        hours = find_safe_hours(view, current, fallback)
         if hours <= 0:
             return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
         if len(spots) == 1 and not _is_dearer(view, current, fallback):
@@ -214,7 +214,7 @@ def _find_near_fallback(
     near = [
         each
         for each in candidates
-        if not each.is_spot and each.move_usd <= 0 and finish_hours(each, view.sure_left_hours) <= limit
+        if not each.is_spot and each.move_usd <= 0 and find_finish_hours(each, view.sure_left_hours) <= limit
     ]
     return min(near, key=lambda each: each.usd_work_hour, default=None)
 
@@ -225,7 +225,7 @@ def _may_be_cheaper_elsewhere(view: JobView, current: Candidate, there: Candidat
     return (
         saving > MOVE_GAIN * _price_move(there)
         and view.starting_hours <= 0
-        and spare_hours(view, there) > EPSILON_HOURS
+        and find_spare_hours(view, there) > EPSILON_HOURS
     )
 
 
