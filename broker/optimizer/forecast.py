@@ -53,7 +53,7 @@ class CostForecast:
     deadline_chance: float | None = None
     budget_chance: float | None = None
 
-    def is_dearer_than_on_demand(self, hour_value_usd: float) -> bool:
+    def is_costlier_than_on_demand(self, hour_value_usd: float) -> bool:
         """Return whether on-demand costs less, time included, beyond the range within which the faster is chosen."""
         if self.ondemand_usd is None or self.ondemand_hours_alone is None:
             return False

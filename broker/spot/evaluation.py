@@ -91,11 +91,11 @@ class MarketEvaluation:
             work=work,
         )
         # A rate is linear in the cost of a loss: a market that is best at both bounds is best at every cost.
-        dear = min(opened, key=lambda each: each.rate(LOSS_BOUND * (work + start), work))
-        if dear is not min(opened, key=lambda each: each.rate(0.0, work)):
+        cheapest = min(opened, key=lambda each: each.rate(LOSS_BOUND * (work + start), work))
+        if cheapest is not min(opened, key=lambda each: each.rate(0.0, work)):
             loss = found.loss_of(best)
-            dear = min(opened, key=lambda each: each.rate(loss, work))
-        return replace(found, best=dear) if dear is not best else found
+            cheapest = min(opened, key=lambda each: each.rate(loss, work))
+        return replace(found, best=cheapest) if cheapest is not best else found
 
     @property
     def value_function(self) -> ValueFunction:
@@ -193,7 +193,7 @@ class MarketEvaluation:
                 options[WAITING] = min(worth, options.get(WAITING, math.inf))
         if WAITING in options and spare < self._due_spare(work):
             options[WAITING] += BEHIND_GAIN_HOURS
-        if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other scale is cheaper
+        if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other evaluation is cheaper
             for name in options.keys() & {SPOT, WAITING}:
                 options[name] += self._fallback_price + self._return_price
         return options

@@ -53,13 +53,13 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
         more_usd, view = FREE_USD_HOUR, replace(view, hour_value_usd=None)  # waiting has its default price
     if not more_usd:
         return _weigh_all(view, candidates, prior)
-    dearer = [_add_price(each, more_usd) for each in candidates]
+    raised = [_add_price(each, more_usd) for each in candidates]
     if view.spent_usd is not None and view.deadline_hours is not None and view.time_left_hours is not None:
         passed_hours = view.deadline_hours - view.time_left_hours
         view = replace(view, spent_usd=view.spent_usd + worth_usd * passed_hours)
-    decision = _weigh_all(view, dearer, prior)
+    decision = _weigh_all(view, raised, prior)
     return (
-        replace(decision, target=candidates[dearer.index(decision.target)]) if isinstance(decision, Move) else decision
+        replace(decision, target=candidates[raised.index(decision.target)]) if isinstance(decision, Move) else decision
     )
 
 
@@ -68,8 +68,8 @@ def _add_price(candidate: Candidate, usd_hour: float) -> Candidate:
     placement = candidate.placement
     offer, more = placement.offer, usd_hour / placement.node_count
     prices = {"spot_usd_hour": offer.spot_usd_hour, "ondemand_usd_hour": offer.ondemand_usd_hour}
-    dearer = {name: None if usd is None else usd + more for name, usd in prices.items()}
-    offer = replace(offer, spot_usd_hour=dearer["spot_usd_hour"], ondemand_usd_hour=dearer["ondemand_usd_hour"])
+    raised = {name: None if usd is None else usd + more for name, usd in prices.items()}
+    offer = replace(offer, spot_usd_hour=raised["spot_usd_hour"], ondemand_usd_hour=raised["ondemand_usd_hour"])
     return replace(candidate, placement=replace(placement, offer=offer))
 
 
@@ -129,8 +129,8 @@ def _weigh_on_demand(
     ):
         return Move(target=reserves[0], reason="on-demand is cheaper elsewhere, including the move")
     elif spots:
-        scale = MarketEvaluation.of(view, current, [read_market(each, current, prior) for each in spots], prior)
-        kept = scale.find_entry(current).choose(current)
+        evaluation = MarketEvaluation.of(view, current, [read_market(each, current, prior) for each in spots], prior)
+        kept = evaluation.find_entry(current).choose(current)
     else:
         kept = Stay(reason="spot is not offered")
     if not kept.weighed:
@@ -138,8 +138,8 @@ def _weigh_on_demand(
     least, best = _find_least_usd(kept), kept
     for each in reserves:
         if each.speed > current.speed and not is_same_speed(each, current):
-            scale = MarketEvaluation.of(view, each, [read_market(spot, each, prior) for spot in spots], prior)
-            decision = scale.find_entry(current).choose(current)
+            evaluation = MarketEvaluation.of(view, each, [read_market(spot, each, prior) for spot in spots], prior)
+            decision = evaluation.find_entry(current).choose(current)
             usd = dict(decision.weighed).get(SPOT, math.inf)
             if isinstance(decision, Move) and usd < least:
                 least, best = usd, decision
@@ -164,37 +164,37 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
         hours = find_safe_hours(view, current, fallback)
         if hours <= 0:
             return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
-        if len(spots) == 1 and not _is_dearer(view, current, fallback):
+        if len(spots) == 1 and not _is_costlier(view, current, fallback):
             return Stay(hours=hours, reason="on spot")
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
-    scale = MarketEvaluation.of(view, fallback, markets, prior)
+    evaluation = MarketEvaluation.of(view, fallback, markets, prior)
     if current is not None and current.is_spot:
-        return _choose_on_spot(scale, current)
+        return _choose_on_spot(evaluation, current)
     if current is not None and _may_be_cheaper_elsewhere(view, current, fallback):
         if _is_cheaper_elsewhere(view, current, fallback, spots, prior):
             return Move(target=fallback, reason="on-demand is cheaper elsewhere, including the move")
-        decision = scale.find_entry(current).choose(current)
+        decision = evaluation.find_entry(current).choose(current)
         return replace(decision, hours=min(decision.hours, DECISION_HOURS_MAX))
     near = _find_near_fallback(view, candidates, fallback, current)
     if near is None:
-        return scale.find_entry(current).choose(current)
+        return evaluation.find_entry(current).choose(current)
     beside = MarketEvaluation.of(view, near, [read_market(each, near, prior) for each in spots], prior)
-    entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
+    entries = [each.find_entry(current) for each in (beside, replace(evaluation, has_near=True))]
     return min(entries, key=lambda each: each.find_usd(current)).choose(current)
 
 
-def _choose_on_spot(scale: MarketEvaluation, current: Candidate) -> Decision:
+def _choose_on_spot(evaluation: MarketEvaluation, current: Candidate) -> Decision:
     """Stay, move to another place, or continue on-demand if spot, whose price has risen, costs more than that."""
-    decision = scale.choose_on_spot(current)
+    decision = evaluation.choose_on_spot(current)
     place = decision.target if isinstance(decision, Move) else current
-    if _is_dearer(scale.view, place, scale.fallback) and scale.is_fallback_cheaper(current):
-        return Move(target=scale.fallback, reason="on-demand is cheaper than spot, including the move")
+    if _is_costlier(evaluation.view, place, evaluation.fallback) and evaluation.is_fallback_cheaper(current):
+        return Move(target=evaluation.fallback, reason="on-demand is cheaper than spot, including the move")
     return decision
 
 
-def _is_dearer(view: JobView, current: Candidate, fallback: Candidate) -> bool:
+def _is_costlier(view: JobView, current: Candidate, fallback: Candidate) -> bool:
     """Return whether work on spot costs more than on-demand that has a price: own machines without one may be busy."""
     free_usd_hour = view.hour_value_usd or FREE_USD_HOUR  # `weigh` has added it
     return current.usd_work_hour > fallback.usd_work_hour and fallback.placement.usd_hour > free_usd_hour
