@@ -54,8 +54,10 @@ def _complete() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit without finalizing the interpreter object by object, which takes an eighth of `broker plan`. No cleanup
-    depends on it."""
+    """Exit without finalizing the interpreter object by object, which takes an eighth of `broker plan`.
+
+    No cleanup depends on it.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:

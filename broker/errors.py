@@ -188,8 +188,10 @@ class DeniedError(AuthError):
 
 
 class LimitError(CloudError):
-    """A launch would exceed the limit of a user or project, set by an administrator of the server; nothing was
-    started."""
+    """A launch would exceed a limit that the server's administrator has set for a user or project.
+
+    Nothing was started.
+    """
 
 
 class ThrottledError(CloudError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,26 @@ def format_duration(seconds: float) -> str:
         return f"{minutes}m {int(seconds % 60):02d}s"
     hours = minutes // 60
     return f"{hours}h {minutes % 60:02d}m" if hours < 48 else f"{hours // 24}d {hours % 24}h"
+
+
+def format_date(time_s: float) -> str:
+    """Format a time in seconds since the epoch as a local date."""
+    return time.strftime("%Y-%m-%d", time.localtime(time_s))
+
+
+def format_minute(time_s: float) -> str:
+    """Format a time in seconds since the epoch as a local date and minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+
+
+def format_second(time_s: float) -> str:
+    """Format a time in seconds since the epoch as a local date and time of day."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def format_time_of_day(time_s: float) -> str:
+    """Format a time in seconds since the epoch as a local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 def to_plain(value: Any) -> Any:

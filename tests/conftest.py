@@ -54,7 +54,7 @@ LONGEST = (
     "tests/simulation/test_sharing.py",
     "tests/simulation/test_scenes.py",
     "tests/simulation/test_schedules.py",
-    "tests/jobs/test_second_ring.py",
+    "tests/jobs/test_daemon_kills.py",
     "tests/trainers/test_training.py",
     "tests/trainers/test_restore.py",
     "tests/trainers/test_entry_points.py",

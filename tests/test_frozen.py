@@ -51,7 +51,7 @@ def test_equal_values_are_equal_and_hash_alike() -> None:
         hash(Point(x=1))  # it holds a dict
 
 
-def test_it_cannot_be_changed() -> None:
+def test_frozen_object_cannot_be_changed() -> None:
     point = Point(x=1)
     with pytest.raises(FrozenInstanceError):
         point.x = 2  # type: ignore[misc]
@@ -67,14 +67,14 @@ def test_each_instance_gets_its_own_dict() -> None:
 
 
 @pytest.mark.parametrize(("given", "wrong"), [({}, "requires x"), ({"x": 1, "z": 2}, "has no field z")])
-def test_wrong_fields_are_named(given: dict[str, int], wrong: str) -> None:
+def test_error_names_unknown_and_missing_fields(given: dict[str, int], wrong: str) -> None:
     with pytest.raises(TypeError, match=f"Point {wrong}"):
         Point(**given)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         Point(1)  # type: ignore[misc]
 
 
-def test_copies_are_equal() -> None:
+def test_copy_of_a_frozen_object_is_equal() -> None:
     point = Point(x=1, names={"a": "b"})
     assert replace(point, x=2) == Point(x=2, names={"a": "b"})
     for other in (copy.deepcopy(point), pickle.loads(pickle.dumps(point))):  # noqa: S301 - our own bytes

@@ -26,5 +26,5 @@ def find_device() -> torch.device:
     if "nccl" not in dist.get_backend():
         return torch.device("cpu")
     current, local_rank = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK") or 0)
-    # Where each process sees only its own GPU, the local rank is no index.
+    # If each process sees only its own GPU, the local rank is not a valid index.
     return torch.device("cuda", local_rank if not current and local_rank < torch.cuda.device_count() else current)

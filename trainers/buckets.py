@@ -33,7 +33,7 @@ class BucketStorage:
     """A bucket, or a folder in one. The library retries every call on network errors."""
 
     def __init__(self, store: Any, url: str) -> None:
-        """Use the objects below the prefix of `store`; `url` appears in messages."""
+        """Use the objects below the prefix of `store`; messages show `url`."""
         import obstore
 
         self._store, self._url, self._library = store, url, obstore
@@ -102,7 +102,7 @@ class BucketStorage:
         return digest.hexdigest(), size
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """Return SHA-256 and size of the bytes sent. TLS protects the transfer, so they are not read back."""
+        """Return SHA-256 and size of the sent bytes, which are not read back because TLS protects the transfer."""
         return self._seals.pop(path, None)
 
     def delete(self, path: str) -> None:
@@ -138,7 +138,7 @@ class BucketFiles:
     """The file system interface of torch.distributed.checkpoint."""
 
     def __init__(self, store: Any, seals: dict[str, tuple[str, int]]) -> None:
-        """Leave in `seals` the checksum and size of each file written."""
+        """Record in `seals` the checksum and size of each file that is written."""
         self._store, self._seals = store, seals
 
     @contextlib.contextmanager
@@ -174,7 +174,7 @@ class BucketFiles:
         return True
 
     def rename(self, path: str, new_path: str) -> None:
-        """Copy and delete."""
+        """Rename an object; buckets do this by copying and deleting. Its recorded checksum moves with it."""
         import obstore
 
         obstore.rename(self._store, path, new_path)
@@ -197,7 +197,7 @@ class Writer(io.RawIOBase):
         self._file, self.digest, self.size = file, hashlib.sha256(), 0
 
     def writable(self) -> bool:
-        """Return true: a writer is never read."""
+        """Return True; a writer is never read."""
         return True
 
     def write(self, data: Any) -> int:
@@ -252,7 +252,7 @@ def find_emulator(scheme: str) -> dict[str, Any]:
 
 
 def find_s3_options(bucket: str) -> dict[str, Any]:
-    """Return the settings that obstore does not find by itself: the bucket's region, and logins in files."""
+    """Return the settings that obstore does not find itself: the bucket's region, and logins in files."""
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -269,15 +269,20 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def find_s3_host(named: str) -> str:
-    """Return the host of S3 for the region that the login names: in China and in GovCloud, which are partitions of
-    their own, a bucket of the same name may belong to another account than in the public partition."""
+    """Return the host of S3 for the region that the login names.
+
+    China and GovCloud are partitions of their own: a bucket of the same name may belong to another account than in the
+    public partition.
+    """
     domain = "amazonaws.com.cn" if named.startswith("cn-") else "amazonaws.com"
     return f"s3.{named}.{domain}" if named.startswith(("cn-", "us-gov-")) else f"s3.{domain}"
 
 
 def find_region(bucket: str) -> str | None:
-    """Return a bucket's region, which S3 names in a header of every response; without one, that of a variable in China
-    and in GovCloud, otherwise None."""
+    """Return a bucket's region, which S3 names in a header of every response.
+
+    Without that header, return the region of a variable in China and in GovCloud, otherwise None.
+    """
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
     home = find_s3_host(named)
     fallback = named if named.startswith(("cn-", "us-gov-")) else None

@@ -22,7 +22,7 @@ from trainers.manifest import (
     MANIFEST_VERSION,
     CheckpointName,
     Contents,
-    Damage,
+    DamagedFile,
     find_newest,
     list_checkpoints,
     read_manifest,
@@ -58,7 +58,7 @@ class HeldByOne:
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the holder's values."""
+        """Load the values that the holder wrote."""
         self._state.load_state_dict(state)
 
 
@@ -97,7 +97,7 @@ class CheckpointManager:
         self.step_committed: int | None = None
         self._find_buffers, self._find_conflict = buffers, find_conflict
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
-        self.stall_s = 0.0  # time that the last `save`, and the `wait_for_copy` after it, blocked their caller
+        self.stall_s = 0.0  # time for which the last `save` and the following `wait_for_copy` blocked their caller
         self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
         self._run = ranks.share(uuid.uuid4().hex[:8])
         decide(ranks, self._register)
@@ -128,7 +128,7 @@ class CheckpointManager:
 
         def find() -> int:
             for name in list_checkpoints(self._storage):
-                with suppress(Damage):
+                with suppress(DamagedFile):
                     read_manifest(self._storage, name)
                     return name.step
             return -1
@@ -223,8 +223,11 @@ class CheckpointManager:
                 self._storage.delete(str(name))
 
     def _take(self, name: CheckpointName, live: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Return the copy of the state, and its writer. If one fails on one rank, all raise: the others would write
-        without it, and its next save would meet theirs of this step."""
+        """Return the copy of the state, and its writer.
+
+        If one fails on one rank, all raise: the others would write without it, and its next save would meet theirs of
+        this step.
+        """
         state: dict[str, Any] = {}
         writer: Any = None
         problem: CheckpointError | None = None

@@ -44,7 +44,7 @@ class ChunkCache:
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
         self._asked: set[int] = set()
-        self._is_full = False  # whether the disk took no chunk the last time
+        self._is_full = False  # whether the disk had no space for the last chunk
         self._reading = threading.Lock()  # guards `_maps`
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -60,7 +60,7 @@ class ChunkCache:
             return content
 
     def prefetch(self, chunks: Iterable[int]) -> None:
-        """Fetch chunks in the background unless another rank does. An error is left to the read that needs it."""
+        """Fetch chunks in the background unless another rank does. The read that needs a chunk raises its error."""
         wanted = set() if self._is_full else set(chunks)
         new = wanted - self._asked
         self._asked = wanted

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from trainers.config import RunConfig
-from trainers.manifest import Damage, warn
+from trainers.manifest import DamagedFile, warn
 from trainers.restore_progress import Counter
 from trainers.storage import Storage
 
@@ -63,7 +63,7 @@ class CompileCache:
             path = f"{self._folder}/{name}"
             try:
                 self._known |= self._load(self._storage.read(path))
-            except Damage as damage:
+            except DamagedFile as damage:
                 warn(f"`{path}` is not used: {damage}")
                 with suppress(Exception):  # a role without the right to delete; buckets have errors of their own
                     self._storage.delete(path)
@@ -99,14 +99,14 @@ class CompileCache:
             return []
 
     def _load(self, content: bytes | None) -> set[str]:
-        """Pass artifacts to torch; return their keys. Raises Damage if they are not exactly what was written for us."""
+        """Pass artifacts to torch; return their keys. Raises DamagedFile unless they are exactly what was written."""
         archive = open_archive(content, self._about)
         about = json.loads(archive.read(ABOUT))
         for name in about[KERNELS]:
             place_kernel(find_folder(), name, archive.read(f"{KERNELS}/{name}"))
         # Unpickled there. Anyone who can write to the store can run code here, as with torch's index of a checkpoint.
         if torch.compiler.load_cache_artifacts(archive.read(ARTIFACTS)) is None:
-            raise Damage("torch cannot read its artifacts")
+            raise DamagedFile("torch cannot read its artifacts")
         return set(about["keys"])
 
     def _collect(self) -> tuple[bytes, set[str], dict[str, Path]] | None:
@@ -194,15 +194,15 @@ def make_archive(about: Mapping[str, Any], artifacts: bytes, kernels: Mapping[st
 
 
 def open_archive(content: bytes | None, about: Mapping[str, Any]) -> zipfile.ZipFile:
-    """Return the archive of a file. Raises Damage if it is missing or torn, or was made under another `about`."""
+    """Return the archive of a file. Raises DamagedFile if it is missing or torn, or was made under another `about`."""
     if content is None:
-        raise Damage("it is missing")
+        raise DamagedFile("it is missing")
     if hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
-        raise Damage("it does not match its checksum")
+        raise DamagedFile("it does not match its checksum")
     archive = zipfile.ZipFile(io.BytesIO(content[DIGEST_BYTES:]))
     actual = json.loads(archive.read(ABOUT))
     if different := [name for name in about if actual.get(name) != about[name]]:
-        raise Damage(f"it was compiled for another {different[0]}")
+        raise DamagedFile(f"it was compiled for another {different[0]}")
     return archive
 
 
@@ -226,7 +226,7 @@ def list_kernels(folder: Path) -> list[Path]:
 def place_kernel(folder: Path, name: str, content: bytes) -> None:
     """Write a kernel where Inductor looks for it, atomically; no effect if it is there."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise Damage(f"`{name}` is outside of the cache")
+        raise DamagedFile(f"`{name}` is outside of the cache")
     target = folder / name
     if target.exists():
         return

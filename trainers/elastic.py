@@ -20,7 +20,7 @@ from trainers.config import RunConfig
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.launch import find_free_port
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
-from trainers.rendezvous_search import Past, Places, read_past
+from trainers.rendezvous_search import PreviousWorld, RendezvousAddresses, read_past
 from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, STATE_VARIABLE, hand_over
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ElasticMember:
         self._is_lost = threading.Event()
         self._is_explained = threading.Event()  # no peer was lost, or it is unknown whether one was
         self._past = read_past(os.environ)
-        self._places = Places(meeting, self._past)
+        self._places = RendezvousAddresses(meeting, self._past)
         self._is_done = False  # whether the connection is expected to end
         self._notice = notice
         self._restarting = threading.Lock()
@@ -140,8 +140,10 @@ class ElasticMember:
         return self._live is not None
 
     def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
-        """Fill the objects with the newest state that this world has in memory; return its step, or None if there is
-        none. A collective call."""
+        """Fill the objects with the newest state that this world has in memory. A collective call.
+
+        Return the step of that state, or None if there is none.
+        """
         import torch
 
         from trainers.state_transfer import transfer_state
@@ -212,7 +214,7 @@ class ElasticMember:
                 os.set_inheritable(number, number <= 2 or number in self._kept)
         os.environ[STATE_VARIABLE] = ",".join(map(str, self._kept))
         epoch = self._places.epoch
-        past = Past(leader=self._leader, generation=world.generation, members=world.members, epoch=epoch)
+        past = PreviousWorld(leader=self._leader, generation=world.generation, members=world.members, epoch=epoch)
         os.environ.update(past.write())
         sys.stdout.flush()
         if self._notice is not None:

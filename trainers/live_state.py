@@ -127,8 +127,10 @@ class LiveState:
         self._copy_changing()
 
     def _copy_changing(self) -> None:
-        """Copy buffers and extra state before the next forward pass changes them. On a GPU the copies are queued before
-        it."""
+        """Copy buffers and extra state before the next forward pass changes them.
+
+        On a GPU the copies are queued before it.
+        """
         from trainers.extra_state import read_extra_state
 
         for key, module in self._modules.items():

@@ -29,7 +29,7 @@ from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class DeviceReading:
     """Values that the host reads from the device. Equal on all ranks that step together."""
 
     loss: float  # the loss of the step at which the host read the device
@@ -44,7 +44,7 @@ class StepReport:
 
     step: int
     learning_rate: float
-    reading: Reading | None
+    reading: DeviceReading | None
     own_s: float | None = None  # seconds of this rank's own work in the step, measured where the host read the device
 
 
@@ -247,7 +247,7 @@ class DeviceLog:
         values = torch.cat([norm, totals.to(norm.device), mixed])
         self._entries.append(_Entry(step=step, values=values, is_overflow=is_overflow))
 
-    def read(self) -> Reading:
+    def read(self) -> DeviceReading:
         """Wait for the device and check all steps since the last reading.
 
         Raises TrainerError if gradients were not finite and `--train.on_nan` does not allow skipping the step, and if
@@ -268,7 +268,7 @@ class DeviceLog:
         self._entries.clear()
         norm, loss, *_ = rows[-1]
         stops = any(row[2] > 0 for row in rows)
-        return Reading(loss=loss, norm=norm, skipped_steps=tuple(skipped), is_stop_asked=stops)
+        return DeviceReading(loss=loss, norm=norm, skipped_steps=tuple(skipped), is_stop_asked=stops)
 
     def _check_skips(self, step: int, norm: float) -> None:
         if self.config.on_nan == "skip" and self._skips <= self.config.skips_max:

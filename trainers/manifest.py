@@ -33,7 +33,7 @@ class CheckpointName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seal:
+class FileChecksum:
     """SHA-256 and size in bytes of a file as it was written."""
 
     sha256: str
@@ -47,11 +47,11 @@ class Contents:
     world_size: int
     shared: frozenset[str]
     own: frozenset[str]
-    files: Mapping[str, Seal]
+    files: Mapping[str, FileChecksum]
     about: Mapping[str, Any]  # from the recipe; empty before 0.1
 
 
-class Damage(Exception):
+class DamagedFile(Exception):
     """A checkpoint is incomplete or differs from what was written; the message names the file and the difference."""
 
 
@@ -63,7 +63,7 @@ def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
             for file, seal in contents.files.items():
                 check_seal(file, seal, storage.checksum(f"{name}/{file}"))
             return name, contents
-        except Damage as damage:
+        except DamagedFile as damage:
             warn_skipped(name, damage)
     return None
 
@@ -76,14 +76,14 @@ def list_checkpoints(storage: Storage) -> list[CheckpointName]:
 
 
 def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
-    """Return the contents of the checkpoint. Raises Damage if the manifest is missing or damaged.
+    """Return the contents of the checkpoint. Raises DamagedFile if the manifest is missing or damaged.
 
     Raises CheckpointError for the whole manifest of another version: the checkpoint is intact, and must neither be
     skipped in favour of an older one nor be removed.
     """
     content = storage.read(f"{name}/manifest.json")
     if content is None:
-        raise Damage("it has no manifest, so its write was interrupted")
+        raise DamagedFile("it has no manifest, so its write was interrupted")
     try:
         manifest = json.loads(content)
         version, files = manifest["version"], dict(manifest["files"])
@@ -94,13 +94,15 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
             world_size=int(manifest["world_size"]),
             shared=frozenset(manifest["shared"]),
             own=frozenset(manifest["own"]),
-            files={str(file): Seal(sha256=str(sha256), size=int(size)) for file, (sha256, size) in files.items()},
+            files={
+                str(file): FileChecksum(sha256=str(sha256), size=int(size)) for file, (sha256, size) in files.items()
+            },
             about=dict(manifest.get("about") or {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damage(f"its manifest cannot be read ({error})") from error
+        raise DamagedFile(f"its manifest cannot be read ({error})") from error
     if seal != seal_manifest(manifest):
-        raise Damage("its manifest does not match its own checksum")
+        raise DamagedFile("its manifest does not match its own checksum")
     return contents
 
 
@@ -113,22 +115,22 @@ def make_version_error(name: CheckpointName, version: object) -> CheckpointError
 
 
 def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> bytes:
-    """Return the file with the location of each tensor. Raises Damage if it is missing or damaged."""
+    """Return the file with the location of each tensor. Raises DamagedFile if it is missing or damaged."""
     content = storage.read(f"{name}/{INDEX}")
     if INDEX not in contents.files:
-        raise Damage(f"`{INDEX}` is not in its manifest")
+        raise DamagedFile(f"`{INDEX}` is not in its manifest")
     actual = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
     check_seal(INDEX, contents.files[INDEX], actual)
     assert content is not None, "its checksum was verified"
     return content
 
 
-def check_seal(file: str, seal: Seal, actual: tuple[str, int] | None) -> None:
-    """Raise Damage unless `actual` equals the expected checksum and size; None means that the file is missing."""
+def check_seal(file: str, seal: FileChecksum, actual: tuple[str, int] | None) -> None:
+    """Raise DamagedFile unless `actual` equals the expected checksum and size; None means that the file is missing."""
     if actual is None:
-        raise Damage(f"`{file}` is missing")
+        raise DamagedFile(f"`{file}` is missing")
     if actual != (seal.sha256, seal.size):
-        raise Damage(f"`{file}` does not match its checksum")
+        raise DamagedFile(f"`{file}` does not match its checksum")
 
 
 def seal_manifest(manifest: Mapping[str, object]) -> str:

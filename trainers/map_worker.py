@@ -35,7 +35,7 @@ POLL_S = 0.2
 IsOver = Callable[[], bool]
 
 
-class OverError(Exception):
+class ShardLostError(Exception):
     """The shard was lost to another worker, or the machine is about to be preempted."""
 
 
@@ -83,7 +83,7 @@ def work(
             current.note(lease)
             try:
                 results = run(read_lines(source, plan.shards[lease.number]), lambda: lost.is_set() or is_noticed())
-            except OverError:
+            except ShardLostError:
                 pass
             except (ProgramError, ReplacedError) as raised:
                 error = raised
@@ -185,7 +185,7 @@ def call_function(
     results: list[bytes] = []
     for first in range(0, len(lines), batch):
         if is_over():
-            raise OverError
+            raise ShardLostError
         part = lines[first : first + batch]
         try:
             found = list(process([json.loads(line) for line in part]))
@@ -209,12 +209,12 @@ def run_command(words: Sequence[str], content: bytes, is_over: IsOver) -> list[b
                     process.wait(POLL_S)
                     break
                 if is_over():
-                    raise OverError
+                    raise ShardLostError
         finally:
             process.kill()
             process.wait()
         if process.returncode and is_over():  # a preemption notice ends the command too
-            raise OverError
+            raise ShardLostError
         if process.returncode:
             raise ProgramError(f"`{words[0]}` exited with code {process.returncode}")
         made.seek(0)

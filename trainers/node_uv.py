@@ -97,8 +97,10 @@ def read_pip_files(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_uv(folder: Path, settings: Mapping[str, str]) -> str:
-    """Return the path of uv: one on PATH that is at least as new as ours, else the one in `folder`, fetched if
-    missing."""
+    """Return the path of uv.
+
+    It is the one on PATH if that is at least as new as ours, otherwise the one in `folder`, fetched if missing.
+    """
     uv = shutil.which("uv", path=settings.get("PATH", os.defpath))
     if uv:
         words = subprocess.run([uv, "--version"], capture_output=True, text=True, check=False).stdout.split()

@@ -28,7 +28,7 @@ PLACES_VARIABLE, LEADER_VARIABLE, WORLD_VARIABLE = "BROKER_ELASTIC_AT", "BROKER_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
+class PreviousWorld:
     """The previous world of this worker; generation 0 for a new worker."""
 
     leader: int = 0  # index of the node of its rendezvous
@@ -44,13 +44,13 @@ class Past:
         }
 
 
-def read_past(variables: Mapping[str, str]) -> Past:
+def read_past(variables: Mapping[str, str]) -> PreviousWorld:
     """Return the past of a restarted worker; that of a new worker is empty."""
     if WORLD_VARIABLE not in variables:
-        return Past()
+        return PreviousWorld()
     generation, members, epoch = json.loads(variables[WORLD_VARIABLE])
     leader = int(variables[LEADER_VARIABLE])
-    return Past(leader=leader, generation=generation, members=tuple(members.split(",")), epoch=epoch)
+    return PreviousWorld(leader=leader, generation=generation, members=tuple(members.split(",")), epoch=epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class Status:
     epoch: int | None = None  # the epoch in which the node leads, if broker names it
 
 
-class Places:
+class RendezvousAddresses:
     """The addresses of all possible rendezvous, in the order of nodes."""
 
-    def __init__(self, text: str, past: Past) -> None:
+    def __init__(self, text: str, past: PreviousWorld) -> None:
         """Parse a comma-separated list of `host:port`."""
         self._places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in text.split(","))]
         self._past = past

@@ -15,7 +15,7 @@ from trainers.manifest import (
     INDEX,
     CheckpointName,
     Contents,
-    Damage,
+    DamagedFile,
     divide,
     list_checkpoints,
     read_index,
@@ -76,7 +76,7 @@ class Restorer:
         live: dict[str, Any] | None = None
         for name in names:
             index_read = decide(self._ranks, lambda name=name: self._read_index(name))  # type: ignore[misc]
-            if isinstance(index_read, Damage):
+            if isinstance(index_read, DamagedFile):
                 self._warn_skipped(name, index_read)
                 continue
             contents, index = index_read
@@ -101,12 +101,12 @@ class Restorer:
             return name
         return None
 
-    def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | Damage:
+    def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | DamagedFile:
         """Return contents and index of a checkpoint, or its damage. The first rank reads both, which are small."""
         try:
             contents = read_manifest(self._storage, name)
             return contents, read_index(self._storage, name, contents)
-        except Damage as damage:
+        except DamagedFile as damage:
             return damage
 
     def _find_live(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Restorer:
 
     def _stage(
         self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], progress: RestoreProgress
-    ) -> tuple[dict[str, Any], Damage | None]:
+    ) -> tuple[dict[str, Any], DamagedFile | None]:
         """Read a checkpoint into a copy of the state; return the copy and the damage that any rank found."""
         import torch.distributed.checkpoint as dcp  # takes 0.6 s, and a fresh start does not need it
         from torch.distributed.checkpoint.api import CheckpointException
@@ -157,7 +157,7 @@ class Restorer:
             damage, _ = self._agree(reader)
         return staged, damage
 
-    def _agree(self, reader: "VerifiedReader") -> tuple[Damage | None, set[str]]:
+    def _agree(self, reader: "VerifiedReader") -> tuple[DamagedFile | None, set[str]]:
         """Return the damage that any rank found, and the files that the ranks have verified. A collective call.
 
         Raises CheckpointError on every rank if one could not read at all: then the checkpoint may be intact.
@@ -165,7 +165,7 @@ class Restorer:
         problem = reader.problem
         if isinstance(problem, OSError):
             problem = CheckpointError(f"checkpoints cannot be reached: {problem}")
-        elif problem is not None and not isinstance(problem, Damage):
+        elif problem is not None and not isinstance(problem, DamagedFile):
             problem = CheckpointError(f"the checkpoint cannot be loaded: {problem}")
         parts = self._ranks.collect((problem, reader.verified))
         problems = [failure for failure, _ in parts if failure is not None]
@@ -182,7 +182,7 @@ class Restorer:
         for key, state in staged.get(self._own_name, {}).items():
             self._own[key].load_state_dict(unpack_extra_state(_fill(live[self._own_name][key], state)))
 
-    def _warn_skipped(self, name: CheckpointName, damage: Damage) -> None:
+    def _warn_skipped(self, name: CheckpointName, damage: DamagedFile) -> None:
         self.skipped.append(name)
         if self._ranks.is_first:
             warn_skipped(name, damage)

@@ -12,7 +12,7 @@ from trainers.elastic import Elastic
 from trainers.evaluate import Evaluation
 from trainers.gc_control import GcControl
 from trainers.interval import Pacer
-from trainers.loop import Reading, StepReport
+from trainers.loop import DeviceReading, StepReport
 from trainers.metrics import Meter, MetricFiles, read_memory
 from trainers.own_time import NodeTimes
 from trainers.peer_checkpoint import PeerCheckpoint
@@ -125,7 +125,7 @@ class Supervisor:
         self.watchdog.beat(f"in step {step + 1}")
         return verdict
 
-    def _measure(self, report: StepReport, reading: Reading) -> dict[str, Any]:
+    def _measure(self, report: StepReport, reading: DeviceReading) -> dict[str, Any]:
         """Return the values to log for this step; empty if it is not logged."""
         last = report.step == self.config.train.steps
         values: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class Supervisor:
             self.meter.pause(time.perf_counter() - begin)
         return values
 
-    def _report(self, report: StepReport, reading: Reading, values: dict[str, Any], event: str | None) -> None:
+    def _report(self, report: StepReport, reading: DeviceReading, values: dict[str, Any], event: str | None) -> None:
         step, committed = report.step, self.checkpoints.step_committed
         own_s = None if report.own_s is None else self.node_times.publish(report.own_s)
         own = {} if own_s is None else {"own_s": round(own_s, 6)}

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from trainers.manifest import CheckpointName, Contents, Damage, check_seal
+from trainers.manifest import CheckpointName, Contents, DamagedFile, check_seal
 from trainers.storage import Storage
 
 # Files that one rank reads concurrently: a single stream from a bucket reaches 100 to 250 MB/s.
@@ -83,7 +83,7 @@ class VerifiedReader(FileSystemReader):
     def _open(self, file: str) -> "HashedFile":
         seal = self._contents.files.get(file)
         if seal is None:
-            raise Damage(f"`{file}` is not in its manifest")
+            raise DamagedFile(f"`{file}` is not in its manifest")
         chunks = self._storage.stream(f"{self._name}/{file}")
         return HashedFile(chunks, note_read=self._note_read, check=lambda actual: check_seal(file, seal, actual))
 
@@ -132,7 +132,7 @@ class HashedFile:
         note_read: Callable[[int], None],
         check: Callable[[tuple[str, int] | None], None],
     ) -> None:
-        """At the end, call `check` with SHA-256 and size, or None for a missing file; it raises Damage."""
+        """At the end, call `check` with SHA-256 and size, or None for a missing file; it raises DamagedFile."""
         self._chunks, self._note_read, self._check = chunks, note_read, check
         self._digest, self._size = hashlib.sha256(), 0
         self._rest = memoryview(b"")  # hashed, but not yet consumed
@@ -141,7 +141,7 @@ class HashedFile:
     def read_part(self, offset: int, length: int) -> io.BytesIO:
         """Return `length` bytes from `offset`, which must not precede the end of the previous part.
 
-        Raises Damage if the file ends too early.
+        Raises DamagedFile if the file ends too early.
         """
         assert offset >= self._place, "parts are read in order and do not overlap"
         self._pass(offset - self._place, None)
@@ -151,7 +151,7 @@ class HashedFile:
         return part
 
     def finish(self) -> None:
-        """Read the rest of the file and verify it. Raises Damage."""
+        """Read the rest of the file and verify it. Raises DamagedFile."""
         self._rest = memoryview(b"")
         while self._read_chunk():
             pass

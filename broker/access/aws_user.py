@@ -17,8 +17,10 @@ LIFE_S = 129_600.0  # the same as a federation session
 
 
 def ensure_user(iam: Any, name: str, *, owner: str, policy: str, end_s: float) -> bool:
-    """Create the user; return whether it did not exist. Idempotent: an existing user gets the policy with the new
-    expiry."""
+    """Create the user; return whether it did not exist.
+
+    Idempotent: an existing user gets the policy with the new expiry.
+    """
     from botocore.exceptions import ClientError
 
     is_new = False
@@ -45,8 +47,10 @@ def limit_policy(policy: str, *, end_s: float) -> str:
 
 
 def make_key(iam: Any, name: str) -> dict[str, str]:
-    """Create a key. Older keys of this user, whose secrets were lost with the state folder, are deleted, because a user
-    can have at most two."""
+    """Create a key, and delete older keys of this user.
+
+    Their secrets were lost with the state folder, and a user can have at most two keys.
+    """
     for key in iam.list_access_keys(UserName=name)["AccessKeyMetadata"]:
         iam.delete_access_key(UserName=name, AccessKeyId=key["AccessKeyId"])
     made = iam.create_access_key(UserName=name)["AccessKey"]

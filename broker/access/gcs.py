@@ -68,8 +68,10 @@ class GcsGranter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a grant. Data that is only named (`is_optional`) is omitted, because its bucket may belong to another
-        account."""
+        """Issue a grant.
+
+        Data that is only named (`is_optional`) is omitted, because its bucket may belong to another account.
+        """
         required = [need for need in needs if not need.is_optional]
         if not required:
             raise InvalidRequestError(

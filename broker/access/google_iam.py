@@ -150,8 +150,10 @@ def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> 
 
 
 def make_bindings(bucket: str, member: str, needs: Sequence[Need]) -> list[dict[str, Any]]:
-    """Make the bindings. Pure. Listing is allowed for the whole bucket; without it, a missing object would be "403"
-    instead of "404"."""
+    """Make the bindings.
+
+    Pure. Listing is allowed for the whole bucket; without it, a missing object would be "403" instead of "404".
+    """
     bindings: list[dict[str, Any]] = [{"role": INSPECT, "members": [member]}]
     for need in needs:
         binding: dict[str, Any] = {"role": READ if need.is_read_only else WRITE, "members": [member]}

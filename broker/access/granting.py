@@ -26,8 +26,11 @@ Deliver = Callable[[Mapping[str, Any]], Awaitable[object]]
 
 
 class Grants:
-    """Make, deliver and renew grants. `find_task` returns the task of a managed job's cluster, with its mounts, or None
-    for other clusters. `record_event` records an event."""
+    """Make, deliver and renew grants.
+
+    `find_task` returns the task of a managed job's cluster, with its mounts, or None for other clusters. `record_event`
+    records an event.
+    """
 
     def __init__(
         self,
@@ -104,8 +107,10 @@ class Grants:
         self._renew_s[cluster.name] = (float("-inf") if grant is None else now_s, due_s)
 
     def sweep(self) -> int:
-        """Delete the accounts and users behind the grants; return their number. Call this only if none of our nodes
-        remain. Every process forgets the grants that it holds. Raises CloudError."""
+        """Delete the accounts and users behind the grants; return their number.
+
+        Call this only if none of our nodes remain. Every process forgets the grants that it holds. Raises CloudError.
+        """
         granters = (self._get_granter(scheme) for scheme in GRANTERS)
         try:
             return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))

@@ -242,8 +242,11 @@ WHY_NOT: dict[Caller, str] = {
 
 
 def read_caller(arn: str) -> Caller:
-    """Return the kind of caller: `arn:aws:iam::1:user/x`, `arn:aws:sts::1:assumed-role/r/s`, `arn:aws:iam::1:root`,
-    `...:federated-user/x`."""
+    """Return the kind of caller that an ARN names, for example `user`, `assumed-role`, `root` or `federated-user`.
+
+    The ARNs are `arn:aws:iam::1:user/x`, `arn:aws:sts::1:assumed-role/r/s`, `arn:aws:iam::1:root` and
+    `...:federated-user/x`.
+    """
     kind = arn.split(":", 5)[5].partition("/")[0]
     kinds: dict[str, Caller] = {"user": "user", "root": "root", "federated-user": "federated"}
     return kinds.get(kind, "role")

@@ -11,7 +11,7 @@ from broker.advisor.infeasible import explain_deadline, explain_memory, explain_
 from broker.advisor.layout import Layout, Training, find_layout
 from broker.errors import NoOfferError
 from broker.frozen import frozen
-from broker.optimizer.network import network_gbs
+from broker.optimizer.network import find_network_gbs
 from broker.optimizer.planner import make_plan
 from broker.optimizer.rating import HOUR_VALUE_SHARE
 from broker.optimizer.roofline import Hardware
@@ -40,7 +40,7 @@ WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
 
 
 @frozen
-class Wish:
+class TrainingRequest:
     """The user's request. `spot=None` allows both; empty `gpus` allows every card that supports the precision.
 
     `hour_value_usd=None` means the default of `broker plan`.
@@ -98,34 +98,34 @@ class Advice:
 
 
 def make_advice(
-    wish: Wish, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures], *, prices_as_of: str
+    request: TrainingRequest, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures], *, prices_as_of: str
 ) -> Advice:
     """Rank ways to train by their expected cost in USD, including the value of time. Pure.
 
     Raises NoOfferError, which states the size of the miss, if nothing fits the memory, the deadline or the budget.
     """
-    kinds = group_offers(wish, offers, figures)
+    kinds = group_offers(request, offers, figures)
     if not kinds:
         raise NoOfferError(
             "no offered GPU of known speed is among the requested ones"
-            if wish.gpus
+            if request.gpus
             else "no offered GPU of known speed supports this precision",
             hints=["pass other `--gpus`, or another `--dtype`; list all with `broker gpus`"],
         )
-    layouts = [(layout, sold) for hardware, sold in kinds.items() for layout in list_layouts(wish, hardware)]
+    layouts = [(layout, sold) for hardware, sold in kinds.items() for layout in list_layouts(request, hardware)]
     if not layouts:
-        raise explain_memory(wish.training, list(kinds), wish.gpus_max)
-    limit = wish.deadline_hours or HORIZON_HOURS
-    in_time = [each for each in layouts if find_hours(wish.training, each[0]) <= limit]
+        raise explain_memory(request.training, list(kinds), request.gpus_max)
+    limit = request.deadline_hours or HORIZON_HOURS
+    in_time = [each for each in layouts if find_hours(request.training, each[0]) <= limit]
     if not in_time:
-        hours = {layout: find_hours(wish.training, layout) for layout, _ in layouts}
-        raise explain_deadline(wish.training, hours, limit, gpus_max=wish.gpus_max)
-    hour_value_usd = find_hour_value(wish, in_time)
-    priced = _price_all(wish, in_time, hour_value_usd, prices_as_of)
-    met = [each for each in priced if _is_met(wish, each, limit)]
+        hours = {layout: find_hours(request.training, layout) for layout, _ in layouts}
+        raise explain_deadline(request.training, hours, limit, gpus_max=request.gpus_max)
+    hour_value_usd = find_hour_value(request, in_time)
+    priced = _price_all(request, in_time, hour_value_usd, prices_as_of)
+    met = [each for each in priced if _is_met(request, each, limit)]
     if not met:
-        found = [(each.usd, each.hours, _is_met(replace(wish, budget_usd=None), each, limit)) for each in priced]
-        raise explain_prices(found, limit=limit, budget_usd=wish.budget_usd)
+        found = [(each.usd, each.hours, _is_met(replace(request, budget_usd=None), each, limit)) for each in priced]
+        raise explain_prices(found, limit=limit, budget_usd=request.budget_usd)
     met.sort(key=lambda each: (_score(each, hour_value_usd), each.hours))
     by_card: dict[tuple[str, int], list[Option]] = {}
     for each in met:
@@ -141,19 +141,19 @@ def make_advice(
     )
 
 
-def find_hour_value(wish: Wish, layouts: Sequence[tuple[Layout, Sequence[Offer]]]) -> float:
+def find_hour_value(request: TrainingRequest, layouts: Sequence[tuple[Layout, Sequence[Offer]]]) -> float:
     """Return the value of an hour in USD: the user's, else a share of the price of the cheapest gang on-demand.
 
     `broker plan` has the same default, for the gangs of one task. It is 0 if nothing is offered on-demand.
     """
-    if wish.hour_value_usd is not None:
-        return wish.hour_value_usd
+    if request.hour_value_usd is not None:
+        return request.hour_value_usd
     gangs = list[tuple[float, float]]()  # USD to finish, USD per hour
     for layout, sold in layouts:
         prices = [each.ondemand_usd_hour for each in sold if each.ondemand_usd_hour is not None]
         if prices:
             usd_hour = min(prices) * layout.node_count
-            gangs.append((find_hours(wish.training, layout) * usd_hour, usd_hour))
+            gangs.append((find_hours(request.training, layout) * usd_hour, usd_hour))
     return HOUR_VALUE_SHARE * min(gangs, default=(0.0, 0.0))[1]
 
 
@@ -198,7 +198,7 @@ def find_better_batch(training: Training, layout: Layout) -> tuple[int, float] |
 
 
 def group_offers(
-    wish: Wish, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures]
+    request: TrainingRequest, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures]
 ) -> dict[Hardware, list[Offer]]:
     """Group offers by the factors of their speed: card, cards per node, network. Cards of unknown speed are skipped."""
     kinds: dict[Hardware, list[Offer]] = {}
@@ -207,29 +207,29 @@ def group_offers(
         count = int(offer.accelerator_count)
         if card is None or count < 1 or count != offer.accelerator_count or offer.cloud == "local":
             continue
-        if not card.training_tflops or not card.memory_bandwidth_gbs or not can_train(wish, card.name):
+        if not card.training_tflops or not card.memory_bandwidth_gbs or not can_train(request, card.name):
             continue
-        network = network_gbs(offer.cloud, offer.instance_type)
+        network = find_network_gbs(offer.cloud, offer.instance_type)
         kinds.setdefault(Hardware(figures=card, accelerators=count, network_gbs=network), []).append(offer)
     return kinds
 
 
-def can_train(wish: Wish, name: str) -> bool:
+def can_train(request: TrainingRequest, name: str) -> bool:
     """Return whether the GPU is requested or, without a request, supports the data type."""
-    if wish.gpus:
-        return name in wish.gpus
-    without = {"bf16": WITHOUT_BF16, "fp16": WITHOUT_FP16, "fp32": ()}[wish.training.dtype]
+    if request.gpus:
+        return name in request.gpus
+    without = {"bf16": WITHOUT_BF16, "fp16": WITHOUT_FP16, "fp32": ()}[request.training.dtype]
     return name not in without and not name.startswith(OTHER_PROGRAMS)
 
 
-def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
+def list_layouts(request: TrainingRequest, hardware: Hardware) -> list[Layout]:
     """Return the best layout for each number of nodes, doubling up to the maximum of accelerators.
 
     Larger gangs that are not faster are skipped because they only cost more.
     """
     layouts, least_s = list[Layout](), math.inf
-    for node_count in list_node_counts(hardware, wish.gpus_max):
-        layout = find_layout(wish.training, hardware, node_count)
+    for node_count in list_node_counts(hardware, request.gpus_max):
+        layout = find_layout(request.training, hardware, node_count)
         if layout is not None and layout.step.total_s < least_s:
             least_s = layout.step.total_s
             layouts.append(layout)
@@ -261,13 +261,13 @@ def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
 
 
 def _price_all(
-    wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], hour_value_usd: float, prices_as_of: str
+    request: TrainingRequest, layouts: Sequence[tuple[Layout, list[Offer]]], hour_value_usd: float, prices_as_of: str
 ) -> list[Option]:
     """Plan the options that could be cheapest, and the best option of every card, at any price."""
     bounds = []
     for layout, sold in layouts:
-        hours = find_hours(wish.training, layout)
-        cheapest = min((_find_price(wish, offer) for offer in sold), default=math.inf)
+        hours = find_hours(request.training, layout)
+        cheapest = min((_find_price(request, offer) for offer in sold), default=math.inf)
         if cheapest < math.inf:
             bounds.append((hours * (cheapest * layout.node_count + hour_value_usd), hours, layout, sold))
     bounds.sort(key=lambda each: each[:2])
@@ -282,14 +282,19 @@ def _price_all(
             chosen.append(bound)
     options = []
     for _, hours, layout, sold in chosen:
-        option = _price(wish, layout, sold, hours, prices_as_of, hour_value_usd)
+        option = _price(request, layout, sold, hours, prices_as_of, hour_value_usd)
         if option is not None:
             options.append(option)
     return options
 
 
 def _price(
-    wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, prices_as_of: str, hour_value_usd: float
+    request: TrainingRequest,
+    layout: Layout,
+    sold: Sequence[Offer],
+    hours: float,
+    prices_as_of: str,
+    hour_value_usd: float,
 ) -> Option | None:
     """Plan as `broker plan` does; with a deadline, choose the cheapest place that meets it, if any.
 
@@ -299,16 +304,18 @@ def _price(
     hardware = layout.hardware
     task = Task(
         resources=(
-            Resources(accelerator=hardware.figures.name, accelerator_count=hardware.accelerators, use_spot=wish.spot),
+            Resources(
+                accelerator=hardware.figures.name, accelerator_count=hardware.accelerators, use_spot=request.spot
+            ),
         ),
         num_nodes=layout.node_count,
         goal=Goal(
             work_hours=hours,
-            deadline_hours=wish.deadline_hours,
-            confidence=wish.confidence,
-            hour_value_usd=wish.hour_value_usd,
+            deadline_hours=request.deadline_hours,
+            confidence=request.confidence,
+            hour_value_usd=request.hour_value_usd,
         ),
-        checkpoint=write_checkpoint(wish.training, layout),
+        checkpoint=write_checkpoint(request.training, layout),
     )
     assert task.goal is not None
     by_cloud = dict[str, list[Offer]]()
@@ -325,19 +332,19 @@ def _price(
     return None
 
 
-def _find_price(wish: Wish, offer: Offer) -> float:
+def _find_price(request: TrainingRequest, offer: Offer) -> float:
     """Return the lowest allowed USD per hour."""
-    allowed = [offer.spot_usd_hour] if wish.spot is not False else []
-    allowed += [offer.ondemand_usd_hour] if wish.spot is not True else []
+    allowed = [offer.spot_usd_hour] if request.spot is not False else []
+    allowed += [offer.ondemand_usd_hour] if request.spot is not True else []
     return min((each for each in allowed if each is not None), default=math.inf)
 
 
-def _is_met(wish: Wish, option: Option, limit: float) -> bool:
-    if wish.deadline_hours is None:
+def _is_met(request: TrainingRequest, option: Option, limit: float) -> bool:
+    if request.deadline_hours is None:
         is_timely = option.hours <= limit
     else:  # a plan made without the deadline has no chance for it
-        is_timely = (option.estimate.deadline_chance or 0.0) >= wish.confidence
-    return is_timely and (wish.budget_usd is None or option.usd <= wish.budget_usd)
+        is_timely = (option.estimate.deadline_chance or 0.0) >= request.confidence
+    return is_timely and (request.budget_usd is None or option.usd <= request.budget_usd)
 
 
 def _find_faster(met: Sequence[Option], first: Option) -> tuple[Option, ...]:

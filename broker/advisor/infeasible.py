@@ -9,7 +9,7 @@ from broker.advisor.amounts import show_amount
 from broker.advisor.layout import Layout, Training, find_layout, find_smallest_memory
 from broker.errors import NoOfferError
 from broker.formatting import format_count
-from broker.optimizer.memory_model import usable_bytes
+from broker.optimizer.memory_model import find_usable_bytes
 from broker.optimizer.roofline import Hardware
 
 SEARCH_GPUS_MAX = 2**17
@@ -23,7 +23,7 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
         while node_count * hardware.accelerators <= gpus_max:
             memory = find_smallest_memory(training, hardware, node_count)
             if memory is not None:
-                ratio = memory.total / max(1.0, usable_bytes(hardware.figures.memory_gib))
+                ratio = memory.total / max(1.0, find_usable_bytes(hardware.figures.memory_gib))
                 if nearest is None or ratio < nearest[0]:
                     nearest = ratio, hardware, node_count, memory.total
             node_count *= 2
@@ -35,7 +35,7 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
         )
     _, hardware, node_count, need = nearest
     name, cards = hardware.figures.name, hardware.accelerators * node_count
-    usable = usable_bytes(hardware.figures.memory_gib)
+    usable = find_usable_bytes(hardware.figures.memory_gib)
     hints = []
     enough = _find_enough(training, hardware, node_count)
     if enough:

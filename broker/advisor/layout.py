@@ -12,7 +12,7 @@ from broker.advisor.experts import find_experts
 from broker.advisor.field_layout import list_field_shardings, measure_field_memory
 from broker.advisor.trainer_memory import estimate_program_memory
 from broker.frozen import frozen
-from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, usable_bytes
+from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, find_usable_bytes
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import (
     EXPERTS_HIDDEN_SHARE,
@@ -110,7 +110,7 @@ class Layout:
 
 def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layout | None:
     """Return the fastest layout that fits, preferring simpler ones; None if none fits. Pure."""
-    usable = usable_bytes(hardware.figures.memory_gib)
+    usable = find_usable_bytes(hardware.figures.memory_gib)
     best: Layout | None = None
     least = math.inf
     for choice in list_choices(training, hardware.accelerators, node_count):
@@ -245,7 +245,7 @@ def _find_fastest(
     best: tuple[Variant, MemoryEstimate, StepTime] | None = None
     sharding, data = choice.sharding, _time_data(training, hardware, choice.sharding)
     turns = dict[Recompute, TurnTime]()  # of one sequence
-    for each in _list_candidates(training, choice, usable_bytes(hardware.figures.memory_gib)):
+    for each in _list_candidates(training, choice, find_usable_bytes(hardware.figures.memory_gib)):
         is_partial = each.recompute == "full" and training.trainer == "megatron"  # recomputes only what does not fit
         fastest: Recompute = "selective" if is_partial else each.recompute
         if fastest not in turns:
@@ -322,7 +322,7 @@ def _keep_what_fits(
     """
     full = variant.memory
     kept = measure_memory(training, sharding, micro_batch=variant.micro_batch, recompute="selective")
-    spare = usable_bytes(hardware.figures.memory_gib) - full.total
+    spare = find_usable_bytes(hardware.figures.memory_gib) - full.total
     share = min(1.0, spare / (kept.total - full.total)) if kept.total > full.total else 1.0
     step = StepTime(**{
         name: getattr(slow, name) + share * (getattr(fast, name) - getattr(slow, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from broker.advisor.advise import Option, Wish
+from broker.advisor.advise import Option, TrainingRequest
 from broker.advisor.amounts import show_amount
 from broker.advisor.experts import find_experts
 from broker.advisor.layout import Layout, Training
@@ -13,9 +13,9 @@ LEARNING_RATE_MIN = 6e-5  # below the formula's range: used by the largest publi
 CHECKPOINT_S = 1800.0  # if no preemptions are expected
 
 
-def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
+def write_task(request: TrainingRequest, option: Option, *, infra: str | None = None) -> str:
     """Return YAML text. A gang of several nodes stays on the cloud for which it was priced, because networks differ."""
-    training, layout = wish.training, option.layout
+    training, layout = request.training, option.layout
     placement, spec = option.estimate.placement, option.task.checkpoint
     place = infra or (placement.offer.cloud if layout.node_count > 1 else None)
     lines = [
@@ -28,16 +28,16 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         "resources:",
         f"  accelerators: {layout.hardware.figures.name}:{layout.hardware.accelerators}",
         *([f"  infra: {place}"] if place else []),
-        *([] if wish.spot is None else [f"  use_spot: {'true' if wish.spot else 'false'}"]),
+        *([] if request.spot is None else [f"  use_spot: {'true' if request.spot else 'false'}"]),
         "",
         f"num_nodes: {layout.node_count}",
         "",
         "goal:",
         # minutes of a large gang are expensive
         f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",
-        *([f"  deadline: {wish.deadline_hours:g}h"] if wish.deadline_hours is not None else []),
-        *([f"  budget: {wish.budget_usd:g}"] if wish.budget_usd is not None else []),
-        *([f"  hour_value: {wish.hour_value_usd:g}"] if wish.hour_value_usd is not None else []),
+        *([f"  deadline: {request.deadline_hours:g}h"] if request.deadline_hours is not None else []),
+        *([f"  budget: {request.budget_usd:g}"] if request.budget_usd is not None else []),
+        *([f"  hour_value: {request.hour_value_usd:g}"] if request.hour_value_usd is not None else []),
         "",
         "checkpoint:",
         f"  stall: {spec.stall_s:g}s",
@@ -106,8 +106,10 @@ def name_strategy(layout: Layout) -> tuple[str, str]:
 
 
 def find_learning_rate(parameters: float) -> float:
-    """Return the peak of Adam's learning rate (Kaplan 2020, equation D.1); negative above about ten billion
-    parameters."""
+    """Return the peak of Adam's learning rate (Kaplan 2020, equation D.1).
+
+    It is negative above about ten billion parameters.
+    """
     return 0.003239 - 0.0001395 * math.log(parameters)
 
 

@@ -97,7 +97,7 @@ def run_torch(folder: Path, order: dict[str, Any], end_s: float) -> Found:
 
 
 def join_torch(folder: Path, index: int) -> None:
-    """Take part as the process of one GPU. Any error ends it, and the parent measures in another way."""
+    """Take part as the process of one GPU. Any error ends this process, and the parent measures in another way."""
     order = json.loads((folder / ORDER).read_text(encoding="utf-8"))
     left_s = order["limit_s"] * TORCH_SHARE
     torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
@@ -140,7 +140,7 @@ def keep(folder: Path, index: int, found: Found) -> None:
 
 
 def leave(dist: Any) -> None:
-    """End at once, after the other ranks: the first one holds the store that they need."""
+    """End at once; the first rank ends last, because it holds the store that the others need."""
     dist.barrier()
     os._exit(0)
 

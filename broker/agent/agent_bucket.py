@@ -190,8 +190,10 @@ def find_endpoint(variables: Mapping[str, str]) -> str:
 def make_s3_request(
     bucket: str, key: str, content: bytes | None, *, variables: Mapping[str, str], login: Mapping[str, str], region: str
 ) -> urllib.request.Request:
-    """Make a PUT, or a GET without content, signed with AWS Signature Version 4 (AWS documentation, "Create a signed
-    AWS API request")."""
+    """Make a PUT, or a GET without content, signed with AWS Signature Version 4.
+
+    Source: AWS documentation, "Create a signed AWS API request".
+    """
     method = "GET" if content is None else "PUT"
     base = find_endpoint(variables).rstrip("/") or f"https://{find_s3_host(region, is_regional=True)}"
     path = urllib.parse.quote(f"{urllib.parse.urlsplit(base).path}/{bucket}/{key}", safe="/-_.~")
@@ -261,8 +263,10 @@ def make_azure_request(
 
 
 def sign_for_azure(url: str, headers: Mapping[str, str], content: bytes | None, *, account: str, key: str) -> str:
-    """Sign a request whose only standard header is its type (Azure Storage documentation, "Authorize with Shared
-    Key"): a PUT, or a GET without content."""
+    """Sign a PUT, or a GET without content, whose only standard header is its type.
+
+    Source: Azure Storage documentation, "Authorize with Shared Key".
+    """
     own = [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
     resource = f"/{account}{urllib.parse.urlsplit(url).path}"
     # Encoding, language, length, MD5, type, date, four conditions and the range precede our own headers.

@@ -161,7 +161,7 @@ class _Side(asyncio.Protocol):
         self.other.end(is_cut=exc is not None)
 
     def end(self, *, is_cut: bool = False) -> None:
-        """Close this end."""
+        """Close this end, with a reset if `is_cut`."""
         if self._transport is None or self._is_over:
             return
         if is_cut:  # with a reset: the end of TLS without its last message looks like a normal one to many clients

@@ -83,7 +83,7 @@ def write_json(path: Path, value: dict[str, Any], *, is_durable: bool = True) ->
 
 
 def note_json(path: Path, value: dict[str, Any]) -> bool:
-    """Write like `write_json`, for what a run can do without: return False if that failed, as on a full disk."""
+    """Write like `write_json`, for data that a run can do without; return False on a failure, such as a full disk."""
     try:
         write_json(path, value)
     except OSError:
@@ -168,7 +168,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def take_lock(path: Path) -> int:
-    """Take a lock that no process holds for longer than a look (`is_locked`). Raises OSError if one does."""
+    """Take a lock that other processes hold only for a moment, to test it (`is_locked`). Raises OSError otherwise."""
     give_up_s = time.monotonic() + POLL_S_MAX
     while (fd := try_lock(path)) is None:
         if time.monotonic() > give_up_s:

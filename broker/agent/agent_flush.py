@@ -105,23 +105,23 @@ def make_retry_script() -> str:
     return "\n".join(lines)
 
 
-class Sent(NamedTuple):
+class UploadStatistics(NamedTuple):
     """Upload statistics of a mount's rclone."""
 
     size_bytes: int
     error_count: int
 
 
-def read_sent() -> Sent:
+def read_sent() -> UploadStatistics:
     """Return the sum over all mounts that report statistics."""
     stats = [read_upload_statistics(str(mount.get("socket") or "")) for mount in read_mounts()]
-    return Sent(sum(sent.size_bytes for sent in stats), sum(sent.error_count for sent in stats))
+    return UploadStatistics(sum(sent.size_bytes for sent in stats), sum(sent.error_count for sent in stats))
 
 
-def read_upload_statistics(path: str) -> Sent:
+def read_upload_statistics(path: str) -> UploadStatistics:
     """Return the statistics of one rclone; zeros if it is gone or too old for remote control through a socket."""
     if not path:
-        return Sent(0, 0)
+        return UploadStatistics(0, 0)
     import http.client  # heavy, and few nodes have mounts
 
     connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
@@ -131,9 +131,9 @@ def read_upload_statistics(path: str) -> Sent:
         connection.sock.connect(path)
         connection.request("POST", "/core/stats", body="{}", headers={"Content-Type": "application/json"})
         stats = json.loads(connection.getresponse().read())
-        return Sent(int(stats["bytes"]), int(stats["errors"]))
+        return UploadStatistics(int(stats["bytes"]), int(stats["errors"]))
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return Sent(0, 0)
+        return UploadStatistics(0, 0)
     finally:
         connection.close()
 
@@ -143,7 +143,7 @@ class Flush:
 
     def __init__(self, *, hold_s: float = HOLD_S, now_s: Callable[[], float] = time.monotonic) -> None:
         self._hold_s, self._now_s = hold_s, now_s
-        self._sent: Sent | None = None
+        self._sent: UploadStatistics | None = None
         self._error_count = 0  # when the last file arrived
         self._moved_s = self._tried_s = now_s()
         self.pending: list[Pending] = []

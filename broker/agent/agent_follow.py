@@ -65,7 +65,7 @@ class Follower:
         self._agent = read_stamp(self._digest)
         self._rest = b""
         self._run_id: int | None = None
-        self._marks: Marks | None = None
+        self._marks: FileStamps | None = None
         self._pace_s = PACE_S
         self._urgent: object = None
         self._usual: object = None
@@ -105,7 +105,7 @@ class Follower:
         self._pace_s = float(message.get("pace_s", self._pace_s))
         if "run_id" in message:
             self._run_id = int(message["run_id"])
-            self._marks = Marks(self._run_id)
+            self._marks = FileStamps(self._run_id)
             self._urgent = None
         if "id" not in message:
             return
@@ -116,7 +116,7 @@ class Follower:
             answer = {"error": f"{type(error).__name__}: {error}"}  # like a failed call; the session stays open
         self._write({"id": message["id"], **answer})
 
-    def _push(self, run_id: int, marks: Marks) -> None:
+    def _push(self, run_id: int, marks: FileStamps) -> None:
         now_s = time.monotonic()
         urgent, usual = marks.read()
         if urgent != self._urgent or (usual != self._usual and now_s - self._pushed_s >= self._pace_s):
@@ -140,7 +140,7 @@ class Follower:
             data = data[os.write(1, data) :]
 
 
-class Marks:
+class FileStamps:
     """Stamps of a run's files, equal while nothing changes. Cheap to poll: opens no file and caches paths."""
 
     def __init__(self, run_id: int) -> None:

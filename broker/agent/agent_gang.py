@@ -63,7 +63,7 @@ class Coordinator:
     ) -> None:
         self._rank = rank
         self._epoch = epoch
-        self._door = agent_link.Door(listener, context, num_nodes, self._admit)
+        self._door = agent_link.MemberListener(listener, context, num_nodes, self._admit)
         self._num_nodes = num_nodes
         self._nodes_min = nodes_min or num_nodes
         self._log = log.open("ab", buffering=0)
@@ -73,7 +73,7 @@ class Coordinator:
         self._gone: set[int] = set() if survivors is None else set(range(num_nodes)) - survivors
         self._noticed: set[int] = set()
         self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, with their outcomes
-        self._is_going = survivors is not None
+        self._has_started = survivors is not None
         self._survey = survey  # of the network, before the program starts
         self._is_held = is_held  # `run` also waits for the other tasks of the job group
         self._turn: Message | None = None
@@ -121,7 +121,7 @@ class Coordinator:
             return
         link = agent_link.Link(wire, lambda message: self._handle(rank, link, message))
         with self._lock:
-            is_lost = self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
+            is_lost = self._has_started and rank in self._gone and self._nodes_min < self._num_nodes
             if rank in self._links and not is_lost:
                 wire.release()
                 return
@@ -156,7 +156,7 @@ class Coordinator:
             kind = message["type"]
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
-            elif kind == "setup" and self._is_going and message["returncode"] != 0:
+            elif kind == "setup" and self._has_started and message["returncode"] != 0:
                 self._handle_unfit(rank, *explain_setup(rank, message))
             elif kind == "setup":
                 if self._survey:
@@ -216,7 +216,7 @@ class Coordinator:
         """Return whether the gang can continue without the ranks that are gone or leaving; never before its start."""
         leaving = self._gone | self._noticed
         return (
-            self._is_going
+            self._has_started
             and self._rank not in leaving
             and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
         )
@@ -225,7 +225,7 @@ class Coordinator:
         if returncode != 0:
             self._fail("FAILED_SETUP", returncode, reason, rank)
         self._ready.add(rank)
-        if self._is_going:
+        if self._has_started:
             self._links[rank].send("go")
         else:
             self._go()
@@ -242,13 +242,13 @@ class Coordinator:
             self._go()
 
     def _go(self) -> None:
-        if len(self._ready) == self._num_nodes and not (self._verdict or self._is_going or self._is_held):
+        if len(self._ready) == self._num_nodes and not (self._verdict or self._has_started or self._is_held):
             if self._survey and (request := self._survey.begin()):
                 self._set_timer(request["limit_s"] + agent_network.SLACK_S, self._close_survey)
                 self._broadcast("measure", **request)
             if self._survey and not self._survey.is_over:
                 return
-            self._is_going = True
+            self._has_started = True
             self._broadcast("go")
 
     def _close_survey(self) -> None:
@@ -266,7 +266,7 @@ class Coordinator:
 
     def _check_joined(self) -> None:
         with self._lock:
-            if self._is_going:  # survivors that do not find their new head are lost
+            if self._has_started:  # survivors that do not find their new head are lost
                 for rank in sorted(set(range(self._num_nodes)) - set(self._links)):
                     self._handle_lost(rank)
             elif len(self._links) < self._num_nodes:

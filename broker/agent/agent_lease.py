@@ -73,12 +73,12 @@ def find_end() -> str:
     ids = files.list_run_ids()
     try:
         is_quiet = bool(ids) and files.measure_quiet_s() >= files.QUIET_S
-        return "done" if is_quiet and all(is_safe_to_go(run_id) for run_id in ids) else ""
+        return "done" if is_quiet and all(is_safe_to_shut_down(run_id) for run_id in ids) else ""
     except DAMAGE:
         return ""  # the watcher must survive it: the lease still ends this node
 
 
-def is_safe_to_go(run_id: int) -> bool:
+def is_safe_to_shut_down(run_id: int) -> bool:
     """Return whether the run has ended and none of its results exists on this node alone.
 
     Checkpoints need no check: a program writes them to the bucket itself, and waits for the last one before it exits.

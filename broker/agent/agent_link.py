@@ -168,7 +168,7 @@ def connect(
     return link
 
 
-class Door:
+class MemberListener:
     """Accept connections, authenticate each in its own thread, and pass on those that send a valid `hello`.
 
     `on_member(wire, rank, epoch)` runs in that thread. If more unauthenticated connections wait than `STRANGERS_MAX`

@@ -61,7 +61,7 @@ class Membership:
         self._backlog_chars = 0
         self._away_since_s: float | None = None
         self._is_over = False
-        self._is_going = False
+        self._has_started = False
 
     def join(self, is_cancelled: Callable[[], bool]) -> bool:
         """Join the head for the first time; return whether that succeeded within `agent_gang.JOIN_S`."""
@@ -88,7 +88,7 @@ class Membership:
             return False
 
     @property
-    def is_away(self) -> bool:
+    def is_headless(self) -> bool:
         """Return whether there is no head now."""
         return self._away_since_s is not None
 
@@ -96,9 +96,9 @@ class Membership:
         """Join no other head any more: the run has ended on this node."""
         self._is_over = True
 
-    def mark_going(self) -> None:
+    def mark_started(self) -> None:
         """Note that the program starts: from now on it may continue without a head."""
-        self._is_going = True
+        self._has_started = True
 
     def report_lost(self) -> None:
         """Report the head as lost for good."""
@@ -168,7 +168,7 @@ class Membership:
     def _can_wait(self) -> bool:
         """Return whether the program continues without a head. A program that has failed did not."""
         has_failed = bool(self._facts.get("exit", {}).get("returncode"))
-        is_following = agent_head.is_followed(self._folder) if self._is_going else bool(self._spec.get("is_joining"))
+        is_following = agent_head.is_followed(self._folder) if self._has_started else bool(self._spec.get("is_joining"))
         return self._is_elastic and is_following and not has_failed
 
     def _follow(self) -> None:
@@ -179,7 +179,7 @@ class Membership:
             if epoch > self._epoch and int(head.get("rank", 0)) == self._rank and head.get("port") is None:
                 if not self._take_over(head):
                     return self.report_lost()
-            elif epoch > self._epoch or self.is_away:
+            elif epoch > self._epoch or self.is_headless:
                 self._try_join()
             since_s = self._away_since_s
             if since_s is not None and time.monotonic() - since_s > AWAY_S_MAX:
@@ -189,7 +189,7 @@ class Membership:
 
     def _take_over(self, head: Message) -> bool:
         """Coordinate the gang from now on. The port is recorded as if the broker had named it."""
-        if not (self._is_going and self._can_wait() and self._lead(head)):
+        if not (self._has_started and self._can_wait() and self._lead(head)):
             return False
         agent_head.record_port(self._folder, int(head["epoch"]))
         return True

@@ -29,7 +29,7 @@ TOKEN_S = 21600
 TRIES_MAX = 60  # consecutive tries without an answer: there is no metadata server here
 
 
-class Silence(Exception):
+class NoValidAnswer(Exception):
     """The server did not answer, or its answer is invalid."""
 
 
@@ -45,7 +45,7 @@ def watch_notices(cloud: str) -> None:
     while read is not None and failures < TRIES_MAX:
         try:
             notice_s = read(note_answer)
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, Silence):
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, NoValidAnswer):
             notice_s = None
             failures += 1
             time.sleep(POLL_S)
@@ -70,7 +70,7 @@ def read_aws(note_answer: Callable[[], None]) -> float | None:
     """
     token = request_metadata("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
     if token is None:
-        raise Silence
+        raise NoValidAnswer
     headers = {"X-aws-ec2-metadata-token": token}
     end_s = time.monotonic() + TOKEN_S / 2
     while time.monotonic() < end_s:
@@ -94,7 +94,7 @@ def read_gcp(note_answer: Callable[[], None]) -> float | None:
     for target in ("/computeMetadata/v1/instance/preempted", path):
         text = request_metadata("GET", target, flavor, answer_s=HOLD_S + ANSWER_S)
         if text is None:
-            raise Silence
+            raise NoValidAnswer
         note_answer()
         if text.strip() == "TRUE":
             return GCP_NOTICE_S
@@ -102,7 +102,7 @@ def read_gcp(note_answer: Callable[[], None]) -> float | None:
 
 
 def request_metadata(verb: str, path: str, headers: dict[str, str], *, answer_s: float = ANSWER_S) -> str | None:
-    """Return the body, or None on 404. Raises OSError, HTTPException or Silence."""
+    """Return the body, or None on 404. Raises OSError, HTTPException or NoValidAnswer."""
     connection = http.client.HTTPConnection(SERVER, timeout=answer_s)
     try:
         connection.request(verb, path, headers=headers)
@@ -113,7 +113,7 @@ def request_metadata(verb: str, path: str, headers: dict[str, str], *, answer_s:
     if response.status == 404:
         return None
     if response.status != 200:
-        raise Silence
+        raise NoValidAnswer
     return text
 
 

@@ -136,7 +136,7 @@ class Runner:
             self._pause()
             if (self._verdict or self._notice_s is not None) and not agent_flush.has_mounts():
                 limit_s = time.monotonic() + END_S + (self._notice_s or 0)
-                give_up_s = limit_s if self._gang.is_away else min(give_up_s, limit_s)  # that has a limit of its own
+                give_up_s = limit_s if self._gang.is_headless else min(give_up_s, limit_s)  # which has its own limit
 
     def _leave(self) -> None:
         """Upload the outcome so that it survives this node. A failure does not fail the run; the watcher retries."""
@@ -184,7 +184,7 @@ class Runner:
                 self._send("network", answer=answer)
             self._await_group()
         if returncode == 0 and not self._verdict:
-            self._gang.mark_going()
+            self._gang.mark_started()
             agent_record.note_state(self._folder, "RUNNING")
             self._open_entrance()
             kills = agent_limits.count_oom_kills()
@@ -196,7 +196,7 @@ class Runner:
         returncode = agent_gang.EX_IOERR if more else returncode
         self._send("exit", returncode=returncode, **more)
         self._returncode = returncode
-        if returncode and self._gang.is_away:  # it may have failed because of the lost node
+        if returncode and self._gang.is_headless:  # it may have failed because of the lost node
             self._gang.report_lost()
 
     def _open_entrance(self) -> None:
@@ -356,7 +356,7 @@ class Runner:
         self._wake.clear()
         if not self._is_cancel_sent and (self._folder / "cancel").exists():
             self._is_cancel_sent = self._send("cancel")
-            if not self._is_cancel_sent and self._gang.is_away:
+            if not self._is_cancel_sent and self._gang.is_headless:
                 self._verdict = self._verdict or {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
                 self._is_ended = True
         if not self._is_notice_sent:

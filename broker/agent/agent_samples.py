@@ -1,4 +1,4 @@
-"""Sample what a node uses: CPU, memory, disk, network and GPUs. Standard library only.
+"""Sample the resource usage of a node: CPU, memory, disk, network and GPUs. Standard library only.
 
 A thread of the watcher takes a sample every EVERY_S into a bounded file, which sessions with the broker read. On
 systems without /proc there are no samples. Values that cannot be read are left out.

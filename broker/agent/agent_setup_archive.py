@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from broker.agent import agent_files, agent_setup_files
-    from broker.agent.agent_setup_files import FILE, FOLDER, HARD, LINK, REMOVED, Change, FileState, Unfit
+    from broker.agent.agent_setup_files import FILE, FOLDER, HARD, LINK, REMOVED, Change, FileState, NotCacheable
 else:
     import agent_files
     import agent_setup_files
-    from agent_setup_files import FILE, FOLDER, HARD, LINK, REMOVED, Change, Unfit
+    from agent_setup_files import FILE, FOLDER, HARD, LINK, REMOVED, Change, NotCacheable
 
 VERSION = 1
 PART_BYTES = 32 << 20
@@ -36,7 +36,7 @@ PARTS_AT_ONCE = 6  # in memory; one request of an object store carries 85 to 90 
 COMPLETE, TREE = "complete.json", "tree"
 
 
-class Torn(Exception):
+class DamagedArchive(Exception):
     """An archive that cannot be used: incomplete, damaged, or of another version."""
 
 
@@ -52,7 +52,7 @@ def find_texts(path: Path, needles: Sequence[bytes]) -> list[bytes]:
 def search(entries: Sequence[Change], home: Path, secrets: Sequence[bytes]) -> bool:
     """Return whether the changes name the home folder, so that they only work below the same path.
 
-    Raises Unfit if one of them contains a secret.
+    Raises NotCacheable if one of them contains a secret.
     """
     is_bound, place = False, os.fsencode(str(home))
     for entry in entries:
@@ -64,7 +64,7 @@ def search(entries: Sequence[Change], home: Path, secrets: Sequence[bytes]) -> b
             continue
         is_bound = is_bound or place in found
         if set(found) & set(secrets):
-            raise Unfit(f"setup wrote a secret to ~/{entry.path}")
+            raise NotCacheable(f"setup wrote a secret to ~/{entry.path}")
     return is_bound
 
 
@@ -73,7 +73,7 @@ def pack(
 ) -> list[list[Any]]:
     """Store the content of all files in parts; return the digest and size of each, in order.
 
-    Raises Unfit if a file is no longer as it was seen after setup: the program has begun and may change it.
+    Raises NotCacheable if a file is no longer as it was seen after setup: the program has begun and may change it.
     """
     parts: list[list[Any]] = []
     waiting: deque[Future[None]] = deque()
@@ -101,19 +101,22 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
 
 
 def decode(content: bytes) -> dict[str, Any]:
-    """Return the manifest. Raises Torn."""
+    """Return the manifest. Raises DamagedArchive."""
     digest, _, body = content.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise Torn("its manifest is damaged")
+        raise DamagedArchive("its manifest is damaged")
     manifest = json.loads(zlib.decompress(body))
     if manifest.get("version") != VERSION:
-        raise Torn("it was written by another version of broker")
+        raise DamagedArchive("it was written by another version of broker")
     manifest["entries"] = [Change(*each) for each in manifest["entries"]]
     return dict(manifest)
 
 
 def stage(manifest: Mapping[str, Any], get: Callable[[str], bytes | None], folder: Path, digest: str) -> None:
-    """Build all files of an archive below `folder`, and mark it complete for a setup's digest. Raises Torn."""
+    """Build all files of an archive below `folder`, and mark it complete for a setup's digest.
+
+    Raises DamagedArchive.
+    """
     entries: list[Change] = manifest["entries"]
     check_paths(entries)
     shutil.rmtree(str(folder), ignore_errors=True)
@@ -144,7 +147,7 @@ def merge(folder: Path, home: Path) -> str:
     """Move a complete staging folder to its places and return its digest; "" if there is none.
 
     A repeated call continues. A folder of an earlier boot does not count: a power loss may have left its files empty,
-    because they are not flushed one by one. Raises Torn for a path that leads outside of the home folder.
+    because they are not flushed one by one. Raises DamagedArchive for a path that leads outside of the home folder.
     """
     marker = agent_files.read_of_this_boot(folder / COMPLETE)
     if marker is None:
@@ -153,7 +156,7 @@ def merge(folder: Path, home: Path) -> str:
     check_paths(entries)
     for entry in entries:  # all, before the first is moved
         if not _is_below(os.path.realpath(str((home / entry.path).parent)), home):
-            raise Torn(f"its path {entry.path} leads outside of the home folder")
+            raise DamagedArchive(f"its path {entry.path} leads outside of the home folder")
     for entry in entries:
         place = home / entry.path
         if entry.type == REMOVED:
@@ -177,16 +180,16 @@ def merge(folder: Path, home: Path) -> str:
 
 
 def check_paths(entries: Sequence[Change]) -> None:
-    """Raise Torn for a path outside the home folder, of ours, below a link, or where tools keep logins."""
+    """Raise DamagedArchive for a path outside the home folder, of ours, below a link, or where tools keep logins."""
     leaves = {entry.path for entry in entries if entry.type in (FILE, LINK, HARD)}
     for entry in entries:
         parts = entry.path.split("/")
         is_ours = parts[0] == agent_setup_files.OURS and not entry.path.startswith(f"{agent_setup_files.OURS_KEPT}/")
         is_above = any("/".join(parts[:count]) in leaves for count in range(1, len(parts)))
         if is_ours or is_above or {"", ".", ".."} & set(parts) or agent_setup_files.is_private(entry.path):
-            raise Torn(f"it has the path {entry.path}")
+            raise DamagedArchive(f"it has the path {entry.path}")
         if entry.type == HARD and entry.target not in leaves:
-            raise Torn(f"it has a link to {entry.target}")
+            raise DamagedArchive(f"it has a link to {entry.target}")
 
 
 def _is_below(path: str, home: Path) -> bool:
@@ -213,12 +216,12 @@ def _read_files(entries: Sequence[Change], home: Path, seen: Mapping[str, FileSt
                     yield chunk
                 found = os.fstat(file.fileno())
         except OSError as error:
-            raise Unfit(f"~/{entry.path} cannot be read: {error.strerror}") from error
+            raise NotCacheable(f"~/{entry.path} cannot be read: {error.strerror}") from error
         known = seen[entry.path]
         if (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, size) != (
             known.inode, known.mtime_ns, known.ctime_ns, entry.size,
         ):  # fmt: skip
-            raise Unfit(f"~/{entry.path} changed after setup")
+            raise NotCacheable(f"~/{entry.path} changed after setup")
 
 
 def _cut(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -238,7 +241,7 @@ def _fetch(parts: Sequence[Sequence[Any]], get: Callable[[str], bytes | None]) -
     def fetch(digest: str, size: int) -> bytes:
         content = get(name_part(digest))
         if content is None or len(content) != size or hashlib.sha256(content).hexdigest() != digest:
-            raise Torn("a part of it is missing or damaged")
+            raise DamagedArchive("a part of it is missing or damaged")
         return content
 
     with ThreadPoolExecutor(PARTS_AT_ONCE) as pool:
@@ -263,7 +266,7 @@ class _Reader:
             if not self._rest:
                 part = next(self._parts, b"")
                 if not part:
-                    raise Torn("its parts are shorter than its files")
+                    raise DamagedArchive("its parts are shorter than its files")
                 self._rest = memoryview(part)
             write(self._rest[:size])
             taken = min(size, len(self._rest))
@@ -271,4 +274,4 @@ class _Reader:
 
     def finish(self) -> None:
         if self._rest or any(self._parts):
-            raise Torn("its parts are longer than its files")
+            raise DamagedArchive("its parts are longer than its files")

@@ -1,7 +1,7 @@
 """Find the changes of `setup` below the home folder, and its dependencies. Standard library only.
 
 `scan` lists the home folder before `setup`; `list_changes` compares it with the home folder afterwards. A change that
-an archive could not restore on another node raises `Unfit`: an archive is complete, or there is none.
+an archive could not restore on another node raises `NotCacheable`: an archive is complete, or there is none.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FINE_S = 0.02  # the kernel stamps files with a clock that ticks at most every 1
 FILE, HARD, LINK, FOLDER, REMOVED = "file", "hard", "link", "folder", "removed"
 
 
-class Unfit(Exception):
-    """Why the result of a setup cannot be kept; reported as one line in the run's log."""
+class NotCacheable(Exception):
+    """The result of a setup cannot be kept; the reason is reported as one line in the run's log."""
 
 
 class FileState(NamedTuple):
@@ -79,7 +79,7 @@ def list_changes(
 ) -> tuple[list[Change], dict[str, FileState]]:
     """Return the changes since `before`, removals first and folders before their content, and the present state.
 
-    Raises Unfit for what cannot be restored elsewhere: files of other users, and files that hold logins.
+    Raises NotCacheable for what cannot be restored elsewhere: files of other users, and files that hold logins.
     """
     after: dict[str, FileState] = {}
     entries: list[Change] = []
@@ -89,9 +89,9 @@ def list_changes(
         if before.get(path) == seen:
             continue
         if is_private(path):
-            raise Unfit(f"setup wrote ~/{path}, where tools keep logins")
+            raise NotCacheable(f"setup wrote ~/{path}, where tools keep logins")
         if found.st_uid != os.getuid():
-            raise Unfit(f"setup wrote ~/{path} as another user")
+            raise NotCacheable(f"setup wrote ~/{path} as another user")
         mode = stat.S_IMODE(found.st_mode)
         if stat.S_ISDIR(found.st_mode):
             entries.append(Change(path, FOLDER, mode))

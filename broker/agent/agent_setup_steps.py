@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from broker.agent import agent_files, agent_setup_archive, agent_setup_files, agent_setup_store
     from broker.agent.agent_login import Refused
     from broker.agent.agent_setup import BEFORE, MISSED, CacheOrder, read_order
-    from broker.agent.agent_setup_archive import Torn
-    from broker.agent.agent_setup_files import FILE, Change, FileState, Unfit
+    from broker.agent.agent_setup_archive import DamagedArchive
+    from broker.agent.agent_setup_files import FILE, Change, FileState, NotCacheable
 else:
     import agent_files
     import agent_setup_archive
@@ -33,8 +33,8 @@ else:
     import agent_setup_store
     from agent_login import Refused
     from agent_setup import BEFORE, MISSED, CacheOrder, read_order
-    from agent_setup_archive import Torn
-    from agent_setup_files import FILE, Change, FileState, Unfit
+    from agent_setup_archive import DamagedArchive
+    from agent_setup_files import FILE, Change, FileState, NotCacheable
 
 STAGE = "setup-archive"  # below ~/.broker: on the disk of the home folder, so that files are moved and not copied
 CHANGES = "setup_changes.json"
@@ -60,7 +60,7 @@ def main(step: str, path: str, setup_s: str = "0") -> None:
             keep(order, folder, float(setup_s))
         else:
             upload(order, spec, folder, float(setup_s))
-    except (Unfit, Torn, Refused, OSError, ValueError, LookupError, TypeError) as error:
+    except (NotCacheable, DamagedArchive, Refused, OSError, ValueError, LookupError, TypeError) as error:
         if step != "restore":
             report(folder, "not_kept", reason=str(error))
         print(f"broker: setup archive: {error}", flush=True)
@@ -83,7 +83,7 @@ def restore(order: CacheOrder, spec: Mapping[str, Any], folder: Path) -> bool:
             report(folder, "used", setup_s=saved["setup_s"], took_s=took_s, size_bytes=saved["size"])
             print(f"broker: setup skipped: its files were restored in {took_s:.1f} s", flush=True)
             return True
-    except (Torn, Refused, OSError, ValueError, LookupError, TypeError) as error:
+    except (DamagedArchive, Refused, OSError, ValueError, LookupError, TypeError) as error:
         print(f"broker: setup archive not used: {error}", flush=True)
         shutil.rmtree(str(staged), ignore_errors=True)
     is_first = agent_files.list_run_ids() == [int(spec["run_id"])]  # else `before` includes what an earlier one left
@@ -93,7 +93,7 @@ def restore(order: CacheOrder, spec: Mapping[str, Any], folder: Path) -> bool:
 
 
 def fetch(order: CacheOrder, key: str, staged: Path, digest: str) -> dict[str, Any] | None:
-    """Stage the archive of a key and return its manifest; None if there is none. Raises Torn, Refused."""
+    """Stage the archive of a key and return its manifest; None if there is none. Raises DamagedArchive, Refused."""
     store = agent_setup_store.open_store(order.place, os.environ)
     for name in (name_archive(key, agent_files.HOME), key):
         content = store.get(f"{name}/{MANIFEST}")
@@ -102,12 +102,12 @@ def fetch(order: CacheOrder, key: str, staged: Path, digest: str) -> dict[str, A
         manifest = agent_setup_archive.decode(content)
         setup_s = float(manifest["setup_s"])
         if measure_read_s(int(manifest["size"])) >= setup_s:
-            raise Torn("reading it takes as long as `setup`")
+            raise DamagedArchive("reading it takes as long as `setup`")
         give_up_s = time.monotonic() + setup_s
 
         def get(part: str, name: str = name, give_up_s: float = give_up_s) -> bytes | None:
             if time.monotonic() > give_up_s:
-                raise Torn("reading it takes longer than `setup`")
+                raise DamagedArchive("reading it takes longer than `setup`")
             return store.get(f"{name}/{part}")
 
         agent_setup_archive.stage(manifest, get, staged, digest)
@@ -120,17 +120,17 @@ def fetch(order: CacheOrder, key: str, staged: Path, digest: str) -> dict[str, A
 
 
 def keep(order: CacheOrder, folder: Path, setup_s: float) -> None:
-    """List what `setup` changed, and upload it in the background if it is complete and pays. Raises Unfit."""
+    """List what `setup` changed, and upload it in the background if it is complete and pays. Raises NotCacheable."""
     noted = agent_files.read_json(folder / BEFORE)
     if noted is None:
-        raise Unfit("the state before `setup` is unknown")
+        raise NotCacheable("the state before `setup` is unknown")
     mark = f"BROKER_RUN={os.environ.get('BROKER_RUN', '')}"
     if any(True for _ in agent_files.find_marked(mark)):
-        raise Unfit("setup left a process running")
+        raise NotCacheable("setup left a process running")
     before = {path: FileState(*each) for path, each in noted["seen"].items()}
     entries, seen = agent_setup_files.list_changes(agent_files.HOME, before)
     if refusal := refuse(order, setup_s=setup_s, size_bytes=sum(each.size for each in entries)):
-        raise Unfit(refusal)
+        raise NotCacheable(refusal)
     files = {each.path: seen[each.path] for each in entries if each.type == FILE}
     agent_files.write_json(
         folder / CHANGES,
@@ -145,19 +145,19 @@ def keep(order: CacheOrder, folder: Path, setup_s: float) -> None:
 
 
 def upload(order: CacheOrder, spec: Mapping[str, Any], folder: Path, setup_s: float) -> None:
-    """Search the changes for secrets, store them, and publish the manifest. Raises Unfit, Refused."""
+    """Search the changes for secrets, store them, and publish the manifest. Raises NotCacheable, Refused."""
     os.nice(NICE)
     noted = agent_files.read_json(folder / CHANGES)
     if noted is None:
-        raise Unfit("the changes of `setup` are unknown")
+        raise NotCacheable("the changes of `setup` are unknown")
     home = agent_files.HOME
     entries = [Change(*each) for each in noted["entries"]]
     seen = {path: FileState(*each) for path, each in noted["seen"].items()}
     if order.checks_system and (path := agent_setup_files.find_system_change(float(noted["began_s"]))):
-        raise Unfit(f"setup changed {path}, outside the home folder")
+        raise NotCacheable(f"setup changed {path}, outside the home folder")
     is_bound = agent_setup_archive.search(entries, home, list(list_secrets(spec, folder)))
     if is_bound and "BROKER_NODE_DIR" in os.environ:  # a process tree, whose home folder ends with it
-        raise Unfit("its files contain the path of the home folder, which differs between nodes of this cloud")
+        raise NotCacheable("its files contain the path of the home folder, which differs between nodes of this cloud")
     name = name_archive(noted["key"], home) if is_bound else str(noted["key"])
     store = agent_setup_store.open_store(order.place, os.environ)
     size = sum(each.size for each in entries)

@@ -23,7 +23,7 @@ from broker.app.advising import AdviceRequest, Precision, Recommendation, Traine
 from broker.app.advising import advise as recommend
 from broker.app.clusters import Status
 from broker.app.container import Context
-from broker.app.launching import ClusterTarget, Ready, exec_task, prepare, start_cluster
+from broker.app.launching import ClusterTarget, PreparedLaunch, exec_task, prepare, start_cluster
 from broker.app.market import Market, find_cache
 from broker.app.planning import TaskLike, apply_checkpoint_default, read_task
 from broker.app.simulating import Simulation, SimulationRequest
@@ -100,7 +100,7 @@ async def launch(
     with open_context(home, on_note) as context:
         target = ClusterTarget.of(context, found, name=cluster, autostop=autostop)
 
-        def prepare_apart(other: Context) -> Ready:
+        def prepare_apart(other: Context) -> PreparedLaunch:
             return prepare(other, [found], replace(target, context=other))
 
         ready = await use_in_thread(home, on_note, prepare_apart)

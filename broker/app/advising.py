@@ -11,7 +11,7 @@ from broker.errors import UsageError
 from broker.frozen import frozen
 
 if TYPE_CHECKING:
-    from broker.advisor.advise import Advice, Wish
+    from broker.advisor.advise import Advice, TrainingRequest
     from broker.optimizer.model_shape import ModelShape
     from broker.types import Offer
 
@@ -51,7 +51,7 @@ class AdviceRequest:
 class Recommendation:
     """Options for the training run, and the task file of the first as YAML text."""
 
-    wish: Wish
+    request: TrainingRequest
     advice: Advice
     task: str
 
@@ -61,15 +61,17 @@ def advise(context: Context, request: AdviceRequest) -> Recommendation:
     from broker.advisor.advise import make_advice
     from broker.advisor.task_file import write_task
 
-    wish = make_wish(context, request)
-    offers = find_offers(context, wish, request.infra)
-    advice = make_advice(wish, offers, context.book.read_figures(), prices_as_of=context.book.as_of)
-    return Recommendation(wish=wish, advice=advice, task=write_task(wish, advice.options[0], infra=request.infra))
+    parsed = read_request(context, request)
+    offers = find_offers(context, parsed, request.infra)
+    advice = make_advice(parsed, offers, context.book.read_figures(), prices_as_of=context.book.as_of)
+    return Recommendation(
+        request=parsed, advice=advice, task=write_task(parsed, advice.options[0], infra=request.infra)
+    )
 
 
-def make_wish(context: Context, request: AdviceRequest) -> Wish:
+def read_request(context: Context, request: AdviceRequest) -> TrainingRequest:
     """Read the amounts of a request. Raises UsageError."""
-    from broker.advisor.advise import Wish
+    from broker.advisor.advise import TrainingRequest
     from broker.advisor.experts import round_experts
     from broker.advisor.layout import Training
 
@@ -97,7 +99,7 @@ def make_wish(context: Context, request: AdviceRequest) -> Wish:
         batch=round_batch(step_tokens / request.sequence), trainer=trainer,
     )  # fmt: skip
     names = (each.strip() for each in (request.gpus or "").split(","))
-    return Wish(
+    return TrainingRequest(
         training=training,
         gpus=tuple(context.book.resolve_accelerator(each) for each in names if each),
         deadline_hours=read_hours(request.deadline) if request.deadline else None,
@@ -200,8 +202,11 @@ def fit_mlp(shape: ModelShape, parameters: float) -> ModelShape:
 
 
 def choose_batch(parameters: float) -> float:
-    """Choose the batch size in tokens, roughly that of GPT-3 (Brown 2020, table 2.1), of Llama 2 from 20 billion
-    parameters, and of Llama 3 405B from 150 billion (Dubey 2024, table 4)."""
+    """Choose the batch size in tokens by the size of the model.
+
+    It is roughly that of GPT-3 (Brown 2020, table 2.1), of Llama 2 from 20 billion parameters, and of Llama 3 405B from
+    150 billion (Dubey 2024, table 4).
+    """
     for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21), (150e9, 22)):
         if parameters <= limit:
             return 2.0**power
@@ -222,12 +227,12 @@ def round_batch(sequences: float) -> int:
     return max(1, round(sequences))
 
 
-def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
+def find_offers(context: Context, request: TrainingRequest, infra: str | None) -> list[Offer]:
     """Find the catalog's offers of suitable GPUs."""
     from broker.advisor.advise import can_train
     from broker.task.override import override_resources
     from broker.types import Resources, Task
 
-    names = [each for each in context.book.read_figures() if can_train(wish, each)]
+    names = [each for each in context.book.read_figures() if can_train(request, each)]
     task = Task(resources=tuple(Resources(accelerator=name, accelerator_count=1) for name in names))
     return list(context.book.find_offers(override_resources(task, infra=infra) if infra else task))

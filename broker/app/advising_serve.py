@@ -122,15 +122,15 @@ def read_s(text: str | None, flag: str) -> float | None:
 
 
 def _group_offers(context: Context, request: ServingRequest) -> dict[Hardware, list[Offer]]:
-    from broker.advisor.advise import Wish, group_offers
+    from broker.advisor.advise import TrainingRequest, group_offers
     from broker.advisor.layout import Training
     from broker.app.advising import find_offers
 
     names = tuple(context.book.resolve_accelerator(each.strip()) for each in (request.gpus or "").split(",") if each)
     # The model is arbitrary: only the precision and the requested GPUs matter here.
     training = Training(shape=make_goal(request).shape, tokens=1.0, sequence=1024, batch=1, dtype="bf16")
-    wish = Wish(training=training, gpus=names, spot=request.spot)
-    return group_offers(wish, find_offers(context, wish, request.infra), context.book.read_figures())
+    parsed = TrainingRequest(training=training, gpus=names, spot=request.spot)
+    return group_offers(parsed, find_offers(context, parsed, request.infra), context.book.read_figures())
 
 
 def _list_layouts(goal: ServingGoal, kinds: dict[Hardware, list[Offer]]) -> list[tuple[ServingLayout, list[Offer]]]:

@@ -179,7 +179,10 @@ class Backups:
             )
         numbers = _list_numbers(self._bucket, EPOCHS)
         if not numbers:
-            raise UsageError(f"no backup found in {self.url}")
+            raise UsageError(
+                f"no backup found in {self.url}",
+                hints=["name the location that `broker server status` shows for the server that made the backup"],
+            )
         self._read_newest(below=max(numbers) + 1)  # before claiming an epoch, which stops the old server
         known = _read_epoch(self._epoch_path)
         own = Epoch(number=max(numbers) + 1, word=secrets.token_hex(16))
@@ -200,12 +203,16 @@ class Backups:
         states = [number for number in _list_numbers(self._bucket, STATES) if number < below]
         content = self._bucket.read(_name(STATES, max(states))) if states else None
         if content is None:
-            raise StateError(f"{self.url} has no copy of the state yet")
+            raise StateError(
+                f"{self.url} has no copy of the state yet", hints=("wait for the server's next backup, and try again",)
+            )
         return _decrypt(load_key(self._home), content, self.url)
 
     def _put_in_place(self, folder: Path) -> None:
-        """Move the files into place, the database last: its presence makes the state folder complete, even after a
-        power cut."""
+        """Move the files into place, the database last.
+
+        Its presence makes the state folder complete, even after a power cut.
+        """
         folders = {self._home}
         for path in sorted(folder.rglob("*")):
             target = self._home / path.relative_to(folder)

@@ -1,4 +1,4 @@
-"""The keyboard and screen of a user elsewhere: input from another thread, and a program in a terminal of its own.
+"""The terminal of a remote user: its input arrives from another thread, and its program has a terminal of its own.
 
 A server runs `ssh` to the node in such a terminal, so the node's key never leaves it, and the user needs no route to
 the node (decision 0408).
@@ -73,7 +73,7 @@ class Console:
 
     def _notify(self) -> None:
         if self._wake is not None:
-            with contextlib.suppress(BlockingIOError):  # it is already going to look
+            with contextlib.suppress(BlockingIOError):  # it has been woken already
                 os.write(self._wake, b"x")
 
     def take(self, bytes_max: int = WAITING_BYTES_MAX) -> tuple[bytes, ScreenSize | None, bool]:

@@ -71,7 +71,7 @@ class Context(Permissions):
 
     @cached_property
     def console(self) -> Console:
-        """The keyboard of a user elsewhere, for `open_shell`; a server has one for each request."""
+        """The input of a remote user's terminal, for `open_shell`; a server has one for each request."""
         from broker.app.consoles import Console
 
         return Console()
@@ -262,7 +262,7 @@ class Context(Permissions):
         except StateError as error:
             self.warn(error)
 
-    def keep_jobs_going(self) -> None:
+    def ensure_live_jobs_driven(self) -> None:
         """Restart a dead daemon if any job, service or schedule is live, or an ended job still has machines.
 
         Commands that show jobs call this.

@@ -1,5 +1,6 @@
-"""The chance of meeting a job's deadline, over time: the current forecast, applied to the work and time remaining at
-each recorded moment.
+"""The chance of meeting a job's deadline, at each recorded moment of its past.
+
+The current forecast is applied to the work and the time that remained at that moment.
 
 Nothing is stored for it. The attempts and the spot policy's decisions show how much work was saved at which time;
 prices and market data are current.
@@ -49,8 +50,10 @@ class ChancePoint:
 
 
 def list_chances(context: Context, explanation: Explanation) -> tuple[ChancePoint, ...]:
-    """List the chance of meeting the deadline at each recorded moment, oldest first; empty without a deadline or
-    work."""
+    """List the chance of meeting the deadline at each recorded moment, oldest first.
+
+    Empty without a deadline or without work.
+    """
     from broker.optimizer.forecast import find_deadline_chances
 
     job = explanation.job

@@ -105,8 +105,11 @@ def load_own_sources(names: Collection[str] | None = None) -> Mapping[str, Price
 
 
 def list_used_clouds(context: Context) -> Sequence[str]:
-    """List the clouds whose prices are kept fresh: those set up for launches and those with prices that an update
-    fetched or, if there are none, all that a plan compares. Imported prices are the user's own, so they are kept."""
+    """List the clouds whose prices are kept up to date.
+
+    These are the clouds that are set up for launches and those whose prices an update has fetched; if there are none,
+    all that a plan compares. Imported prices are the user's own, so they are kept.
+    """
     book = context.book
     sources = load_own_sources()
     sold = {cloud for each in sources.values() for cloud in each.clouds}

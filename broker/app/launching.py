@@ -35,7 +35,7 @@ POLL_S = 0.3
 NOTE_EVERY_S = 15.0  # minimum time between notes about the same failure of a start
 
 
-class Target(Protocol):
+class LaunchTarget(Protocol):
     """The target of a launch: a cluster, or managed jobs. A new kind implements these five methods."""
 
     def apply_defaults(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -84,7 +84,7 @@ def refuse_schedules(tasks: Sequence[Task]) -> None:
 
 
 @frozen
-class Ready:
+class PreparedLaunch:
     """Tasks that passed all checks and have their files uploaded, with their plans."""
 
     tasks: tuple[Task, ...]
@@ -95,12 +95,12 @@ class Ready:
 def prepare(
     context: Context,
     tasks: Sequence[Task],
-    target: Target,
+    target: LaunchTarget,
     *,
     callbacks: Callbacks | None = None,
     is_dryrun: bool = False,
     demand: LaunchSize | None = None,
-) -> Ready:
+) -> PreparedLaunch:
     """Resolve, apply defaults, plan, check, confirm, upload and mount, in this order, without starting machines.
 
     `demand` is the number of gangs that will start; by default one per plan. A dry run ends after showing the plans.
@@ -119,7 +119,7 @@ def prepare(
     check_plans(plans, home=context.market.home, is_launch=not is_dryrun, note=context.note)
     callbacks.show(plans)
     if is_dryrun:
-        return Ready(tasks=tasks, plans=plans)
+        return PreparedLaunch(tasks=tasks, plans=plans)
     tasks = fetch_repositories(context, tasks)
     is_priced = target.check(plans)
     if is_priced:
@@ -131,7 +131,7 @@ def prepare(
         context.admit([plan.choice for plan in plans], demand or LaunchSize())
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
-    return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans, is_priced=is_priced)
+    return PreparedLaunch(tasks=tuple(target.mount(each) for each in tasks), plans=plans, is_priced=is_priced)
 
 
 def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -219,7 +219,7 @@ def note_job_limits(context: Context, tasks: Sequence[Task]) -> None:
 async def start_cluster(
     context: Context,
     target: ClusterTarget,
-    ready: Ready,
+    ready: PreparedLaunch,
     *,
     hedge: int,
     retry_until_up: bool = False,

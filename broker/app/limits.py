@@ -63,7 +63,7 @@ def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user
 
 
 def find_limits(limits: Sequence[Limit], *, user: str, project: str) -> Sequence[Limit]:
-    """Return the limits of a user and a project. Those of `*` apply to each of them without limits of its own."""
+    """Return the limits of a user and a project. The limits of `*` apply to those without limits of their own."""
     found: list[Limit] = []
     for scope, name in ((LimitScope.USER, user), (LimitScope.PROJECT, project)):
         of_scope = [each for each in limits if each.scope is scope]
@@ -73,8 +73,10 @@ def find_limits(limits: Sequence[Limit], *, user: str, project: str) -> Sequence
 
 
 def _applies(limit: Limit, *, user: str, project: str) -> bool:
-    """Return whether a limit is for this user or project. An issuer may change the case of an address between logins,
-    which must not end a limit."""
+    """Return whether a limit is for this user or project.
+
+    An issuer may change the case of an address between logins, which must not end a limit.
+    """
     name = user if limit.scope is LimitScope.USER else project
     return limit.name.casefold() == name.casefold()
 
@@ -192,8 +194,10 @@ def _is_live(store: Store, commitment: Commitment, live_jobs: frozenset[str], no
 
 
 def _check(limit: Limit, used: Amounts, requested: Amounts) -> None:
-    """Raise LimitError for a request that exceeds a limit; one that adds nothing does not, even if the limit was
-    lowered below the usage."""
+    """Raise LimitError for a request that exceeds a limit.
+
+    A request that adds nothing passes, even if the limit was lowered below the current usage.
+    """
     whose = f"{limit.scope.value} {limit.name}"
     hints = [
         "cancel work that is no longer needed: see `broker status` and `broker jobs queue`",

@@ -20,7 +20,7 @@ from broker.batch import tally
 from broker.batch.plan_file import LEASE_S, MapPlan, begin, digest_program, list_changed_files
 from broker.batch.splitting import SUFFIXES, Split, split
 from broker.batch.tally import Tally
-from broker.batch.workers import Crew, list_problems, plan_crew
+from broker.batch.workers import MapWorkers, list_problems, plan_workers
 from broker.errors import BrokerError, UsageError
 from broker.frozen import frozen
 from broker.state.people import Owned
@@ -72,7 +72,7 @@ class MapView:
     """A map at one moment."""
 
     tally: Tally
-    crew: Crew
+    workers: MapWorkers
     usd: float
 
 
@@ -120,7 +120,10 @@ class MapDriver:
         self.output_url = to_url(request.output)
         self.input_url, name = split_input(to_url(request.input))
         if f"{self.output_url}/".startswith(f"{self.input_url}/") and not name:
-            raise UsageError("`--output` must not be inside the input folder")
+            raise UsageError(
+                "`--output` must not be inside the input folder",
+                hints=["choose a folder outside of it, because all files below the input are read as items"],
+            )
         self._output = open_bucket(self.output_url)
         keys = open_bucket(self.input_url).list_keys(name)
         if not keys:
@@ -156,7 +159,7 @@ class MapDriver:
         self.split = self._plan.split
         self.changed_files = list_changed_files(self._plan, files)
         if not is_new:
-            self._check_owner(self._plan_crew(left=0))
+            self._check_owner(self._plan_workers(left=0))
             tally.forget_failures(self._output, tally.take(self._output, self._plan))
         return is_new
 
@@ -164,37 +167,37 @@ class MapDriver:
         """Read the state of the map and its workers. A server raises DeniedError if they are another user's."""
         store = self._context.store
         now = tally.take(self._output, self.plan)
-        crew = self._plan_crew(left=now.left)
-        self._check_owner(crew)
+        workers = self._plan_workers(left=now.left)
+        self._check_owner(workers)
         spent = store.bills.list_spend_usd(now_s=self._context.clock.now_s())
-        return MapView(tally=now, crew=crew, usd=sum(spent.get(each, 0.0) for each in crew.job_ids))
+        return MapView(tally=now, workers=workers, usd=sum(spent.get(each, 0.0) for each in workers.job_ids))
 
-    def _plan_crew(self, *, left: int) -> Crew:
+    def _plan_workers(self, *, left: int) -> MapWorkers:
         find_request = self._context.store.jobs.find_request
-        return plan_crew(self.plan.group, self._workers, find_request, left=left, retries_from=self._retries_from)
+        return plan_workers(self.plan.group, self._workers, find_request, left=left, retries_from=self._retries_from)
 
-    def _check_owner(self, crew: Crew) -> None:
+    def _check_owner(self, workers: MapWorkers) -> None:
         """Raise DeniedError for workers of another user, who may have begun the same new map at the same time.
 
         Otherwise the second user's command would add workers to the map of the first, and cancel some at its end.
         """
-        for job_id in crew.job_ids:
+        for job_id in workers.job_ids:
             if job_id not in self._own:
                 self._context.check_owner(Owned.JOB, str(job_id))
                 self._own.add(job_id)
 
-    def submit(self, crew: Crew) -> Sequence[Job]:
+    def submit(self, workers: MapWorkers) -> Sequence[Job]:
         """Submit the workers that are due; the first time, show and confirm the price."""
-        if not crew.submissions:
+        if not workers.submissions:
             return ()
         if self._task is None:
             self._task = self._prepare(is_dryrun=False)
         store = self._context.store
         with store.transaction():
-            self._context.check_requests([each.request_id for each in crew.submissions])
+            self._context.check_requests([each.request_id for each in workers.submissions])
             jobs = [
                 store.jobs.add(each.name, self._task, each.request_id, pipeline=self.plan.group)
-                for each in crew.submissions
+                for each in workers.submissions
             ]
             self._context.own_jobs(jobs)
         self._context.ensure_daemon()
@@ -207,20 +210,20 @@ class MapDriver:
             yield view
             if view.tally.left <= 0:
                 return
-            if not view.crew.live and not view.crew.submissions:
-                ids = view.crew.job_ids
+            if not view.workers.live and not view.workers.submissions:
+                ids = view.workers.job_ids
                 raise BrokerError(
                     f"{view.tally.left} of {view.tally.shards} shards remain, but no worker is live",
-                    details=list_problems(view.crew.newest),
+                    details=list_problems(view.workers.newest),
                     hints=[f"see `broker jobs logs {ids[-1]}`; the same command starts the workers again"],
                 )
-            self.submit(view.crew)
-            self._context.keep_jobs_going()
+            self.submit(view.workers)
+            self._context.ensure_live_jobs_driven()
             await self._context.clock.sleep(POLL_S)
 
     def finish(self, view: MapView) -> MapResult:
         """Cancel workers that have not started, and write the manifest. May be repeated."""
-        for job in view.crew.live:
+        for job in view.workers.live:
             if job.status in NOT_STARTED:
                 self._context.store.jobs.request_cancel(job.id)
         items = tally.count_items(self._output, view.tally)

@@ -72,8 +72,10 @@ class Market:
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
-        """Name the task's accelerators as in the price book, and add notices for those that no cloud sells, and for
-        alternatives on clouds without offers."""
+        """Name the task's accelerators as in the price book.
+
+        Adds notices for accelerators that no cloud sells, and for alternatives on clouds without offers.
+        """
         from broker.catalog.suggestions import SELLERS
         from broker.task.accelerators import resolve_accelerators
 

@@ -25,7 +25,7 @@ MOVED = "moved.json"
 
 
 @frozen
-class MovedTo:
+class MoveDestination:
     """The destination of a state folder's jobs. `word` identifies the move; a repeated move has the same word."""
 
     url: str
@@ -33,12 +33,12 @@ class MovedTo:
     is_complete: bool = False
 
 
-def read_moved(home: Path) -> MovedTo | None:
+def read_moved(home: Path) -> MoveDestination | None:
     """Return the destination of the jobs; None if they are here. Raises StateError for a damaged file."""
     path = home / MOVED
     try:
         data = json.loads(path.read_bytes())
-        return MovedTo(url=str(data["url"]), word=str(data["word"]), is_complete=bool(data["is_complete"]))
+        return MoveDestination(url=str(data["url"]), word=str(data["word"]), is_complete=bool(data["is_complete"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -47,7 +47,7 @@ def read_moved(home: Path) -> MovedTo | None:
         ) from None
 
 
-def write_moved(home: Path, moved: MovedTo) -> None:
+def write_moved(home: Path, moved: MoveDestination) -> None:
     """Write the fence durably: if a power cut could undo it, this machine would drive jobs that the server drives."""
     aside = home / f".{MOVED}-{os.urandom(8).hex()}"
     data = {"url": moved.url, "word": moved.word, "is_complete": moved.is_complete}
@@ -64,7 +64,7 @@ def forget_moved(home: Path) -> None:
     (home / MOVED).unlink(missing_ok=True)
 
 
-def explain_moved(moved: MovedTo) -> FencedError:
+def explain_moved(moved: MoveDestination) -> FencedError:
     """Make the error for a command that would change moved jobs."""
     if not moved.is_complete:
         return FencedError(

@@ -29,19 +29,26 @@ class Permissions:
         return Payee()
 
     def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
-        """Accept the resources that a launch will start. A server raises LimitError if it would exceed a limit of its
-        user."""
+        """Accept the resources that a launch will start.
+
+        A server raises LimitError if it would exceed a limit of its user.
+        """
 
     def check_owner(self, kind: Owned, name: str) -> None:
-        """Accept a change of what has this name. A server raises DeniedError if it belongs to another user. A name that
-        is not in use has no owner."""
+        """Accept a change of what has this name.
+
+        A server raises DeniedError if it belongs to another user. A name that is not in use has no owner.
+        """
 
     def check_shell(self, cluster: Cluster) -> None:
         """Accept a shell on a node of the cluster. A server raises UsageError if it would be one on its own machine."""
 
     def check_requests(self, request_ids: Iterable[str]) -> None:
-        """Accept request IDs, in the transaction that uses them. A server raises DeniedError for an ID of another
-        user's job: the caller would get that job instead of one of its own."""
+        """Accept request IDs, in the transaction that uses them.
+
+        A server raises DeniedError for an ID of another user's job: the caller would get that job instead of one of its
+        own.
+        """
 
     def own(self, kind: Owned, name: str) -> None:
         """Record the owner of a cluster or service, just before it exists. Raises as `check_owner`."""

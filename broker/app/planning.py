@@ -33,8 +33,10 @@ def read_task(task: TaskLike) -> Task:
 
 
 def read_tasks(task: TaskLike) -> Sequence[Task]:
-    """Read the tasks of a file (Path, or a string of one line), of YAML text (a string of several lines), or of a
-    mapping with the content of a file. Raises TaskError."""
+    """Read tasks from a file, from YAML text, or from a mapping with the content of a file. Raises TaskError.
+
+    A Path, or a string of one line, names a file; a string of several lines is YAML text.
+    """
     if isinstance(task, Task):
         from broker.task.checking import check_task
 

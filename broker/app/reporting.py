@@ -37,7 +37,7 @@ class Period:
 
 
 @frozen
-class Bought:
+class MachineUse:
     """Node-hours and USD of one cloud, instance type and market; "-" where a bill's cluster is no longer known."""
 
     cloud: str
@@ -71,7 +71,7 @@ class Report:
 
     period: Period
     made_s: float
-    bought: tuple[Bought, ...]  # the most expensive first
+    bought: tuple[MachineUse, ...]  # the most expensive first
     jobs: tuple[JobShare, ...]  # the most expensive first
     forecasts: tuple[PaidForecast, ...]  # of the jobs that succeeded in the month
 
@@ -173,7 +173,9 @@ def make_report(
         if bill.job_id is not None:
             owners[bill.job_id] = (owners[bill.job_id][0] + usd, owners[bill.job_id][1] + ondemand_usd)
     bought = [
-        Bought(cloud=key[0], instance_type=key[1], market=key[2], node_hours=hours, usd=usd, ondemand_usd=ondemand_usd)
+        MachineUse(
+            cloud=key[0], instance_type=key[1], market=key[2], node_hours=hours, usd=usd, ondemand_usd=ondemand_usd
+        )
         for key, (hours, usd, ondemand_usd) in kinds.items()
     ]
     lines = [

@@ -82,7 +82,7 @@ def _describe_tls(spec: ServiceSpec) -> object:
 def check_keys_available(context: Context, service: Service) -> None:
     """Raise UsageError for a service whose balancer does not read requests, and therefore not API keys."""
     spec = context.store.services.get_task(service.name, service.version).service
-    if spec is not None and not spec.has_keys:
+    if spec is not None and not spec.can_check_keys:
         what = f"balancer: {{type: {spec.balancer}}}" if spec.protocol is ServiceProtocol.HTTP else spec.protocol
         raise UsageError(
             f"API keys and quotas are not available for service `{service.name}`, which is `{what}`",

@@ -112,8 +112,9 @@ def record_version(
     callbacks: Callbacks,
     canary_share: float | None = None,
 ) -> tuple[int, Sequence[Job]]:
-    """Submit the jobs before a version of a service and record the version; a canary gets only this share of the
-    requests.
+    """Submit the jobs that precede a version of a service, and record the version.
+
+    A canary gets only this share of the requests.
 
     Returns the number of the version and the jobs. The caller starts the daemon. Raises UsageError.
     """

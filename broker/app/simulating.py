@@ -182,7 +182,7 @@ def measure_job(
 ) -> SimulatedJob:
     """Plan the task. Raises UsageError if it specifies no work, NoOfferError if no offer has both prices."""
     from broker.jobs.deadline import HAZARD_MIN
-    from broker.spot.interval import best_interval_s
+    from broker.spot.interval import find_best_interval_s
 
     task = context.resolve(task)
     about_speed = tuple(each for each in task.notices if each.field in ("accelerators", "goal"))
@@ -202,7 +202,7 @@ def measure_job(
     deadline = task.goal.deadline_hours if deadline_hours is None else deadline_hours
     # Jobs with a deadline expect preemptions in a market without any; else all their work would be at risk on spot.
     hazard = max(_mean_hazard(traces), HAZARD_MIN)
-    every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, hazard)
+    every_s = task.checkpoint.every_s or find_best_interval_s(task.checkpoint.stall_s, hazard)
     every = min(every_s / 3600, work)
     speed = every / (every + task.checkpoint.stall_s / 3600)
     ondemand, ondemand_usd_hour = _choose_ondemand(plan, estimate)
@@ -245,7 +245,10 @@ def _choose_kinds(plan: Plan) -> list[Estimate]:
             if len(found) == KINDS_MAX or not has_kinds(plan.task):
                 break
     if not found:
-        raise NoOfferError("no offer that fits the task is available both as spot and on-demand")
+        raise NoOfferError(
+            "no offer that fits the task is available both as spot and on-demand",
+            hints=("`broker plan` lists the offers that fit; widen `resources` so that a machine sold both ways fits",),
+        )
     first, *others = found.values()
     if plan.task.checkpoint.is_for_same_ranks:  # the first machine to run fixes the number of ranks
         ranks = first.placement.offer.accelerator_count

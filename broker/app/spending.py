@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PRUNED = "pruned"
 
 
-class By(StrEnum):
+class Grouping(StrEnum):
     """The key by which costs are grouped."""
 
     JOB = "job"
@@ -47,12 +47,12 @@ class Spending:
 
 
 def read_spending(
-    store: Store, by: By, now_s: float, *, on_damage: Callable[[DamagedRowError], None] | None = None
+    store: Store, by: Grouping, now_s: float, *, on_damage: Callable[[DamagedRowError], None] | None = None
 ) -> Spending:
     """Sum all bills up to now; days are in local time."""
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     bills = store.bills.list(on_damage=on_damage)
-    if by in (By.USER, By.PROJECT):
+    if by in (Grouping.USER, Grouping.PROJECT):
         shares = list_payer_shares(bills, find_payers(store, bills), by, now_s)
     else:
         shares = list_shares(bills, by, now_s)
@@ -61,12 +61,12 @@ def read_spending(
     return Spending(rows=dict(sums), pruned_before_s=store.retention.get_pruned_before_s())
 
 
-def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[str, float, float]]:
+def list_shares(bills: Sequence[Bill], by: Grouping, now_s: float) -> Iterator[tuple[str, float, float]]:
     """Yield (key, node-hours, USD) of every bill; by day, split bills at midnight, local time."""
     for bill in bills:
         end_s = now_s if bill.ended_s is None else bill.ended_s
-        if by is not By.DAY:
-            key = bill.cloud if by is By.CLOUD else (str(bill.job_id) if bill.job_id else bill.cluster)
+        if by is not Grouping.DAY:
+            key = bill.cloud if by is Grouping.CLOUD else (str(bill.job_id) if bill.job_id else bill.cluster)
             yield key, *_price(bill, bill.created_s, end_s)
             continue
         start_s = bill.created_s
@@ -78,19 +78,19 @@ def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[s
 
 
 def list_payer_shares(
-    bills: Sequence[Bill], payers: Mapping[tuple[str, str], Payer], by: By, now_s: float
+    bills: Sequence[Bill], payers: Mapping[tuple[str, str], Payer], by: Grouping, now_s: float
 ) -> Iterator[tuple[str, float, float]]:
     """Yield (user or project, node-hours, USD) of every bill."""
     for bill in bills:
         payer = payers[bill.cloud, bill.node]
         end_s = now_s if bill.ended_s is None else bill.ended_s
-        yield payer.user if by is By.USER else payer.project, *_price(bill, bill.created_s, end_s)
+        yield payer.user if by is Grouping.USER else payer.project, *_price(bill, bill.created_s, end_s)
 
 
-def list_pruned(totals: Sequence[Total], by: By) -> Iterator[tuple[str, float, float]]:
+def list_pruned(totals: Sequence[Total], by: Grouping) -> Iterator[tuple[str, float, float]]:
     """Yield (key, node-hours, USD) of pruned jobs, whose names and days are no longer known."""
     for total in totals:
-        key = {By.CLOUD: total.cloud, By.DAY: total.month}.get(by, PRUNED)
+        key = {Grouping.CLOUD: total.cloud, Grouping.DAY: total.month}.get(by, PRUNED)
         yield key, total.node_hours, total.usd
 
 
@@ -120,7 +120,7 @@ def list_day_shares(bills: Sequence[Bill], payers: Mapping[tuple[str, str], Paye
     sums: dict[tuple[str, str, str, Payer], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for bill in bills:
         owner, payer = str(bill.job_id) if bill.job_id else bill.cluster, payers[bill.cloud, bill.node]
-        for day, hours, usd in list_shares([bill], By.DAY, now_s):
+        for day, hours, usd in list_shares([bill], Grouping.DAY, now_s):
             known = sums[day, bill.cloud, owner, payer]
             sums[day, bill.cloud, owner, payer] = (known[0] + hours, known[1] + usd)
     found = [

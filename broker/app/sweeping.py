@@ -104,7 +104,7 @@ class SweepDriver:
                 if self._closed is not None:
                     raise self._closed
                 return
-            self._context.keep_jobs_going()
+            self._context.ensure_live_jobs_driven()
             await self._context.clock.sleep(POLL_S)
 
     def _decide(self, jobs: Mapping[int, Job]) -> SweepStep:

@@ -19,8 +19,11 @@ LEASE_S = 60.0
 
 @frozen
 class MapPlan:
-    """A map's plan. `uid` is part of the names of its jobs; `program` is a digest of the task's commands; `files` has
-    digests of the files that they name."""
+    """A map's plan.
+
+    `uid` is part of the names of its jobs; `program` is a digest of the task's commands; `files` has digests of the
+    files that they name.
+    """
 
     uid: str
     input: str
@@ -119,4 +122,6 @@ def decode(content: bytes) -> MapPlan:
             lease_s=float(read["lease_s"]), split=split, files=dict(read.get("code", {})),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"`{PLAN}` in the output folder is damaged: {error}") from error
+        raise StateError(
+            f"`{PLAN}` in the output folder is damaged: {error}", hints=("start again with another `--output`",)
+        ) from error

@@ -30,7 +30,7 @@ class Submission:
 
 
 @frozen
-class Crew:
+class MapWorkers:
     """The newest job of each worker, and the jobs to submit. `job_ids`: all jobs of the map, also ended ones."""
 
     newest: tuple[Job, ...]
@@ -43,7 +43,9 @@ class Crew:
         return tuple(job for job in self.newest if not job.status.is_terminal)
 
 
-def plan_crew(group: str, workers: int, find_job: Callable[[str], Job | None], *, left: int, retries_from: int) -> Crew:
+def plan_workers(
+    group: str, workers: int, find_job: Callable[[str], Job | None], *, left: int, retries_from: int
+) -> MapWorkers:
     """Look up the jobs of each worker by request id, and decide which to submit for `left` shards.
 
     A failed job gets a successor if its id is below `retries_from`: it had ended before this command began.
@@ -65,7 +67,7 @@ def plan_crew(group: str, workers: int, find_job: Callable[[str], Job | None], *
     cancelled = [job for job in newest if job.status is JobStatus.CANCELLED and job.id >= retries_from]
     cancelled_s = max((job.ended_s or 0.0 for job in cancelled), default=NEVER_S)
     due = [each for each, job in wanted if _is_due(job, live=live, retries_from=retries_from, cancelled_s=cancelled_s)]
-    return Crew(
+    return MapWorkers(
         newest=tuple(newest), job_ids=tuple(job_ids), submissions=tuple(due[: max(0, min(workers, left) - live)])
     )
 

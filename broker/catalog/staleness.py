@@ -15,8 +15,10 @@ ONDEMAND_DAYS_MAX = 30
 
 @frozen
 class CloudFacts:
-    """Default dates of one cloud's on-demand and spot prices (ISO), and their source. An offer may have its own
-    dates."""
+    """Default dates of one cloud's on-demand and spot prices (ISO), and their source.
+
+    An offer may have its own dates.
+    """
 
     cloud: str
     ondemand_as_of: str

@@ -30,7 +30,7 @@ from broker.errors import UsageError
 from broker.formatting import format_hours, format_usd, to_plain
 
 if TYPE_CHECKING:
-    from broker.advisor.advise import Advice, Option, Wish
+    from broker.advisor.advise import Advice, Option, TrainingRequest
     from broker.advisor.layout import Training
 
 FIELD_WORTH = 1.1  # smallest speedup of another program that is worth a note
@@ -128,73 +128,86 @@ def advise(
 
     Nothing is started.
     """
+    training = {
+        "--tokens": (tokens, ""), "--seq": (seq, 4096), "--batch": (batch, None), "--dtype": (dtype, "bf16"),
+        "--deadline": (deadline, None), "--budget": (budget, None), "--hour-value": (hour_value, None),
+        "--max-gpus": (max_gpus, 512), "--trainer": (trainer, None), "--explain": (explain, False),
+    }  # fmt: skip
+    serving = {
+        "--rps": (rps, 1.0), "--input-tokens": (input_tokens, 512), "--output-tokens": (output_tokens, 128),
+        "--ttft": (ttft, None), "--tpot": (tpot, None), "--availability": (availability, 0.99),
+        "--kv-heads": (kv_heads, None),
+    }  # fmt: skip
+    _check_mode(training, serving, is_serving=serve)
     if serve:
-        _refuse_options(
-            {
-                "--tokens": (tokens, ""), "--seq": (seq, 4096), "--batch": (batch, None), "--dtype": (dtype, "bf16"),
-                "--deadline": (deadline, None), "--budget": (budget, None), "--hour-value": (hour_value, None),
-                "--max-gpus": (max_gpus, 512), "--trainer": (trainer, None), "--explain": (explain, False),
-            },
-            "cannot be used with `--serve`",
-            "a service has no end; state its load with `--rps`, `--ttft` and `--tpot`",
+        advise_service(
+            ServingRequest(
+                params=params, active_params=active_params, layers=layers, hidden=hidden, heads=heads, vocab=vocab,
+                kv_heads=kv_heads, rps=rps, input_tokens=input_tokens, output_tokens=output_tokens, ttft=ttft,
+                tpot=tpot, availability=availability, gpus=gpus, infra=infra, spot=spot,
+            ),
+            top=top, yaml=yaml, as_json=as_json,
         )  # fmt: skip
-        serving = ServingRequest(
-            params=params, active_params=active_params, layers=layers, hidden=hidden, heads=heads, vocab=vocab,
-            kv_heads=kv_heads, rps=rps, input_tokens=input_tokens, output_tokens=output_tokens, ttft=ttft, tpot=tpot,
-            availability=availability, gpus=gpus, infra=infra, spot=spot,
-        )  # fmt: skip
-        advise_service(serving, top=top, yaml=yaml, as_json=as_json)
         return
-    _refuse_options(
-        {
-            "--rps": (rps, 1.0), "--input-tokens": (input_tokens, 512), "--output-tokens": (output_tokens, 128),
-            "--ttft": (ttft, None), "--tpot": (tpot, None), "--availability": (availability, 0.99),
-            "--kv-heads": (kv_heads, None),
-        },
-        "can only be used with `--serve`",
-        "add `--serve` for GPUs that serve the model",
-    )  # fmt: skip
     request = AdviceRequest(
         params=params, active_params=active_params, tokens=tokens, sequence=seq, batch=batch, deadline=deadline,
         budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,
         layers=layers, hidden=hidden, heads=heads, vocab=vocab, hour_value_usd=hour_value,
     )  # fmt: skip
+    _advise_training(request, top=top, explain=explain, yaml=yaml, as_json=as_json)
+
+
+def _advise_training(request: AdviceRequest, *, top: int, explain: bool, yaml: Path | None, as_json: bool) -> None:
     context = make_context()
     found = recommend(context, request)
     if yaml is not None:
         yaml.write_text(found.task, encoding="utf-8")
     if as_json:
-        print_json(describe_advice(found.wish, found.advice, found.task, top))
+        print_json(describe_advice(found.request, found.advice, found.task, top))
         return
-    _print_advice(found.wish, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
+    _print_advice(found.request, found.advice, found.task, top, context.clock.now_s(), explain=explain, yaml=yaml)
+
+
+def _check_mode(
+    training: Mapping[str, tuple[object, object]], serving: Mapping[str, tuple[object, object]], *, is_serving: bool
+) -> None:
+    """Raise UsageError for options of the other mode: pairs of a value and its default, by option."""
+    if is_serving:
+        _refuse_options(
+            training,
+            "cannot be used with `--serve`",
+            "a service has no end; state its load with `--rps`, `--ttft` and `--tpot`",
+        )
+    else:
+        _refuse_options(serving, "can only be used with `--serve`", "add `--serve` for GPUs that serve the model")
 
 
 def _refuse_options(given: Mapping[str, tuple[object, object]], rule: str, hint: str) -> None:
-    """Raise UsageError for options, with values and defaults, that the other mode of the command would ignore."""
+    """Raise UsageError with `rule` if any of these options has another value than its default."""
     names = [f"`{name}`" for name, (value, default) in given.items() if value != default]
     if names:
         raise UsageError(f"{', '.join(names)} {rule}", hints=[hint])
 
 
 def _print_advice(
-    wish: Wish, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None
+    request: TrainingRequest, advice: Advice, text: str, top: int, now_s: float, *, explain: bool, yaml: Path | None
 ) -> None:
-    show_advice(wish, advice, top, now_s)
+    show_advice(request, advice, top, now_s)
     if explain:
         from broker.cli.advise_explain import show_layout
 
-        show_layout(wish.training, advice.options[0])
+        show_layout(request.training, advice.options[0])
     if yaml is not None:
         print_note(f"wrote {yaml}; plan it with `broker plan {yaml}`, run it with `broker jobs launch {yaml}`")
     else:
         print_line(f"\n{text}")
 
 
-def show_advice(wish: Wish, advice: Advice, top: int, now_s: float) -> None:
+def show_advice(request: TrainingRequest, advice: Advice, top: int, now_s: float) -> None:
     """Print the training run, the table of options, faster ones, and the dates of their prices."""
     from broker.advisor.amounts import show_amount
 
-    training, shape = wish.training, wish.training.shape
+    training, shape = request.training, request.training.shape
     active = f", {show_amount(shape.active_parameters)} of them active" if shape.idle_parameters else ""
     print_line(
         f"{show_amount(shape.parameters)} parameters{active} ({shape.layers} x {shape.width}, {shape.heads} heads), "
@@ -211,44 +224,44 @@ def show_advice(wish: Wish, advice: Advice, top: int, now_s: float) -> None:
     if advice.faster:
         print_line("\nFaster, at a higher cost:")
         _print_options(advice.faster[:5])
-    if wish.deadline_hours is None:
+    if request.deadline_hours is None:
         print_line("\nWithout `--deadline`, options over 30 days are not listed")
-    print_wrapped(_describe_hour_value(wish, advice), indent=0)
+    print_wrapped(_describe_hour_value(request, advice), indent=0)
     shown = (*advice.options[:top], *advice.faster[:5])
     if any(each.layout.recompute == "full" for each in shown):
         print_line("* recomputes activations in the backward pass")
     dates = [date_placement(each.estimate.placement) for each in shown]
     show_price_dates(dates, now_s, more="; times and costs are estimates that include spot risk")
-    _note_limits(wish, advice.options[0], shown)
+    _note_limits(request, advice.options[0], shown)
 
 
-def _describe_hour_value(wish: Wish, advice: Advice) -> str:
+def _describe_hour_value(request: TrainingRequest, advice: Advice) -> str:
     usd = format_usd(advice.hour_value_usd)
-    if wish.hour_value_usd is not None:
+    if request.hour_value_usd is not None:
         return f"Finishing an hour earlier is worth {usd} USD, as requested"
     share = "2 % of the on-demand price of the cheapest gang"
     return f"Finishing an hour earlier is worth {usd} USD ({share}); change it with `--hour-value`"
 
 
-def _note_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
+def _note_limits(request: TrainingRequest, first: Option, shown: tuple[Option, ...]) -> None:
     """Note the limits of the table: the trainer's layouts, the batch, and spot capacity in one zone."""
     from broker.advisor.advise import SPOT_GANG_GPUS, find_better_batch, find_field_speedup
     from broker.advisor.amounts import show_amount
 
-    if wish.training.trainer == "megatron":
+    if request.training.trainer == "megatron":
         print_note(
             "note: these layouts require a program such as Megatron-LM: the bundled trainer has no sequence "
             "parallelism on tensor ranks, and no interleaved stages or sharded optimizer states combined with them"
         )
     else:
-        speedup = find_field_speedup(wish.training, first.layout)
+        speedup = find_field_speedup(request.training, first.layout)
         if speedup >= FIELD_WORTH:
             print_note(
                 f"note: the bundled trainer limits this: a program such as Megatron-LM is about {speedup:.1f} "
                 f"times as fast on the first option's {first.gpu_count:,} GPUs; estimate it with `--trainer megatron`"
             )
-    if better := find_better_batch(wish.training, first.layout):
-        tokens = show_amount(better[0] * wish.training.sequence)
+    if better := find_better_batch(request.training, first.layout):
+        tokens = show_amount(better[0] * request.training.sequence)
         print_note(f"note: with `--batch {tokens}` the first option's GPUs are {better[1] - 1:.0%} faster per token")
     largest = max((each.gpu_count for each in shown if each.estimate.placement.is_spot), default=0)
     if largest > SPOT_GANG_GPUS:
@@ -284,9 +297,9 @@ def _print_options(found: tuple[Option, ...]) -> None:
     )
 
 
-def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str, object]:
+def describe_advice(request: TrainingRequest, advice: Advice, text: str, top: int) -> dict[str, object]:
     """Return the advice, JSON-ready: memory in bytes, times in hours, and in seconds per step."""
-    training: Training = wish.training
+    training: Training = request.training
     return {
         "training": {**to_plain(training), "parameters": training.shape.parameters, "steps": training.steps},
         "prices_as_of": advice.prices_as_of,

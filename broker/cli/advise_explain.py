@@ -6,7 +6,7 @@ from broker.advisor.advise import OVERHEAD, Option
 from broker.advisor.layout import Training, list_activations
 from broker.cli.render import print_line
 from broker.formatting import format_duration, format_hours
-from broker.optimizer.memory_model import usable_bytes
+from broker.optimizer.memory_model import find_usable_bytes
 from broker.optimizer.roofline import PRODUCT_EFFICIENCY, PRODUCT_EFFICIENCY_ELSE
 
 
@@ -41,7 +41,7 @@ def _show_memory(training: Training, option: Option) -> None:
         ("gathered, copied", memory.gathered),
         ("activations", memory.activations),
         ("total", memory.total),
-        (f"usable of {card:g}", usable_bytes(card)),
+        (f"usable of {card:g}", find_usable_bytes(card)),
     ]
     for name, amount in parts:
         if amount:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
 
-from broker.app.spending import By
+from broker.app.spending import Grouping
 from broker.app.verbs.account import show_cost
 from broker.cli import options
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_table
-from broker.formatting import format_usd, to_plain
+from broker.formatting import format_date, format_usd, to_plain
 
 
 def cost(
-    by: Annotated[By, typer.Option("--by", help="Group by job, cloud, day, user or project.")] = By.JOB,
+    by: Annotated[Grouping, typer.Option("--by", help="Group by job, cloud, day, user or project.")] = Grouping.JOB,
     forecast: Annotated[
         bool, typer.Option("--forecast", help="Compare ended jobs with the forecast made when they were submitted.")
     ] = False,
@@ -31,18 +30,18 @@ def cost(
     bill = make_session().call(show_cost, by=by)
     names, spending = bill.names, bill.spending
     sums, before_s = spending.rows, spending.pruned_before_s
-    pruned_before = None if before_s is None else time.strftime("%Y-%m-%d", time.localtime(before_s))
+    pruned_before = None if before_s is None else format_date(before_s)
     if as_json:
         rows = [{by.value: key, "node_hours": hours, "usd": usd} for key, (hours, usd) in sums.items()]
         data = {"by": by.value, "rows": rows, "usd": spending.usd, "totals_only_before": pruned_before}
-        print_json({**data, "shares": to_plain(bill.shares)} if by is By.DAY else data)
+        print_json({**data, "shares": to_plain(bill.shares)} if by is Grouping.DAY else data)
         return
     if not sums:
         print_line("Nothing has been spent yet")
         return
 
     def label(key: str) -> str:
-        name = names.get(int(key)) if by is By.JOB and key.isdigit() else None
+        name = names.get(int(key)) if by is Grouping.JOB and key.isdigit() else None
         return f"job {key} ({name})" if name else key
 
     print_table(

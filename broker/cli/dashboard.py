@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +17,7 @@ from broker.config import find_login
 from broker.dashboard.model import Overview, measure_rate_usd_hour
 from broker.dashboard.verbs import show_overview
 from broker.errors import UsageError
-from broker.formatting import format_duration, format_usd, to_plain
+from broker.formatting import format_duration, format_time_of_day, format_usd, to_plain
 
 if TYPE_CHECKING:
     from broker.app.session import Session
@@ -125,7 +124,7 @@ def describe_overview(overview: Overview) -> dict[str, object]:
 
 def list_lines(overview: Overview) -> Sequence[str]:
     """List the lines of the view, 80 columns wide."""
-    stamp = time.strftime("%H:%M:%S", time.localtime(overview.now_s))
+    stamp = format_time_of_day(overview.now_s)
     lines = [
         f"{stamp}  {format_usd(overview.usd_hour)} USD/h now, {format_usd(overview.today_usd)} USD today, "
         f"{format_usd(overview.month_usd)} this month ({format_usd(overview.month_ondemand_usd or 0.0)} on-demand)",

@@ -28,7 +28,7 @@ def list_forecast_lines(plan: Plan) -> list[str]:
     ]
     if not _describe_chances(found):
         del lines[1]
-    if found.is_dearer_than_on_demand(plan.hour_value_usd or 0.0):
+    if found.is_costlier_than_on_demand(plan.hour_value_usd or 0.0):
         lines.append(
             f"Note: on-demand to the end costs {format_usd(found.ondemand_usd)} USD, less than the forecast's mean of "
             f"{format_usd(found.usd_mean)} USD"

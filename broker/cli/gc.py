@@ -29,7 +29,7 @@ def gc(
     A crash or an interrupted termination can orphan them.
     """
     context = make_context()
-    context.keep_jobs_going()
+    context.ensure_live_jobs_driven()
     clouds = ", ".join(context.clouds)
     with show_wait(f"searching {clouds} for nodes of this installation") as bar:
         adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())

@@ -214,8 +214,10 @@ def retry(
 
 
 def _confirm_retry(session: Session, ended: Sequence[Job], *, yes: bool) -> None:
-    """Ask for confirmation of the price per hour, as a launch does, unless `yes`. Jobs that cannot be retried are left
-    to the verb, which refuses them."""
+    """Ask for confirmation of the price per hour, as a launch does, unless `yes`.
+
+    Jobs that cannot be retried are left to the verb, which refuses them.
+    """
     if yes or not all(each.status.is_terminal and each.status is not JobStatus.SUCCEEDED for each in ended):
         return
     from broker.app.verbs.account import plan_tasks

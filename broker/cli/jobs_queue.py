@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from broker.cli.context import make_session
 from broker.cli.jobs_show import describe
 from broker.cli.render import format_table, print_json, print_line
 from broker.clock import pause
-from broker.formatting import format_count, format_duration, format_usd, to_plain
+from broker.formatting import format_count, format_duration, format_time_of_day, format_usd, to_plain
 from broker.types import JobStatus, JobWait, WaitReason
 from broker.wording import describe_wait
 
@@ -64,7 +63,7 @@ def _watch(session: Session, newest: int | None, all_users: bool, *, as_json: bo
             if view is None:
                 _show(lines)
             else:
-                stamp = time.strftime("%H:%M:%S", time.localtime(session.clock.now_s()))
+                stamp = format_time_of_day(session.clock.now_s())
                 view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C to exit", terminal.FAINT)])
             pause(WATCH_S)
 

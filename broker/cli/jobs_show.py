@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,12 +17,12 @@ from broker.cli.completion import complete_jobs, complete_jobs_and_groups
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.errors import RunFailedError
-from broker.formatting import format_duration, format_usd, strip_control, to_plain
+from broker.formatting import format_duration, format_time_of_day, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
 if TYPE_CHECKING:
-    from broker.app.verbs.jobs import Story
+    from broker.app.verbs.jobs import JobExplanation
     from broker.state.events import EventRow
 
 JobName = Annotated[
@@ -97,14 +96,14 @@ def events(job: JobOrGroup, as_json: options.AsJson = False, output: options.Out
             print_json([{**_describe_event(event), "task": task} for event, task in pairs])
             return
         for event, task in pairs:
-            print_line(f"{_show_time(event.time_s)}  ({task}) {strip_control(event.message)}")
+            print_line(f"{format_time_of_day(event.time_s)}  ({task}) {strip_control(event.message)}")
         return
     found = session.call(list_events, job=job)
     if as_json or output is options.Format.JSON:
         print_json([_describe_event(each) for each in found])
         return
     for event in found:
-        print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
+        print_line(f"{format_time_of_day(event.time_s)}  {strip_control(event.message)}")
 
 
 def why(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
@@ -125,7 +124,7 @@ def why(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output
         _print_story(each, session.clock.now_s())
 
 
-def _describe_story(story: Story) -> dict[str, object]:
+def _describe_story(story: JobExplanation) -> dict[str, object]:
     return {
         **describe(story.job, story.paid_usd),
         "events": [_describe_event(each) for each in story.events],
@@ -138,14 +137,14 @@ def _describe_story(story: Story) -> dict[str, object]:
     }
 
 
-def _print_story(story: Story, now_s: float) -> None:
+def _print_story(story: JobExplanation, now_s: float) -> None:
     found, summary = story.job, story.summary
     for sentence in list_reasons(found, paid_usd=story.paid_usd, wait=story.wait, needs=story.needs, now_s=now_s):
         print_line(sentence)
-    print_line(f"{_show_time(found.submitted_s)}  submitted")
+    print_line(f"{format_time_of_day(found.submitted_s)}  submitted")
     for event in story.events:
         if event.kind is not EventKind.LAST_LINES:
-            print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
+            print_line(f"{format_time_of_day(event.time_s)}  {strip_control(event.message)}")
     if printed := [event.message for event in story.events if event.kind is EventKind.LAST_LINES]:
         print_line(strip_control(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
@@ -176,7 +175,3 @@ def _make_printer(job_id: int, *, as_json: bool) -> Callable[[LogChunk], None]:
             print_line(json.dumps({"job": job_id, "line": line}) if as_json else line)
 
     return show
-
-
-def _show_time(time_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time_s))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,7 @@ from broker.cli import terminal
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_session
 from broker.cli.render import format_table, print_line, print_note, show_usage
-from broker.formatting import format_duration, strip_control, to_plain
+from broker.formatting import format_duration, format_time_of_day, strip_control, to_plain
 from broker.types import EventKind, JobUsage
 
 if TYPE_CHECKING:
@@ -102,13 +101,13 @@ def describe_line(line: JobLine, *, now_s: float) -> str:
     step = "" if line.step is None else f"  step {line.step}" + (f"/{line.total}" if line.total else "")
     recoveries = f"  {line.starts - 1} recoveries" if line.starts > 1 else ""
     name = strip_control(line.name)
-    return f"{_show_time(now_s)}  job {line.id} ({name})  {line.status.value}{step}{recoveries}"
+    return f"{format_time_of_day(now_s)}  job {line.id} ({name})  {line.status.value}{step}{recoveries}"
 
 
 def describe_change(event: EventRow) -> str:
     """Return an event as one line."""
     message = " ".join(strip_control(event.message).split())
-    return f"{_show_time(event.time_s)}  job {event.job_id}  {message}"
+    return f"{format_time_of_day(event.time_s)}  job {event.job_id}  {message}"
 
 
 def list_view(
@@ -132,7 +131,3 @@ def list_view(
     if events:
         shown += ["", *(describe_change(each)[:WIDTH] for each in events)]
     return shown
-
-
-def _show_time(time_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time_s))

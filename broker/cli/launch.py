@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from broker.app.container import Context
-from broker.app.launching import Callbacks, describe_interrupted
+from broker.app.launching import describe_interrupted
 from broker.app.verbs import launching as verbs
 from broker.app.verbs.clusters import check_up
 from broker.cli import options
@@ -21,11 +21,6 @@ from broker.cli.terminal import Bar, show_progress, show_wait
 from broker.formatting import format_usd
 from broker.pipelines.concurrency import find_usd_hour_max
 from broker.types import Autostop, Plan
-
-
-def make_callbacks(show: Callable[[Sequence[Plan]], None], *, yes: bool) -> Callbacks:
-    """Make callbacks that show plans with `show`, confirm the price unless `yes`, and draw a bar for uploads."""
-    return Callbacks(show=show, confirm=lambda plans: confirm_price(plans, yes=yes), track_upload=show_upload)
 
 
 def confirm_price(plans: Sequence[Plan], *, yes: bool, parallel: int = 1, total: int = 1) -> None:

@@ -58,7 +58,7 @@ def preempt(
         raise UsageError(f"`{found.name}` has no nodes yet", hints=["wait until `broker status` shows it as UP"])
     wanted = [each for each in found.nodes if node is None or each.rank == node]
     if not wanted:
-        raise UsageError(f"`{found.name}` has no node {node}")
+        raise UsageError(f"`{found.name}` has no node {node}", hints=[f"name a node from 0 to {len(found.nodes) - 1}"])
     asyncio.run(cloud.preempt_nodes([each.id for each in wanted], notice_s=notice))
     when = f"in {format_duration(notice)}" if notice else "now"
     print_line(f"preempting {len(wanted)} of {len(found.nodes)} nodes of `{found.name}` {when}")

@@ -14,8 +14,10 @@ MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
 
 def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast: Sequence[str] = ()) -> None:
-    """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note, and
-    the lines of a `forecast` replace the chances of the estimate."""
+    """Print the ranked table, the choice and its reason, and the date of the prices.
+
+    `now_s` enables the note on the age of the prices. The lines of a `forecast` replace the chances of the estimate.
+    """
     task = plan.task
     groups = fold_zones(plan.estimates, top)
     shown = [group[0] for group in groups]

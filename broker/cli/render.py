@@ -157,8 +157,10 @@ def fits(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
 def drop_shared(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: Sequence[str]
 ) -> tuple[list[str], list[list[str]], dict[str, str]]:
-    """Drop the columns in `names` whose cells are all the same; return the other columns, their rows, and the cell of
-    each dropped column."""
+    """Drop the columns in `names` whose cells are all the same.
+
+    Return the other columns, their rows, and the common cell of each dropped column.
+    """
     shared = {name: rows[0][i] for i, name in enumerate(columns) if rows and name in names and _is_shared(rows, i)}
     kept = [i for i, name in enumerate(columns) if name not in shared]
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], shared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +22,7 @@ from broker.cli.launch import confirm_price, show_upload
 from broker.cli.plan_table import show_plan
 from broker.cli.render import format_table, print_json, print_line, print_note
 from broker.errors import UsageError
-from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
+from broker.formatting import format_count, format_duration, format_second, format_usd, strip_control, to_plain
 from broker.serve.admission import is_loopback
 from broker.types import ServiceProtocol, Task, UpdateMode
 
@@ -89,7 +88,7 @@ def up(
         print_line(f"Service {name} is recorded; `broker serve status {name}` shows the endpoints of its gateways")
     else:
         print_line(f"Service {name} is recorded; its endpoint is {_show_endpoint(made.host, made.port, task)}")
-    if not is_loopback(made.host) and (task.service is None or task.service.has_keys):
+    if not is_loopback(made.host) and (task.service is None or task.service.can_check_keys):
         print_note(f"it refuses requests until it has a key: `broker serve keys create {name}`")
     print_note(f"show it with `broker serve status {name}`, terminate it with `broker serve down {name}`")
     session.call(verbs.start_service_controller)
@@ -169,8 +168,10 @@ def _print_submitted_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
-    """Return functions that show the plans, and confirm the price: of all replicas of a service, or of the jobs
-    before it."""
+    """Return functions that show the plans and confirm the price.
+
+    The price is that of all replicas of a service, or of the jobs that precede it.
+    """
 
     def show(plans: Sequence[Plan]) -> None:
         for plan in plans:
@@ -313,7 +314,7 @@ def why(service: ServiceName, as_json: options.AsJson = False, output: options.O
         reason = f": {strip_control(each.error)}" if each.error and each.status != READY else ""
         print_line(f"  replica {each.replica.number} is {each.status}{reason}")
     for event in events:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time_s))
+        stamp = format_second(event.time_s)
         print_line(f"{stamp}  {strip_control(describe_service_event(event))}")
 
 

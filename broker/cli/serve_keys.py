@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from broker.cli import options
 from broker.cli.context import check_embedded, make_context
 from broker.cli.render import format_table, print_json, print_line, print_note
 from broker.errors import UsageError
-from broker.formatting import strip_control
+from broker.formatting import format_date, strip_control
 from broker.serve.keys import ApiKey, KeyUsage, create_key, read_keys, read_usage, revoke_key
 from broker.serve.replicas import find_folder
 
@@ -142,5 +141,5 @@ def _list_cells(key: ApiKey, usage: KeyUsage, now_s: float) -> list[str]:
         key.id, strip_control(key.name), status, f"{usage.requests:,}", f"{usage.tokens:,}",
         "-" if key.budget_tokens is None else f"{key.budget_tokens:,}",
         "-" if key.tokens_per_minute is None else f"{key.tokens_per_minute:,}",
-        "-" if key.expires_s is None else time.strftime("%Y-%m-%d", time.localtime(key.expires_s)),
+        "-" if key.expires_s is None else format_date(key.expires_s),
     ]  # fmt: skip

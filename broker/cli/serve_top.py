@@ -37,7 +37,7 @@ def top(
     """
     check_embedded("serve top")
     context = make_context()
-    context.keep_jobs_going()
+    context.ensure_live_jobs_driven()
     wanted = names or ()
     if as_json:
         print_json([describe_service(each) for each in services.describe_services(context, wanted)])

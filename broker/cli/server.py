@@ -18,7 +18,7 @@ from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.config import choose_state_url
 from broker.errors import UsageError
-from broker.formatting import format_duration, format_usd, to_plain
+from broker.formatting import format_date, format_duration, format_usd, to_plain
 from broker.state.people import Role
 from broker.state.secret_rows import load_key
 
@@ -46,6 +46,38 @@ app.command(name="import-local")(server_host.import_local)
 StateOption = Annotated[
     str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
 ]
+HostOption = Annotated[
+    str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; all but loopback addresses use TLS.")
+]
+PortOption = Annotated[
+    int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on (0: any free one).")
+]
+ControllerOption = Annotated[
+    bool, typer.Option("--controller/--no-controller", help="Run the job controllers on this machine.")
+]
+LocalCloudOption = Annotated[
+    bool, typer.Option("--local-cloud", help="Let tasks run on this machine, as the server's own user.")
+]
+CertificateOption = Annotated[
+    Path | None,
+    typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: self-signed by the server)."),
+]
+KeyOption = Annotated[Path | None, typer.Option("--key", metavar="FILE", help="PEM private key of --certificate.")]
+ProxyHeaderOption = Annotated[
+    str | None,
+    typer.Option("--trusted-proxy-header", metavar="HEADER", help="Header in which a trusted proxy names the user."),
+]
+ProxiesOption = Annotated[
+    list[str] | None,
+    typer.Option("--trusted-proxy", metavar="ADDRESS", help="IP address of the proxy. Repeatable."),
+]
+ProxySecretOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trusted-proxy-secret-file", metavar="FILE", help="Secret that the proxy sends in Broker-Proxy-Secret."
+    ),
+]
+ProxyRoleOption = Annotated[Role, typer.Option("--trusted-proxy-role", help="Role of users that the proxy names.")]
 
 
 @app.callback()
@@ -56,43 +88,17 @@ def root(context: typer.Context) -> None:
 
 @app.command()
 def start(
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; all but loopback addresses use TLS.")
-    ] = ("127.0.0.1"),
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on (0: any free one).")
-    ] = 8471,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = server_host.PORT,
     state: StateOption = None,
-    controller: Annotated[
-        bool, typer.Option("--controller/--no-controller", help="Run the job controllers on this machine.")
-    ] = True,
-    local_cloud: Annotated[
-        bool, typer.Option("--local-cloud", help="Let tasks run on this machine, as the server's own user.")
-    ] = False,
-    certificate: Annotated[
-        Path | None,
-        typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: self-signed by the server)."),
-    ] = None,
-    proxy_header: Annotated[
-        str | None,
-        typer.Option(
-            "--trusted-proxy-header", metavar="HEADER", help="Header in which a trusted proxy names the user."
-        ),
-    ] = None,
-    proxies: Annotated[
-        list[str] | None,
-        typer.Option("--trusted-proxy", metavar="ADDRESS", help="IP address of the proxy. Repeatable."),
-    ] = None,
-    proxy_secret: Annotated[
-        Path | None,
-        typer.Option(
-            "--trusted-proxy-secret-file", metavar="FILE", help="Secret that the proxy sends in Broker-Proxy-Secret."
-        ),
-    ] = None,
-    proxy_role: Annotated[
-        Role, typer.Option("--trusted-proxy-role", help="Role of users that the proxy names.")
-    ] = Role.USER,
-    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="PEM private key of --certificate.")] = None,
+    controller: ControllerOption = True,
+    local_cloud: LocalCloudOption = False,
+    certificate: CertificateOption = None,
+    proxy_header: ProxyHeaderOption = None,
+    proxies: ProxiesOption = None,
+    proxy_secret: ProxySecretOption = None,
+    proxy_role: ProxyRoleOption = Role.USER,
+    key: KeyOption = None,
 ) -> None:
     """Start the server and run until SIGTERM or Ctrl-C.
 
@@ -202,7 +208,7 @@ def list_tokens(as_json: options.AsJson = False) -> None:
             return "revoked"
         if token_end_s is None:
             return "never"
-        return "expired" if token_end_s <= now_s else time.strftime("%Y-%m-%d", time.localtime(token_end_s))
+        return "expired" if token_end_s <= now_s else format_date(token_end_s)
 
     rows = [
         [str(each.id), each.user, each.role.value, each.project or "-", show(each.expires_s, each.revoked_s)]

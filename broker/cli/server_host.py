@@ -27,56 +27,67 @@ from broker.types import Plan
 
 PORT = 8471
 
+InfraOption = Annotated[
+    str,
+    typer.Option(
+        "--infra",
+        metavar="PLACE",
+        help="Machine: local, ssh://[USER@]HOST, aws[/REGION] or gcp[/REGION].",
+        show_default=False,
+    ),
+]
+FolderOption = Annotated[
+    str | None, typer.Option("--folder", metavar="PATH", help="Folder of the server on its machine.")
+]
+PortOption = Annotated[
+    int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port that the server listens on.")
+]
+BackupOption = Annotated[
+    str | None,
+    typer.Option("--backup", metavar="URL", help="Location for a backup every minute: s3://, gs:// or file://."),
+]
+RestoreOption = Annotated[
+    str | None,
+    typer.Option("--restore-from", metavar="URL", help="Restore the newest backup from this location."),
+]
+PythonOption = Annotated[
+    str | None,
+    typer.Option("--python", metavar="PATH", help="Python 3.11+ on that machine, with broker's packages."),
+]
+SshConfigOption = Annotated[
+    Path | None,
+    typer.Option("--ssh-config", metavar="FILE", help="OpenSSH configuration for ssh://HOST (default: yours)."),
+]
+RoleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--role",
+        metavar="NAME",
+        help="Instance profile or service account of the machine, or `none` (default on aws: broker makes a role).",
+    ),
+]
+BucketOption = Annotated[
+    list[str] | None,
+    typer.Option("--bucket", metavar="BUCKET", help="S3 bucket that broker's role may use. Repeatable."),
+]
+LocalCloudOption = Annotated[
+    bool, typer.Option("--local-cloud", help="Let tasks run on that machine, as the server's own user.")
+]
+LoginOption = Annotated[bool, typer.Option("--login", help="Log in to the server when it is up.")]
+
 
 def up(
-    infra: Annotated[
-        str,
-        typer.Option(
-            "--infra",
-            metavar="PLACE",
-            help="Machine: local, ssh://[USER@]HOST, aws[/REGION] or gcp[/REGION].",
-            show_default=False,
-        ),
-    ],
-    folder: Annotated[
-        str | None,
-        typer.Option("--folder", metavar="PATH", help="Folder of the server on its machine."),
-    ] = None,
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port that the server listens on.")
-    ] = PORT,
-    backup: Annotated[
-        str | None,
-        typer.Option("--backup", metavar="URL", help="Location for a backup every minute: s3://, gs:// or file://."),
-    ] = None,
-    restore_from: Annotated[
-        str | None,
-        typer.Option("--restore-from", metavar="URL", help="Restore the newest backup from this location."),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option("--python", metavar="PATH", help="Python 3.11+ on that machine, with broker's packages."),
-    ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option("--ssh-config", metavar="FILE", help="OpenSSH configuration for ssh://HOST (default: yours)."),
-    ] = None,
-    role: Annotated[
-        str | None,
-        typer.Option(
-            "--role",
-            metavar="NAME",
-            help="Instance profile or service account of the machine, or `none` (default on aws: broker makes a role).",
-        ),
-    ] = None,
-    bucket: Annotated[
-        list[str] | None,
-        typer.Option("--bucket", metavar="BUCKET", help="S3 bucket that broker's role may use. Repeatable."),
-    ] = None,
-    local_cloud: Annotated[
-        bool, typer.Option("--local-cloud", help="Let tasks run on that machine, as the server's own user.")
-    ] = False,
-    login: Annotated[bool, typer.Option("--login", help="Log in to the server when it is up.")] = False,
+    infra: InfraOption,
+    folder: FolderOption = None,
+    port: PortOption = PORT,
+    backup: BackupOption = None,
+    restore_from: RestoreOption = None,
+    python: PythonOption = None,
+    ssh_config: SshConfigOption = None,
+    role: RoleOption = None,
+    bucket: BucketOption = None,
+    local_cloud: LocalCloudOption = False,
+    login: LoginOption = False,
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -106,6 +117,11 @@ def up(
         from broker.client.login import save_login
 
         save_login(home / LOGIN, hosting.make_login(server))
+    _show_server(server, record, is_logged_in=login, as_json=as_json)
+
+
+def _show_server(server: HostedServer, record: HostedRecord, *, is_logged_in: bool, as_json: bool) -> None:
+    """Print the server's address and fingerprint, and how to log in."""
     if as_json:
         print_json({"url": server.url, "fingerprint": server.fingerprint, "token_file": str(record.token_path)})
         return
@@ -113,7 +129,7 @@ def up(
     if server.fingerprint:
         print_line(f"Fingerprint: {server.fingerprint}")
     pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
-    if login:
+    if is_logged_in:
         print_line("Logged in as admin")
     else:
         print_line(f"Log in: broker login {server.url}{pinned} --token-file {record.token_path}")

@@ -48,8 +48,10 @@ UNPACK_S_MAX = 1800.0  # for the server to unpack files, during which it sends n
 
 
 class RemoteSession:
-    """Runs verbs on the server of a login. Raises the verb's own errors, AuthError, TransientError,
-    UnknownOutcomeError."""
+    """Runs verbs on the server of a login.
+
+    Raises the verb's own errors, AuthError, TransientError, UnknownOutcomeError.
+    """
 
     clock: Clock
 
@@ -278,7 +280,9 @@ class Handshake:
 
 
 def check_handshake(session: RemoteSession) -> Handshake:
-    """Request the token's user from the server. Raises AuthError for an invalid token, UsageError for another
-    protocol."""
+    """Request the token's user from the server.
+
+    Raises AuthError for an invalid token, UsageError for another protocol.
+    """
     found: Handshake = decode(session.request("GET", "/v1/handshake"), Handshake)
     return found

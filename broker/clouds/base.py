@@ -32,8 +32,9 @@ class Cloud(Protocol):
         """
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List all nodes tagged with `owner`, including recently terminated ones; absence proves nothing before
-        `settle_s`.
+        """List all nodes tagged with `owner`, including recently terminated ones.
+
+        The absence of a node proves nothing before `settle_s` have passed.
 
         Regions that do not respond are named in the list. Raises CloudError only if no region responds.
         """
@@ -151,8 +152,10 @@ class SetsIdentity(Protocol):
     """A cloud whose machines can have a login of their own: an instance profile, a service account."""
 
     def set_identity(self, cluster: str, identity: str) -> None:
-        """Give this identity to the machines of `cluster` that this process creates; others keep that of the
-        settings."""
+        """Give this identity to the machines of `cluster` that this process creates.
+
+        Other machines keep the identity from the settings.
+        """
         ...
 
 

@@ -48,9 +48,10 @@ class Inspector(Protocol):
 
 @frozen
 class TypeCheckResult:
-    """The answer whether the smallest machine with this number of accelerators would start now. `ways`: those of
-    "on-demand" and "spot" that would. `why`: the obstacle for the others, else a remark. `command` fixes
-    it.
+    """Whether the smallest machine with this number of accelerators would start now.
+
+    `ways`: the pricing models ("on-demand", "spot") that would start. `why`: the obstacle to the others, else a
+    remark. `command` removes the obstacle.
     """
 
     accelerator: str  # as written in a task: `A100:8`
@@ -59,6 +60,13 @@ class TypeCheckResult:
     region: str  # where it would start, else the last region checked
     why: str = ""
     command: str = ""
+
+
+def describe_offer(name: str, offer: Offer, ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
+    """Return the result for the accelerators `name` on this offer."""
+    return TypeCheckResult(
+        accelerator=name, instance_type=offer.instance_type, ways=ways, region=offer.region, why=why, command=command
+    )
 
 
 @runtime_checkable

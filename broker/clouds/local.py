@@ -1,5 +1,6 @@
-"""The local cloud: nodes are process trees on this machine, each in its own folder, so that everything can be
-rehearsed.
+"""The local cloud: nodes are process trees on this machine, each in its own folder.
+
+Everything can be rehearsed on it.
 
 `list_nodes` reads the processes themselves (a lock that a node holds while it lives), never a record.
 
@@ -90,8 +91,10 @@ class LocalCloud:
         await self._locked(lambda: self._start(ids))
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
-        """Preempt nodes as a spot market does: immediately, or after a notice that the agent passes on to the
-        program."""
+        """Preempt nodes as a spot market does.
+
+        They end immediately, or after a notice that the agent passes on to the program.
+        """
         if notice_s <= 0:
             await self._locked(lambda: self._end(ids, state="TERMINATED", reason="preempted"))
         else:
@@ -332,8 +335,10 @@ def pick_address(taken: set[str]) -> str:
 
 
 def socket_folder() -> Path:
-    """Return a private folder with a short path: a Unix socket's path is limited to 104 bytes (macOS) or 108
-    (Linux)."""
+    """Return a private folder with a short path.
+
+    The path of a Unix socket is limited to 104 bytes (macOS) or 108 (Linux).
+    """
     base = tempfile.gettempdir()
     folder = Path(base if len(base) < 50 else "/tmp") / f"broker-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -159,13 +159,12 @@ def serve(folder: str, ready: int, mode: str) -> NoReturn:
 
 
 def check_power(folder: str, preempt_s: float | None) -> float | None:
-    """Power off if the agent requested it (`.broker/shutdown` gives the reason), a preemption notice has run out, or
-    the node's folder was deleted because a node without a folder could be neither listed nor terminated."""
+    """Power off if due; return when a preemption notice ends, by the monotonic clock, or None without one."""
     try:
         os.stat(os.path.join(folder, "node.json"))
     except OSError as error:  # any other one, as of a file server that does not answer, does not mean that it is gone
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            power_off(folder, "deleted")
+            power_off(folder, "deleted")  # a node without a folder could be neither listed nor terminated
     if shutdown := read_text(os.path.join(folder, "home", ".broker", "shutdown")):
         power_off(folder, shutdown.strip())
     if preempt_s is None and (notice := read_text(os.path.join(folder, "preempt.json"))):

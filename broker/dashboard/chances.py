@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from broker.app.deadline_chances import ChancePoint, Moment
 from broker.dashboard.html import Markup, element, join, show_key, table
 from broker.dashboard.progress import BOTTOM, HEIGHT, TICKS, TOP, draw_grid, make_chart, to_x, to_y
-from broker.formatting import format_duration, format_hours
+from broker.formatting import format_duration, format_hours, format_second
 from broker.frozen import frozen
 from broker.optimizer.explain import show_chance
 from broker.types.forecasts import JobForecast
@@ -62,7 +61,7 @@ def show_chances(points: Sequence[ChancePoint]) -> Markup:
         return Markup("")
     rows = [
         [
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), MEANING[each.moment],
+            format_second(each.time_s), MEANING[each.moment],
             format_hours(each.work_left_hours), format_hours(each.time_left_hours), _show_share(each.chance),
             _show_share(each.spot_chance),
         ]

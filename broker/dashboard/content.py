@@ -14,7 +14,7 @@ from broker.app.container import Context
 from broker.app.forecasts import list_paid
 from broker.app.job_sentences import list_expectations
 from broker.app.services import describe_services, list_service_events
-from broker.app.spending import By, read_day_shares, read_spending
+from broker.app.spending import Grouping, read_day_shares, read_spending
 from broker.dashboard import pages
 from broker.dashboard.chances import JobExpectation
 from broker.dashboard.cloud_page import show_clouds
@@ -41,7 +41,7 @@ class OverviewPage:
 
     def make(self, context: Context) -> Markup:
         """Make the overview, and restart a dead daemon while jobs are live."""
-        context.keep_jobs_going()
+        context.ensure_live_jobs_driven()
         is_due = not 0.0 <= context.clock.now_s() - self._read_s < SAVED_S
         overview = read_overview(context, has_ondemand=is_due)
         if overview.month_saved_usd is not None:
@@ -74,7 +74,7 @@ def make_places(context: Context) -> Markup:
     return show_places(read_places(context), store.refusals.list_active(now_s), now_s)
 
 
-def make_cost(context: Context, by: By) -> Markup:
+def make_cost(context: Context, by: Grouping) -> Markup:
     """Make the page of costs."""
     store, now_s = context.store, context.clock.now_s()
     spending = read_spending(store, by, now_s, on_damage=context.warn)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from broker.app.forecasts import PaidForecast
 from broker.app.payers import NO_PROJECT, UNOWNED
-from broker.app.spending import By, Share, Spending
-from broker.dashboard.html import Content, Markup, element, join, table
-from broker.formatting import format_usd
+from broker.app.spending import Grouping, Share, Spending
+from broker.dashboard.html import Content, Markup, element, join, link_job, table
+from broker.formatting import format_date, format_usd
 
 FORECASTS_SHOWN = 100  # of the newest jobs
 ROWS_SHOWN = 300
@@ -17,23 +16,27 @@ NOTHING = "Nothing has been spent yet."
 
 
 def show_cost(
-    by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[PaidForecast]
+    by: Grouping,
+    spending: Spending,
+    names: Mapping[int, str],
+    shares: Sequence[Share],
+    forecasts: Sequence[PaidForecast],
 ) -> Markup:
     """Show spending by one key; below, each day by cloud, job and payer, and the forecasts of ended jobs."""
     links = [
         element("a", f"by {each.value}", href=f"/cost?by={each.value}", aria_current="page" if each is by else None)
-        for each in By
+        for each in Grouping
     ]
 
     def label(key: str) -> Content:
         known = key.isdigit() and int(key) in names
-        return join([_link_job(int(key)), f" {names[int(key)]}"]) if known else key
+        return join([link_job(int(key)), f" {names[int(key)]}"]) if known else key
 
     rows = sorted(spending.rows.items(), key=lambda row: row[1][1], reverse=True)
-    if by is By.DAY:
+    if by is Grouping.DAY:
         rows.sort(key=lambda row: row[0], reverse=True)
     cells = [
-        [label(key) if by is By.JOB else key, f"{hours:.2f}", format_usd(usd)]
+        [label(key) if by is Grouping.JOB else key, f"{hours:.2f}", format_usd(usd)]
         for key, (hours, usd) in rows[:ROWS_SHOWN]
     ]
     heads = [by.value.capitalize(), "Node hours", "USD"]
@@ -41,7 +44,7 @@ def show_cost(
         [
             element("nav", *links, aria_label="Group by", class_="by"),
             table(heads, cells, caption="Cost", right=heads[1:]) if cells else element("p", NOTHING),
-            _note_cut(len(cells), len(rows), "newest" if by is By.DAY else "most expensive", by),
+            _note_cut(len(cells), len(rows), "newest" if by is Grouping.DAY else "most expensive", by),
             element("p", f"Total: {format_usd(spending.usd)} USD"),
             _note_pruned(spending),
             element("h2", "Days, clouds and jobs"),
@@ -52,7 +55,7 @@ def show_cost(
     )
 
 
-def _note_cut(shown: int, count: int, kind: str, by: By) -> Markup | None:
+def _note_cut(shown: int, count: int, kind: str, by: Grouping) -> Markup | None:
     if shown >= count:
         return None
     command = element("code", f"broker cost --by {by.value} --json")
@@ -62,7 +65,7 @@ def _note_cut(shown: int, count: int, kind: str, by: By) -> Markup | None:
 def _note_pruned(spending: Spending) -> Markup | None:
     if spending.pruned_before_s is None:
         return None
-    day = time.strftime("%Y-%m-%d", time.localtime(spending.pruned_before_s))
+    day = format_date(spending.pruned_before_s)
     text = f"Jobs that ended before {day} are included as totals only; the table of days below does not have them."
     return element("p", text, class_="faint")
 
@@ -81,7 +84,7 @@ def _show_shares(shares: Sequence[Share], label: Callable[[str], Content]) -> Ma
     payers = ["User", "Project"] if has_payers else []
     heads = ["Day", "Cloud", "Job or cluster", *payers, "Node hours", "USD"]
     shown = table(heads, cells, caption="Days, clouds and jobs", right=["Node hours", "USD"])
-    return join([shown, _note_cut(len(cells), len(shares), "newest", By.DAY)])
+    return join([shown, _note_cut(len(cells), len(shares), "newest", Grouping.DAY)])
 
 
 def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
@@ -92,7 +95,7 @@ def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
         )
     cells: list[Sequence[Content]] = [
         [
-            _link_job(each.job_id),
+            link_job(each.job_id),
             each.name,
             format_usd(each.forecast_usd),
             format_usd(each.paid_usd),
@@ -103,7 +106,3 @@ def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
     heads = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
     right = ["Job", "Forecast USD", "Paid USD", "Paid / forecast"]
     return table(heads, cells, caption="Forecasts against actual cost", right=right)
-
-
-def _link_job(job_id: int) -> Markup:
-    return element("a", str(job_id), href=f"/jobs/{job_id}")

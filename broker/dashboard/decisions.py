@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.dashboard.html import Content, Markup, element, join, note_newest, table
 from broker.dashboard.model import JobPage
-from broker.formatting import format_usd
+from broker.formatting import format_second, format_usd
 
 SHOWN = 200  # the newest
 HEADS = [
@@ -43,7 +42,7 @@ def _list_cells(time_s: float, data: Mapping[str, Any]) -> Sequence[Content]:
     weighed = data.get("expected_usd")
     costs = [f"{name}: {format_usd(usd)}" for name, usd in weighed.items()] if isinstance(weighed, Mapping) else []
     return [
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)), str(data.get("action", "-")), where,
+        format_second(time_s), str(data.get("action", "-")), where,
         _show(data.get("usd_work_hour"), ".2f"), _show(data.get("ondemand_usd_work_hour"), ".2f"),
         _show(data.get("work_left_hours"), ".1f", " h"), _show(data.get("time_left_hours"), ".1f", " h"),
         _show(data.get("spare_hours"), ".1f", " h"), ", ".join(costs) or "-", str(data.get("reason") or "-"),

@@ -37,6 +37,11 @@ def element(tag: str, *children: Content, **attributes: str | int | bool | None)
     return Markup(f"<{tag}{written}>" if tag in VOID else f"<{tag}{written}>{join(children)}</{tag}>")
 
 
+def link_job(job_id: int) -> Markup:
+    """Return a link to the page of a job."""
+    return element("a", str(job_id), href=f"/jobs/{job_id}")
+
+
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[Content]], *, caption: str, right: Sequence[str] = ()
 ) -> Markup:

@@ -163,7 +163,7 @@ class AttemptRow:
 
 @frozen
 class JobPage:
-    """All information about one job."""
+    """The data shown on the page of one job."""
 
     now_s: float
     explanation: Explanation

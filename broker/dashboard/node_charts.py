@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_bytes, format_duration, format_part, format_share
-from broker.jobs.node_samples import HISTORIES_MAX, divide
+from broker.jobs.node_samples import HISTORIES_MAX, divide, mean_of_known
 from broker.types import GpuSample, NodeHistory, NodeSample
 
 WIDTH, HEIGHT = 280, 84
@@ -19,16 +19,11 @@ Reader = Callable[[NodeSample], float | None]
 
 def read_gpu_ratio(sample: NodeSample) -> float | None:
     """Return the mean utilization of a node's GPUs as a fraction of 1; None if it is unknown."""
-    return _mean([gpu.ratio for gpu in sample.gpus])
+    return mean_of_known([gpu.ratio for gpu in sample.gpus])
 
 
 def _read_gpu_memory(sample: NodeSample) -> float | None:
-    return _mean([divide(gpu.memory_used_bytes, gpu.memory_bytes) for gpu in sample.gpus])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return mean_of_known([divide(gpu.memory_used_bytes, gpu.memory_bytes) for gpu in sample.gpus])
 
 
 def _add(first: float | None, second: float | None) -> float | None:
@@ -116,7 +111,7 @@ def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_shar
     ]  # fmt: skip
     high = f"0 to {format_share(1.0)}" if is_share else f"0 to {format_bytes(top)}/s"
     newest = [line[-1][1] for node, line in zip(nodes, lines, strict=True) if line and node.is_current]
-    shown = _mean(newest)
+    shown = mean_of_known(newest)
     text = "-" if shown is None else format_share(shown) if is_share else f"{format_bytes(shown)}/s"
     name = f"{title}: {text}" + (", mean of the nodes" if len(newest) > 1 else "")
     picture = element(

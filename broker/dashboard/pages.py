@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from broker.app.limits import LimitUse
 from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
-from broker.dashboard.html import Content, Markup, element, join, note_newest, table
+from broker.dashboard.html import Content, Markup, element, join, link_job, note_newest, table
 from broker.dashboard.model import NEWEST, JobPage, JobRow, Overview, measure_rate_usd_hour
 from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
-from broker.formatting import format_duration, format_share, format_usd
+from broker.formatting import format_duration, format_second, format_share, format_usd
 from broker.frozen import frozen
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
@@ -123,7 +123,7 @@ def _show_attention(overview: Overview) -> Iterator[Markup]:
     if rows or services:
         yield element("h2", "Requires attention")
     if rows:
-        cells = [[_link_job(row.job_id), row.name, _show_status(row.status), row.reason] for row in rows]
+        cells = [[link_job(row.job_id), row.name, _show_status(row.status), row.reason] for row in rows]
         yield table(["Job", "Name", "Status", "Reason"], cells, caption="Jobs that require attention", right=["Job"])
         if len(rows) == NEWEST:
             yield element("p", f"Only {NEWEST} such jobs are listed.", class_="faint")
@@ -142,7 +142,7 @@ def show_jobs(rows: Sequence[JobRow], now_s: float, *, caption: str) -> Markup:
         step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
         cells.append(
             [
-                _link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
+                link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
                 format_duration((line.ended_s or now_s) - line.submitted_s),
                 "-" if row.usage is None else format_share(row.usage.cpu_ratio),
                 "-" if row.usage is None else format_share(row.usage.gpu_ratio), _show_spent(row),
@@ -168,10 +168,6 @@ def _show_usd(usd: float | None) -> str:
 
 def _show_spent(row: JobRow) -> str:
     return format_usd(row.spent_usd) + ("" if row.budget_usd is None else f" of {format_usd(row.budget_usd)}")
-
-
-def _link_job(job_id: int) -> Markup:
-    return element("a", str(job_id), href=f"/jobs/{job_id}")
 
 
 def _show_status(status: JobStatus) -> Markup:
@@ -213,7 +209,7 @@ def show_job(page: JobPage, log: Sequence[str], *, is_log_cut: bool = False) -> 
     }
     cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
     recorded = [each for each in page.explanation.events if each.kind is not EventKind.LAST_LINES]
-    events = [[_show_time(each.time_s), each.message] for each in reversed(recorded[-EVENTS_SHOWN:])]
+    events = [[format_second(each.time_s), each.message] for each in reversed(recorded[-EVENTS_SHOWN:])]
     head = join(
         [
             element("p", " ".join(page.reasons), class_="note" if job.failure else None) if page.reasons else None,
@@ -268,7 +264,7 @@ def _show_deadline(job: Job) -> Mapping[str, str]:
     goal = job.task.goal
     if goal is None or goal.deadline_hours is None:
         return {}
-    return {"Deadline": _show_time(job.submitted_s + goal.deadline_hours * 3600)}
+    return {"Deadline": format_second(job.submitted_s + goal.deadline_hours * 3600)}
 
 
 def _show_rows(title: str, heads: Sequence[str], cells: Sequence[Sequence[Content]]) -> Iterator[Markup]:
@@ -325,13 +321,9 @@ def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: f
             [
                 each.name, each.status.value, f"{each.placement.node_count} x {offer.instance_type}",
                 f"{offer.cloud} {offer.zone or offer.region}", "spot" if each.placement.is_spot else "on-demand",
-                "-" if each.job_id is None else _link_job(each.job_id), format_duration(now_s - each.created_s),
+                "-" if each.job_id is None else link_job(each.job_id), format_duration(now_s - each.created_s),
                 format_usd(measure_rate_usd_hour(each)), format_usd(spent[each.name]),
             ]
         )  # fmt: skip
     heads = ["Cluster", "Status", "Nodes", "Location", "Market", "Job", "Age", "USD/h", "USD"]
     return table(heads, cells, caption="Clusters", right=["Job", "Age", "USD/h", "USD"])
-
-
-def _show_time(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))

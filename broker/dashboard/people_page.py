@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from urllib.parse import urlencode
 
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.people import AUDIT_MAX, PersonRow
-from broker.formatting import format_duration, format_usd
+from broker.formatting import format_duration, format_second, format_usd
 from broker.state.people import AuditEvent, Token
 
 USERS, AUDIT = "/admin/users", "/admin/audit"
@@ -35,7 +34,7 @@ def show_people(rows: Sequence[PersonRow], now_s: float) -> Markup:
 def show_audit(events: Sequence[AuditEvent], *, user: str, verb: str, outcome: str) -> Markup:
     """Show changes, newest first, with a form that filters them."""
     cells = [
-        [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), each.user, each.verb, each.target,
+        [format_second(each.time_s), each.user, each.verb, each.target,
          each.outcome]
         for each in events
     ]  # fmt: skip

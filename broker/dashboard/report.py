@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 
 from broker.app.reporting import Report
 from broker.dashboard.html import Content, element, table
 from broker.dashboard.paper import show_figures, write_paper
-from broker.formatting import format_count, format_usd, strip_control
+from broker.formatting import format_count, format_minute, format_usd, strip_control
 
 BOUGHT = ["Cloud", "Type", "Market", "Node hours", "USD", "On-demand USD"]
 JOBS = ["Job", "Name", "Status", "USD", "On-demand USD", "Preemptions", "Steps lost", "USD lost"]
@@ -61,7 +60,7 @@ def list_tables(report: Report) -> Sequence[tuple[str, Sequence[str], Sequence[S
 
 def write_markdown(report: Report) -> str:
     """Write Markdown. Untrusted names are escaped, so that they create neither markup nor columns."""
-    lines = [f"# Report for {report.period.name}", "", f"Written {_show_time(report.made_s)}, local time.", ""]
+    lines = [f"# Report for {report.period.name}", "", f"Written {format_minute(report.made_s)}, local time.", ""]
     lines += [f"- {name}: {text}" for name, text in list_figures(report)]
     for title, heads, rows in list_tables(report):
         lines += ["", f"## {title}", ""]
@@ -76,7 +75,7 @@ def write_markdown(report: Report) -> str:
 
 def write_html(report: Report) -> str:
     """Write one HTML file with its style inside."""
-    made = element("p", f"Written {_show_time(report.made_s)}, local time.", class_="faint")
+    made = element("p", f"Written {format_minute(report.made_s)}, local time.", class_="faint")
     parts: list[Content] = [made, show_figures(list_figures(report))]
     for title, heads, rows in list_tables(report):
         parts.append(element("h2", title))
@@ -87,7 +86,3 @@ def write_html(report: Report) -> str:
 
 def _escape(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", strip_control(text).replace("\n", " "))
-
-
-def _show_time(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))

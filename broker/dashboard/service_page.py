@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from broker.app.gateways import READY
 from broker.app.service_figures import find_usd_per_million, sum_usd_hour
 from broker.app.services import ServiceLine
 from broker.dashboard.html import Content, Markup, element, join, table
-from broker.formatting import format_duration, format_ms, format_usd
+from broker.formatting import format_duration, format_ms, format_second, format_usd
 from broker.serve.wording import describe_service_event, warn_of_expiry
 from broker.state.services import ServiceEvent
 
@@ -71,8 +70,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
     ]  # fmt: skip
     heads = ["Replica", "Version", "Status", "Location", "USD/h", "In flight", "Job", "Age", "Reason"]
     rows: list[Sequence[Content]] = [
-        [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), describe_service_event(each)]
-        for each in reversed(events)
+        [format_second(each.time_s), describe_service_event(each)] for each in reversed(events)
     ]
     right = ["Replica", "Version", "USD/h", "In flight", "Job", "Age"]
     return join(

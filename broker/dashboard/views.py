@@ -20,7 +20,7 @@ from broker.app import jobs
 from broker.app.container import Context
 from broker.app.deadline_chances import list_chances
 from broker.app.forecasts import forecast_job
-from broker.app.spending import By
+from broker.app.spending import Grouping
 from broker.dashboard import content, pages
 from broker.dashboard.chances import ExpectationCache, JobExpectation
 from broker.dashboard.changes import ChangeFeed
@@ -232,7 +232,7 @@ class Dashboard:
         return await self._show_shared(request, "Locations", content.make_places, path="/places")
 
     async def _cost(self, request: web.Request) -> web.Response:
-        by = By(request.query["by"]) if request.query.get("by") in list(By) else By.DAY
+        by = Grouping(request.query["by"]) if request.query.get("by") in list(Grouping) else Grouping.DAY
         return await self._show_shared(request, "Cost", partial(content.make_cost, by=by), by.value, path="/cost")
 
     async def _clouds(self, request: web.Request) -> web.Response:

@@ -97,8 +97,10 @@ def _open_roles(context: Context) -> ServerRoles:
 
 
 def make_settings(context: Context, server: HostedServer) -> Mapping[str, str]:
-    """Make the settings files of the machine's cloud for the server's state folder: this machine's, with a role for
-    nodes' access to buckets. Raises BrokerError."""
+    """Make the settings files of the machine's cloud for the server's state folder. Raises BrokerError.
+
+    They are those of this machine, with a role that gives nodes access to buckets.
+    """
     if server.cluster is None:
         return {}
     make = {"aws": _make_aws_settings, "gcp": _make_gcp_settings}[server.cloud]

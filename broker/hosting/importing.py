@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from broker.app.backups import DATABASE, FOLDERS, pack_state
 from broker.app.container import Context
-from broker.app.moving import MovedTo, forget_moved, read_moved, write_moved
+from broker.app.moving import MoveDestination, forget_moved, read_moved, write_moved
 from broker.client.files import upload_files
 from broker.clock import SystemClock
 from broker.dashboard.verbs import show_overview
@@ -106,7 +106,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
     moved = read_moved(home)
     if moved is None or not moved.url:
         check_movable(context, hosting, server, list_work(context))
-        moved = MovedTo(url=server.url, word=secrets.token_hex(16))
+        moved = MoveDestination(url=server.url, word=secrets.token_hex(16))
         _send_and_fence(context, moved, lambda tasks: _send_files(context, hosting, server, machine, tasks))
     elif moved.is_complete:
         raise UsageError(f"everything has already been moved to {moved.url}")
@@ -131,14 +131,18 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
         else:
             write_moved(home, replace(moved, is_complete=True))
     if answer.get("has_work"):
-        context.keep_jobs_going()
+        context.ensure_live_jobs_driven()
         raise explain_busy(server)
     return up
 
 
-def _send_and_fence(context: Context, moved: MovedTo, send: Callable[[Mapping[str, Task]], Mapping[str, Task]]) -> None:
-    """Send the files of all tasks, and end writing here. Sending may take long: schedules and commands may submit jobs
-    meanwhile, whose files follow."""
+def _send_and_fence(
+    context: Context, moved: MoveDestination, send: Callable[[Mapping[str, Task]], Mapping[str, Task]]
+) -> None:
+    """Send the files of all tasks, and end writing here.
+
+    Sending may take long: schedules and commands may submit jobs meanwhile, whose files follow.
+    """
     sent: dict[str, Task] = {}
     while True:
         found = send({key: task for key, task in _list_tasks(context).items() if key not in sent})

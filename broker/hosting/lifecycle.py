@@ -118,8 +118,10 @@ class Hosting:
         return self._install_and_start(begun, machine)
 
     def upgrade(self) -> HostedServer:
-        """Replace the server's program with the one that runs here; jobs continue. Raises StateError if that fails,
-        and UsageError for a server that is being removed."""
+        """Replace the server's program with the one that runs here; jobs continue.
+
+        Raises StateError if that fails, and UsageError for a server that is being removed.
+        """
         server = self.get()
         if server.status is HostedStatus.ENDING:  # its state may be deleted already, and an empty one would look whole
             raise UsageError(
@@ -295,6 +297,8 @@ class Hosting:
         try:
             session = RemoteSession(self.make_login(server), on_note=self._note)
         except OSError:
-            raise StateError("the server is not completely set up") from None
+            raise StateError(
+                "the server is not completely set up", hints=("complete it with `broker server up`",)
+            ) from None
         check_handshake(session)
         return session

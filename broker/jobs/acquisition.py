@@ -144,8 +144,11 @@ class Acquisition:
         return attempt
 
     def _wait(self, job: Job, error: CapacityError | AuthError) -> float:
-        """Back off and retry. A job that has never had an attempt fails on a missing permission, and on any login error
-        once its deadline has passed; a user may log in again before that."""
+        """Back off and retry.
+
+        A job that has never had an attempt fails on a missing permission, and on any login error once its deadline has
+        passed; a user may log in again before that.
+        """
         is_lasting = isinstance(error, DeniedError) or (
             isinstance(error, AuthError)
             and not isinstance(error, AccountError)
@@ -165,8 +168,10 @@ class Acquisition:
         return wait_s
 
     def _is_without_offers(self) -> bool:
-        """Return whether planning has found no offer for `NO_OFFER_S`: a file of machines or prices may have been
-        half-written."""
+        """Return whether planning has found no offer for `NO_OFFER_S`.
+
+        Before that, a file of machines or prices may have been half-written.
+        """
         now_s = self._clock.now_s()
         if self._unplannable_s is None:
             self._unplannable_s = now_s

@@ -1,5 +1,6 @@
-"""Compute the lease of a job's nodes: how long they may run without the broker. Pure; `job_limits.py` supplies the
-facts.
+"""Compute the lease of a job's nodes: how long they may run without the broker.
+
+Pure; `job_limits.py` supplies the facts.
 
 While the broker is unavailable, only the lease limits the cost. It ends with the user's allowance, the budget, the
 deadline or `max_duration`, whichever comes first; on machines that cannot terminate themselves, nothing ends it. A
@@ -96,8 +97,10 @@ def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
 
 
 def describe_allowance(allowed_s: float, cloud: str, *, others: Collection[str] = ()) -> str:
-    """Describe what this cloud's machines do while this machine is unavailable. `others`: clouds that may be used
-    too."""
+    """Describe what this cloud's machines do while this machine is unavailable.
+
+    `others`: clouds that may be used too.
+    """
     waits = "preemptions are handled when it is back"
     if cloud in WITHOUT_SELF_TERMINATION:
         return (

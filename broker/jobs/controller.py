@@ -25,7 +25,7 @@ from broker.jobs.group_member import GroupMember
 from broker.jobs.group_placement import GroupPlacement
 from broker.jobs.groups import GroupStep, Judgement
 from broker.jobs.health import Verdict, classify
-from broker.jobs.in_place import InPlace, Kept, are_running
+from broker.jobs.in_place import InPlace, ReuseState, are_running
 from broker.jobs.interruption import Interrupted, run_unless
 from broker.jobs.job_limits import JobLimits
 from broker.jobs.lost_gang import LostGang
@@ -193,9 +193,9 @@ class JobController:
     async def _continue_in_place(self, job: Job, live: Attempt) -> float:
         """Start the next attempt on the nodes of this one, once the gang is complete and the program has ended."""
         kept = await self._in_place.step(job, live)
-        if kept is Kept.WAITING:
+        if kept is ReuseState.WAITING:
             return POLL_S
-        if kept is Kept.GIVEN_UP:
+        if kept is ReuseState.GIVEN_UP:
             return self._recorder.release_nodes(live)
         return await self._start(job, self._in_place.begin_attempt(job, live))
 

@@ -13,8 +13,8 @@ from broker.jobs.kinds import KindSpeed, choose_places, correct_speeds, keep_pla
 from broker.jobs.setup_starts import RestoredStart
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
-from broker.spot.hazard import Observation, hazard_per_node_hour
-from broker.spot.interval import best_interval_s
+from broker.spot.hazard import Observation, find_hazard_per_node_hour
+from broker.spot.interval import find_best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, find_hazard
 from broker.spot.policies.base import (
     Candidate,
@@ -23,9 +23,9 @@ from broker.spot.policies.base import (
     Move,
     Wait,
     find_fallback,
+    find_spare_hours,
     is_safe_to_start,
     list_reserves,
-    spare_hours,
 )
 from broker.spot.prior import MEASURED
 from broker.state.history import StepRange
@@ -210,7 +210,7 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
     fallback = find_fallback(view, candidates)
     if fallback is not None:
         reserves = list_reserves(view, candidates, fallback) if situation.speeds else [fallback]
-        spare = max(spare_hours(view, each) for each in reserves)  # the fastest kind may start latest
+        spare = max(find_spare_hours(view, each) for each in reserves)  # the fastest kind may start latest
         data.update(spare_hours=spare, ondemand_usd_work_hour=fallback.usd_work_hour)
     if situation.speeds:
         data["kinds"] = [_describe_kind(each, candidates) for each in situation.speeds]
@@ -272,13 +272,14 @@ def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation
     evidence = NOTHING
     if seen is not None:
         evidence = MarketEvidence(preemptions=seen.preemptions, gang_hours=seen.node_hours / placement.node_count)
-    band = placement.node_count * hazard_per_node_hour(placement.offer.interruption_band)
+    band = placement.node_count * find_hazard_per_node_hour(placement.offer.interruption_band)
     return find_hazard(1, evidence) + band
 
 
 def advise_every_s(task: Task, hazard: float) -> float | None:
-    """Return the seconds between checkpoints: the user's setting, else Young/Daly's, pessimistic if there is a
-    deadline.
+    """Return the seconds between checkpoints: the user's setting, otherwise the Young/Daly interval.
+
+    With a deadline, the interval is pessimistic.
 
     None if no preemptions are expected and the task does not set an interval.
     """
@@ -286,7 +287,7 @@ def advise_every_s(task: Task, hazard: float) -> float | None:
         return task.checkpoint.every_s
     if hazard <= 0:
         return None
-    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if _is_urgent(task) else hazard)
+    return find_best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if _is_urgent(task) else hazard)
 
 
 def estimate_start_hazard(

@@ -27,8 +27,9 @@ class HeadMover:
     async def step(
         self, attempt: Attempt, cluster: Cluster, report: GangReport, signals: HealthSignals
     ) -> tuple[Attempt, bool]:
-        """Name a new head if the current one is lost, and inform the nodes; return the attempt and whether new nodes
-        can join.
+        """Name a new head if the current one is lost, and inform the nodes.
+
+        Return the attempt, and whether new nodes can join.
 
         Also inform nodes when one of them was replaced: programs need its address if the head is lost later.
         """

@@ -36,8 +36,10 @@ class Verdict(StrEnum):
 
 @frozen
 class HealthSignals:
-    """The observations behind a verdict. `status` is None if no node responded. `_s`: duration of a signal in
-    seconds."""
+    """The observations behind a verdict.
+
+    `status` is None if no node responded. `_s`: duration of a signal in seconds.
+    """
 
     status: RunStatus | None
     returncode: int | None
@@ -61,7 +63,7 @@ def classify(signals: HealthSignals) -> Verdict:
         return Verdict.SUCCEEDED
     if signals.is_unflushed:
         return Verdict.FAILED  # even if nodes are lost: a program that succeeded does not run again
-    if list_lost_ranks(signals.nodes) and not can_go_on(signals):
+    if list_lost_ranks(signals.nodes) and not can_continue(signals):
         return Verdict.LOST
     if signals.is_noticed and signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         return Verdict.LOST  # it has saved its state: acquire new nodes now instead of waiting for the preemption
@@ -82,7 +84,7 @@ def classify(signals: HealthSignals) -> Verdict:
     return Verdict.UNCLEAR if signals.unreachable else Verdict.RUNNING
 
 
-def can_go_on(signals: HealthSignals) -> bool:
+def can_continue(signals: HealthSignals) -> bool:
     """Return whether an elastic program continues without the lost nodes: not if it filled one, as it would again."""
     if any(node.reason == NodeEnd.OUT_OF_MEMORY for node in signals.nodes if node.state is NodeState.TERMINATED):
         return False

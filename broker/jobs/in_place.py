@@ -32,7 +32,7 @@ KEPT_S_MAX = 1800.0  # longer only if the wall clock was set back
 END_AGAIN_S = 30.0  # before the request to terminate a node that is still running is repeated
 
 
-class Kept(StrEnum):
+class ReuseState(StrEnum):
     """State of the retained nodes."""
 
     WAITING = "waiting"
@@ -69,21 +69,21 @@ class InPlace:
             self._replacing.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._replacing = None
 
-    async def step(self, job: Job, attempt: Attempt) -> Kept:
+    async def step(self, job: Job, attempt: Attempt) -> ReuseState:
         """Take one step towards a complete gang without a running program."""
         cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None or cluster.status is not ClusterStatus.UP:
-            return Kept.GIVEN_UP
+            return ReuseState.GIVEN_UP
         left_s = (attempt.kept_until_s or 0.0) - self._clock.now_s()
         if not 0.0 < left_s <= KEPT_S_MAX or self._limits.find_breach(job):
-            return Kept.GIVEN_UP
+            return ReuseState.GIVEN_UP
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         try:
             answering = list_answering(report, cluster)
             # Without a cached list: in an older list, a node that was just created would appear to be gone.
             cluster = await self._provisioner.refresh(cluster, answering=answering)
         except CloudError:
-            return Kept.WAITING
+            return ReuseState.WAITING
         if not has_ended(report):
             await self._end_program(attempt, cluster)
         else:
@@ -93,11 +93,11 @@ class InPlace:
         if list_lost_ranks(cluster.nodes) or self._replacing is not None:
             return self._replace(job, cluster)
         if silent and not await self._prepare(job, cluster, silent):
-            return Kept.GIVEN_UP
+            return ReuseState.GIVEN_UP
         if leaving or report.unreachable or not has_ended(report) or not are_running(cluster.nodes):
-            return Kept.WAITING
+            return ReuseState.WAITING
         await self._teardown.copy_log(attempt, cluster)
-        return Kept.READY
+        return ReuseState.READY
 
     def begin_attempt(self, job: Job, old: Attempt) -> Attempt:
         """Close the old attempt and open the next in one commit, so that the nodes always belong to a live attempt."""
@@ -116,23 +116,23 @@ class InPlace:
             self._store.events.add(event, job_id=job.id)
         return new
 
-    def _replace(self, job: Job, cluster: Cluster) -> Kept:
+    def _replace(self, job: Job, cluster: Cluster) -> ReuseState:
         """Replace lost nodes one at a time; the first refusal gives up because the place has no capacity."""
         if self._replacing is not None:
             if not self._replacing.done():
-                return Kept.WAITING
+                return ReuseState.WAITING
             task, self._replacing = self._replacing, None
             if (error := task.exception()) is None:
-                return Kept.WAITING  # the next step polls it
+                return ReuseState.WAITING  # the next step polls it
             if not isinstance(error, BrokerError | LimitReached):
                 raise error
             self._store.events.add(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
-            return Kept.GIVEN_UP
+            return ReuseState.GIVEN_UP
         lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
         if len(lost) < len(list_lost_ranks(cluster.nodes)) or len(lost) == len(cluster.nodes):
-            return Kept.GIVEN_UP  # a stopped node occupies its slot, or all are gone
+            return ReuseState.GIVEN_UP  # a stopped node occupies its slot, or all are gone
         if not self._provisioner.can_replace_node(cluster):
-            return Kept.GIVEN_UP
+            return ReuseState.GIVEN_UP
         self._replacing = asyncio.ensure_future(
             self._provisioner.replace_node(
                 cluster,
@@ -141,11 +141,13 @@ class InPlace:
                 check_budget=lambda: self._limits.check(job),
             )
         )
-        return Kept.WAITING
+        return ReuseState.WAITING
 
     async def _prepare(self, job: Job, cluster: Cluster, ranks: Sequence[int]) -> bool:
-        """Install the agent on nodes that do not respond: new nodes lack it. Return False if the task's files are
-        gone."""
+        """Install the agent on nodes that do not respond: new nodes lack it.
+
+        Return False if the task's files are gone.
+        """
         silent = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.rank in ranks))
         try:
             await self._gang.prepare(silent, add_mounts(job.task))

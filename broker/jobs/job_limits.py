@@ -72,8 +72,9 @@ class JobLimits:
             raise LimitReached(breach)
 
     def find_lease_s(self, job: Job, cluster: Cluster) -> float:
-        """Return the current lease of the job's gang in seconds, at the price of a full gang, as lost nodes may be
-        replaced.
+        """Return the current lease of the job's gang in seconds.
+
+        It is computed at the price of a full gang, because lost nodes may be replaced.
 
         A node measures its lease by its uptime, so that it ends in time without a broker, regardless of the clocks.
         """

@@ -1,4 +1,5 @@
 """Places with several kinds of machines: choose the candidates, estimate their speed, and keep those that can resume.
+
 Pure.
 
 A kind is an accelerator, its number per node, and the number of nodes. All machines without accelerators are one kind:

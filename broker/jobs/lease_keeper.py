@@ -30,7 +30,7 @@ HANG_S_MAX = 60.0  # far above any blocking call that ends, such as planning on 
 JOIN_S_MAX = LEASE_S
 
 
-class TakesTurns(Protocol):
+class LeaseHolder(Protocol):
     """A holder of a lease, and when its event loop last had a turn."""
 
     turn_s: float
@@ -43,7 +43,7 @@ class TakesTurns(Protocol):
 class LeaseKeeper:
     """Decides, at each step, whether the lease has to be extended for the loop; used by one thread."""
 
-    def __init__(self, holder: TakesTurns, clock: Clock, open_store: Callable[[], Store]) -> None:
+    def __init__(self, holder: LeaseHolder, clock: Clock, open_store: Callable[[], Store]) -> None:
         self._holder = holder
         self._clock = clock
         self._open_store = open_store
@@ -77,7 +77,7 @@ class LeaseKeeper:
 
 @contextmanager
 def keep_lease(
-    holder: TakesTurns, clock: Clock, open_store: Callable[[], Store], *, check_every_s: float = CHECK_EVERY_S
+    holder: LeaseHolder, clock: Clock, open_store: Callable[[], Store], *, check_every_s: float = CHECK_EVERY_S
 ) -> Iterator[None]:
     """Keep the lease in the block. The thread opens the store on the first silence of the loop, with `open_store`."""
     ended = threading.Event()

@@ -18,7 +18,7 @@ from broker.jobs.gang import GangReport
 from broker.jobs.monitor import is_due
 from broker.jobs.progress import complete_progress
 from broker.jobs.stragglers import Replacement, Rest, StragglerWatch, choose_replacement
-from broker.optimizer.network import network_gbs
+from broker.optimizer.network import find_network_gbs
 from broker.optimizer.roofline import NETWORK_EFFICIENCY
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -112,7 +112,7 @@ class NodeHealth:
         order: dict[str, object] = {"gpus": count, "refused": self._unhealthy.list_refused()}
         if len(cluster.nodes) > 1:
             offer = cluster.placement.offer
-            order["network_gbs"] = network_gbs(offer.cloud, offer.instance_type) * NETWORK_EFFICIENCY
+            order["network_gbs"] = find_network_gbs(offer.cloud, offer.instance_type) * NETWORK_EFFICIENCY
         return {VARIABLE: json.dumps(order)}
 
     async def observe(self, job: Job, cluster: Cluster, report: GangReport) -> bool:
@@ -216,5 +216,5 @@ def is_wanted(job: Job, cluster: Cluster) -> bool:
     describe.
     """
     is_simulated = any(node.handle.startswith("/") for node in cluster.nodes)
-    wish = job.task.recovery.checks_health
-    return not is_simulated if wish is None else wish
+    asked = job.task.recovery.checks_health
+    return not is_simulated if asked is None else asked

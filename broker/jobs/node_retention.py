@@ -17,14 +17,16 @@ RETENTION_S_MAX = 600.0  # equal to the time that one search waits for nodes to 
 
 
 @frozen
-class Elsewhere:
+class Alternative:
     """The best alternative place: the gang's price there, and the expected saving for the rest of the job."""
 
     usd_hour: float
     saving_usd: float = 0.0
 
 
-def measure_retention_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
+def measure_retention_s(
+    placement: Placement, *, lost_count: int, start_s: float, elsewhere: Alternative | None
+) -> float:
     """Return the seconds for which paying for idle survivors is cheaper than starting new nodes elsewhere.
 
     0 if the lost nodes cannot be replaced, one after another, within that time. `start_s`: seconds until new nodes run.
@@ -74,7 +76,7 @@ class NodeRetention:
         )
         return self._clock.now_s() + retention_s if retention_s else None
 
-    def _find_elsewhere(self, job: Job, here: Placement) -> Elsewhere | None:
+    def _find_elsewhere(self, job: Job, here: Placement) -> Alternative | None:
         try:
             plan = self._acquisition.plan_rest(job)
         except NoOfferError:
@@ -83,7 +85,7 @@ class NodeRetention:
         if other is None:
             return None
         same = next((estimate for estimate in plan.estimates if is_at(estimate.placement, here)), None)
-        return Elsewhere(usd_hour=other.placement.usd_hour, saving_usd=_measure_saving(same, other))
+        return Alternative(usd_hour=other.placement.usd_hour, saving_usd=_measure_saving(same, other))
 
 
 def is_at(a: Placement, b: Placement) -> bool:

@@ -1,6 +1,7 @@
-"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job. They are files, like
-the log of a job, not rows of the store: ten thousand nodes write a thousand samples per second, which must not wait for
-the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
+"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job.
+
+They are files, like the log of a job, not rows of the store: ten thousand nodes write a thousand samples per second,
+which must not wait for the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
 """
 
 from __future__ import annotations
@@ -133,10 +134,10 @@ def sum_usage(samples: Sequence[NodeSample]) -> JobUsage | None:
     gpus = [gpu for sample in samples for gpu in sample.gpus]
     return JobUsage(
         nodes=len(samples),
-        cpu_ratio=_mean([sample.cpu_ratio for sample in samples]),
-        memory_ratio=_mean([divide(sample.memory_used_bytes, sample.memory_bytes) for sample in samples]),
-        gpu_ratio=_mean([gpu.ratio for gpu in gpus]),
-        gpu_memory_ratio=_mean([divide(gpu.memory_used_bytes, gpu.memory_bytes) for gpu in gpus]),
+        cpu_ratio=mean_of_known([sample.cpu_ratio for sample in samples]),
+        memory_ratio=mean_of_known([divide(sample.memory_used_bytes, sample.memory_bytes) for sample in samples]),
+        gpu_ratio=mean_of_known([gpu.ratio for gpu in gpus]),
+        gpu_memory_ratio=mean_of_known([divide(gpu.memory_used_bytes, gpu.memory_bytes) for gpu in gpus]),
         xids=sum(sum(sample.xids.values()) for sample in samples),
     )
 
@@ -146,7 +147,8 @@ def divide(used: float | None, total: float | None) -> float | None:
     return used / total if used is not None and total else None
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -84,8 +84,9 @@ def measure_starts(attempts: Sequence[Attempt]) -> dict[int, float]:
 
 
 def find_restored_start(store: Store, task: Task, *, now_s: float, job: Job | None = None) -> RestoredStart | None:
-    """Return the expected start from an archive of this task, from the job's own starts, else from those of earlier
-    jobs.
+    """Return the expected start from an archive of this task.
+
+    It is estimated from the job's own starts, otherwise from those of earlier jobs.
 
     None without `cache_setup`. An earlier job counts while its archive is kept, if it had the same `setup`, variables
     and number of nodes; only the nodes know whether its files were the same.

@@ -315,11 +315,11 @@ class _Search:
             if excess < -1e-9:
                 left.append(label)
                 continue
-            is_dearest = rate >= usd_work
-            back = min(max(excess, 0.0), max(taken, 0.0)) if is_dearest else 0.0
+            is_costliest = rate >= usd_work
+            back = min(max(excess, 0.0), max(taken, 0.0)) if is_costliest else 0.0
             self.best = min(self.best, usd - back * rate - min(excess - back, own) * usd_work)
             if taken > back:  # finished with expensive hours that cheaper ones may still replace
-                left.append((self.work, usd - back * rate, taken - back, rate) if is_dearest else label)
+                left.append((self.work, usd - back * rate, taken - back, rate) if is_costliest else label)
         return left
 
     def _prune(self, labels: list[Label], most_work: float, to_go: dict[int, float], mode: int) -> list[Label]:

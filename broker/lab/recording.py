@@ -53,8 +53,11 @@ class Recorder:
             tick = self._skip_missed(tick + 1, self._clock.now_s() - begun_s)
 
     def _skip_missed(self, tick: int, passed_s: float) -> int:
-        """Return the sample that is due next. Those whose time has passed repeat the previous one: otherwise the file
-        would be shorter than the time that it records."""
+        """Return the sample that is due next.
+
+        Those whose time has passed repeat the previous one: otherwise the file would be shorter than the time that it
+        records.
+        """
         due = max(tick, int(passed_s / self._every_s)) if self._every_s > 0 else tick
         if due > tick:
             self._on_message(f"samples took longer than the time between them: {due - tick} assumed unchanged")

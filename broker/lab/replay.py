@@ -77,7 +77,7 @@ def replay(
 
     An oracle knows when each open interval will end; a learner knows the history of the markets since submission.
     """
-    life = Life(case, from_hour, is_oracle=is_oracle, is_learner=is_learner, keeps_timeline=keeps_timeline)
+    life = ReplayState(case, from_hour, is_oracle=is_oracle, is_learner=is_learner, keeps_timeline=keeps_timeline)
     for _ in range(max(DECISIONS_MAX, math.ceil(DECISIONS_HOUR_MAX * PATIENCE * case.deadline_hours))):
         if life.is_over:
             return life.sum_up()
@@ -86,7 +86,7 @@ def replay(
     raise AssertionError("the policy exceeds the limit of decisions")
 
 
-class Life:
+class ReplayState:
     """The state of one replay. Candidate 2 i is site i on spot, 2 i + 1 on-demand."""
 
     def __init__(

@@ -1,5 +1,6 @@
-"""POST one JSON body to a webhook: within a time limit, and on a shared server only to addresses that its users may
-reach (decision 0437).
+"""POST one JSON body to a webhook, within a time limit.
+
+A shared server only posts to addresses that its users may reach (decision 0437).
 
 The address is checked on the open connection, before anything is sent: a name may resolve to another address each time.
 """
@@ -34,8 +35,10 @@ CheckAddress = Callable[[str], None]
 
 
 def check_address(text: str, *, allowed: Sequence[str] = ()) -> None:
-    """Raise UsageError for an address of this machine, its link or its cloud's services, unless a network in
-    `allowed` contains it."""
+    """Raise UsageError for an address of this machine, its link or its cloud's services.
+
+    An address in one of the networks in `allowed` is accepted.
+    """
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         if address in TRANSLATED:

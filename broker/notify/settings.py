@@ -112,5 +112,8 @@ def resolve(text: str) -> str:
     name = text.removeprefix("env:")
     value = read_notify_variable(name)
     if not value:
-        raise UsageError(f"the variable {name} is not set in the environment of the daemon")
+        raise UsageError(
+            f"the variable {name} is not set in the environment of the daemon",
+            hints=["set it, and start the daemon or the server again"],
+        )
     return value

@@ -1,1 +1,1 @@
-"""Task + Offers -> Plan, pure."""
+"""Rank offers for a task: Task + Offers -> Plan. Pure: no I/O, no clock."""

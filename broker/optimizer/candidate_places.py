@@ -28,8 +28,8 @@ class CandidatePlaces:
     def list_near(self, usd: float, own: Offer) -> list[tuple[float, Offer]]:
         """List (USD, offer) of other places from `usd` / `NEAR_PRICE` on, cheapest first.
 
-        One more place at any price makes no choice more expensive: places below this bound are better choices
-        themselves.
+        An additional place never makes a choice more expensive. Places below this bound are omitted because they are
+        better choices themselves.
         """
         index = bisect_left(self._usd, usd / NEAR_PRICE)
         where = (own.cloud, own.region, own.zone)
@@ -38,9 +38,9 @@ class CandidatePlaces:
 
 
 class Fallback(NamedTuple):
-    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish, without its start.
+    """An on-demand gang that finishes in time: USD to finish and per hour, and hours to finish without its start.
 
-    A ranking makes thousands.
+    A tuple, because a ranking creates thousands.
     """
 
     usd: float
@@ -49,7 +49,7 @@ class Fallback(NamedTuple):
 
 
 def read_usd(fallback: Fallback) -> tuple[float, float]:
-    """Return USD to finish and per hour, by which fallbacks are compared."""
+    """Return (USD to finish, USD per hour), the key by which fallbacks are compared."""
     return fallback.usd, fallback.usd_hour
 
 

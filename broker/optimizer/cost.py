@@ -2,7 +2,7 @@
 
 A run on spot is the mean of recorded runs of the production policy (`broker.spot.market_model`): preemptions, waiting,
 moves between the candidate places, and on-demand where a deadline requires it. Time counts from submission to end, the
-first start included, on spot and on-demand. A published interruption band strikes in addition, each node by itself:
+first start included, on spot and on-demand. The hazard of a published interruption band is added for each node, because
 recordings have no bands, and their gangs are small.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from broker.frozen import frozen
 from broker.optimizer.data_cost import NO_DATA, DataCost
-from broker.spot.interval import best_interval_s
+from broker.spot.interval import find_best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
 from broker.spot.recorded_runs import START_HOURS_MAX, STARTS_HOURS, RecordedRun
 from broker.types import Breakdown, CheckpointSpec, Estimate, Placement
@@ -50,7 +50,7 @@ class SpotInputs:
     @cached_property
     def every_hours(self) -> float:
         """Return hours of work between checkpoints: the user's, else the Young/Daly optimum, and at most the work."""
-        every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
+        every_s = self.checkpoint.every_s or find_best_interval_s(self.checkpoint.stall_s, self.hazard)
         return min(every_s / 3600, self.work_hours)
 
     @property
@@ -60,9 +60,9 @@ class SpotInputs:
 
     @property
     def run_terms(self) -> dict[str, float | None]:
-        """Return work with its checkpoints, deadline, and start-up with the loss of a preemption.
+        """Return arguments of `forecast_run`: work with checkpoints, deadline, start-up with the loss of a preemption.
 
-        The loss is added to every start, although the first loses nothing: `shorten` takes it off again.
+        The loss is added to every start, although the first one loses nothing; `adjust` subtracts it again.
         """
         lost, limit = self.lost_hours, self.deadline_hours if self.has_fallback else None
         stall = self.checkpoint.stall_s / 3600
@@ -172,7 +172,7 @@ class RunForecast:
     inputs: SpotInputs | None = None  # None on-demand
 
     def scale_hours(self, scale: float) -> float:
-        """Return the hours of a run without preemption on `scale` times the work: it starts once all the same."""
+        """Return the hours of an uninterrupted run on `scale` times the work; its single start does not scale."""
         return self.starting_hours + (self.hours - self.starting_hours) * scale
 
 
@@ -248,8 +248,11 @@ def add_data_usd(run: RunForecast | RecordedRun, data: DataCost, checkpoints: fl
 
 
 class GangPrices(NamedTuple):
-    """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
-    work because the cheapest on-demand gang may have other machines. A tuple, as a ranking makes thousands."""
+    """USD per hour of the whole gang, by pricing model. A tuple, because a ranking creates thousands.
+
+    On spot, it is the mean of the candidate places. On-demand, it is per hour of the choice's work, because the
+    cheapest on-demand gang may have other machines.
+    """
 
     spot_usd_hour: float = 0.0
     ondemand_usd_hour: float = 0.0

@@ -42,8 +42,10 @@ class EgressTable:
         return cls(rows={(price.cloud, price.from_region, price.target): price.usd_per_gb for price in prices})
 
     def find(self, cloud: str, region: str) -> LeavingPrice:
-        """Return the price of leaving a region. An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing
-        within it."""
+        """Return the price of leaving a region.
+
+        An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing within it.
+        """
 
         def find_price(target: str) -> float | None:
             price = self.rows.get((cloud, region, target))

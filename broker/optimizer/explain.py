@@ -12,8 +12,9 @@ from broker.types import Estimate, Goal, Plan, Task
 
 @frozen
 class Rejected:
-    """The best placement of its kind (cloud, instance type, pricing model) with a lower hourly price than the choice,
-    and why it was rejected.
+    """A placement with a lower hourly price than the choice, and why it was rejected.
+
+    It is the best one of its kind: cloud, instance type and pricing model.
 
     `others` counts placements of the same kind elsewhere.
     """
@@ -24,9 +25,9 @@ class Rejected:
 
 
 def lift_limits(task: Task) -> Task:
-    """Return the task without budget and without a required confidence: it shows what would fit otherwise.
+    """Return the task without its budget and required confidence, to plan what would fit without these limits.
 
-    The deadline stays, so that each estimate still has its chance to meet it.
+    The deadline stays, so that each estimate keeps its chance of meeting it.
     """
     return replace(task, goal=replace(task.goal, budget_usd=None, keeps_late=True)) if task.goal else task
 
@@ -89,7 +90,7 @@ def _describe_slowdown(own: float, its: float) -> str:
 
 
 def show_chance(chance: float) -> str:
-    """Format a percentage, never rounding to certainty."""
+    """Format a probability as a percentage, never as 0 or 100 % unless it is certain."""
     percent = chance * 100
     if 99.95 <= percent < 100:
         return ">99.9 %"

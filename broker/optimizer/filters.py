@@ -23,8 +23,9 @@ SHARED_CLOUDS = frozenset(("slurm", "kubernetes"))  # a node there is a part of 
 
 @frozen
 class Filter:
-    """A filter. `make_test` returns the test for a request, None if it does not apply; `show` describes what a rejected
-    offer has.
+    """A filter.
+
+    `make_test` returns the test for a request, None if it does not apply; `show` describes what a rejected offer has.
 
     `fields` are the fields of Resources that activate it: without them it keeps every offer. `measure` tells how far
     what a rejected offer has is from the request, if that is a matter of degree; of equally near ones, the nearest is
@@ -158,8 +159,10 @@ class OfferIndex:
             self._by_name.setdefault(offer.accelerator, []).append(offer)
 
     def pick(self, resources: Resources) -> Sequence[Offer]:
-        """Return all offers that may fit; if none has the accelerator, return all, so that the filter can report the
-        misses."""
+        """Return all offers that may fit.
+
+        If none has the accelerator, return all of them, so that the filter can report the nearest misses.
+        """
         if resources.accelerator is None:
             return self._all
         wanted = resources.accelerator.lower()

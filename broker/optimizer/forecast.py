@@ -53,7 +53,7 @@ class CostForecast:
     deadline_chance: float | None = None
     budget_chance: float | None = None
 
-    def is_dearer_than_on_demand(self, hour_value_usd: float) -> bool:
+    def is_costlier_than_on_demand(self, hour_value_usd: float) -> bool:
         """Return whether on-demand costs less, time included, beyond the range within which the faster is chosen."""
         if self.ondemand_usd is None or self.ondemand_hours_alone is None:
             return False
@@ -110,7 +110,7 @@ def find_deadline_chances(
     """Return the chance to finish other work by another deadline on the choice, and that of staying on spot.
 
     Hours of work are those of the task's goal, of which `plan` must list all placements: it is made without a budget.
-    `begun` is the part of the first start that is over already, on machines of one pricing model.
+    `begun` is the part of the first start that running machines, of one pricing model, have completed.
     The second is None if the choice runs on-demand.
     """
     assert isinstance(plan.estimates, LazyEstimates)

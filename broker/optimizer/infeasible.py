@@ -1,5 +1,7 @@
-"""Explain an infeasible task: what each filter rejected, and the smallest changes that make an offer fit, each
-verified."""
+"""Explain an infeasible task: what each filter rejected, and which small changes make an offer fit.
+
+Each suggested change is verified by another plan.
+"""
 
 from __future__ import annotations
 
@@ -182,8 +184,10 @@ def _set_goal(**values: object) -> Callable[[Task], Task]:
 
 
 def _find_deadline(task: Task, goal: Goal, make_plan: Planner) -> float | None:
-    """Return the shortest feasible deadline in hours, to a tenth, with all else unchanged; None if the deadline is not
-    the obstacle."""
+    """Return the shortest feasible deadline in hours, rounded up to a tenth, with all else unchanged.
+
+    None if the deadline is not the obstacle.
+    """
 
     def fits(hours: float) -> bool:
         try:

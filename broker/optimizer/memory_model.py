@@ -38,8 +38,10 @@ class Sharding:
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks with the same parameters, experts aside: gradients are summed over them, states
-        sharded."""
+        """Return the number of ranks with the same parameters, experts aside.
+
+        Gradients are summed over these ranks, and states are sharded over them.
+        """
         return self.data * self.context
 
     @property
@@ -65,10 +67,10 @@ class MemoryEstimate:
 
     def fits(self, card_gib: float) -> bool:
         """Return whether the total fits into the usable memory of a card of `card_gib`."""
-        return self.total <= usable_bytes(card_gib)
+        return self.total <= find_usable_bytes(card_gib)
 
 
-def usable_bytes(card_gib: float) -> float:
+def find_usable_bytes(card_gib: float) -> float:
     """Return the bytes that a program can use on a card of `card_gib`; never negative."""
     return max(0.0, card_gib * USABLE_SHARE - RESERVED_GIB) * 2**30
 

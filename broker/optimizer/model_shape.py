@@ -33,16 +33,20 @@ class ModelShape:
 
     @cached_property  # a search reads it a hundred thousand times
     def layer_parameters(self) -> float:
-        """Count the parameters of one block: attention and MLP; 12 h^2 for GPT (norms and biases, 13 h, are
-        omitted)."""
+        """Count the parameters of one block: attention and MLP.
+
+        12 h^2 for GPT; norms and biases (13 h) are omitted.
+        """
         share = (self.kv_heads or self.heads) / self.heads
         attention = (2 + 2 * share) * self.width**2
         return attention + 2 * self.width * (self.mlp_width or 4 * self.width)
 
     @cached_property
     def active_parameters(self) -> float:
-        """Count the parameters that a token uses: of the blocks and one embedding shared with the output; 12 l h^2 + V
-        h for GPT (Narayanan 2021, eq. 2)."""
+        """Count the parameters that a token uses: those of the blocks, and one embedding shared with the output.
+
+        12 l h^2 + V h for GPT (Narayanan 2021, eq. 2).
+        """
         return self.layers * self.layer_parameters + self.vocabulary * self.width
 
     @cached_property
@@ -70,8 +74,9 @@ class ModelShape:
 
 
 def guess_shape(parameters: float, *, vocabulary: int = VOCABULARY, layers: int | None = None) -> ModelShape:
-    """Guess a GPT of about this many parameters that can be split: a multiple of 4 or 8 layers, and of 8 heads, for
-    models with that many.
+    """Guess a GPT of about this many parameters that can be split.
+
+    It has a multiple of 4 or 8 layers, and of 8 heads, if models of that size have that many.
 
     Among these shapes, choose the one nearest in parameters and, with a quarter of the weight, nearest to a width of
     128 times the depth. Accurate to a few percent. Raises ValueError below 50 million, where the vocabulary dominates.

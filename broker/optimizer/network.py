@@ -39,7 +39,7 @@ for _lines in _BY_CLOUD.values():
 
 
 @lru_cache(maxsize=4096)
-def network_gbs(cloud: str, instance_type: str) -> float:
+def find_network_gbs(cloud: str, instance_type: str) -> float:
     """Return GB/s in one direction between two such nodes, as stated by the cloud."""
     for beginning, gbits in _BY_CLOUD.get(cloud, ()):
         if instance_type.startswith(beginning):

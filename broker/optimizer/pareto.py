@@ -9,8 +9,10 @@ from broker.types import Estimate
 
 
 def find_frontier(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Return the frontier from the cheapest to the fastest; of equals, the first. Estimates without hours or dollars
-    are skipped."""
+    """Return the frontier from the cheapest to the fastest; of equals, the first.
+
+    Estimates without hours or dollars are skipped.
+    """
     frontier = list[Estimate]()
     least_hours = math.inf
     for each in sorted(list_timed(estimates), key=lambda each: (each.expected_usd or 0.0, each.expected_hours or 0.0)):

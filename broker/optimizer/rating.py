@@ -26,7 +26,7 @@ from broker.optimizer.data_cost import NO_DATA, DataCost, has_data, measure_rest
 from broker.optimizer.egress import EgressTable
 from broker.optimizer.ranking import RankedOffer
 from broker.optimizer.throughput import scale_work
-from broker.spot.hazard import Observation, hazard_per_node_hour
+from broker.spot.hazard import Observation, find_hazard_per_node_hour
 from broker.spot.market_model import NOTHING, MarketEvidence
 from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
 
@@ -250,7 +250,7 @@ class CostModel:
             SpotInputs(
                 work_hours=work, checkpoint=self._task.checkpoint, recovery_hours=recovery,
                 unbilled_hours=max(recovery - billed, 0.0), places=places, evidence=evidence,
-                band_hazard=self._task.num_nodes * hazard_per_node_hour(offer.interruption_band),
+                band_hazard=self._task.num_nodes * find_hazard_per_node_hour(offer.interruption_band),
                 deadline_hours=self._deadline_hours, has_fallback=has_fallback,
             )
         )  # fmt: skip
@@ -308,7 +308,7 @@ class CostModel:
         """Return the estimate of a ranked offer, with the breakdown if the task has an amount of work."""
         placement = place(candidate, self._task.num_nodes)
         if candidate.forecast is None:
-            hazard = self._task.num_nodes * hazard_per_node_hour(candidate.offer.interruption_band)
+            hazard = self._task.num_nodes * find_hazard_per_node_hour(candidate.offer.interruption_band)
             return Estimate(placement=placement, preemptions_per_hour=hazard if candidate.is_spot else 0.0)
         return make_estimate(
             placement, candidate.forecast, candidate.prices, candidate.data, budget_usd=self._budget_usd

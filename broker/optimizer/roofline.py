@@ -134,8 +134,9 @@ def estimate_step(
     is_overlapped: bool = True,
     experts_hidden_share: float = EXPERTS_HIDDEN_SHARE,
 ) -> StepTime:
-    """Estimate a step. `batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through
-    memory.
+    """Estimate a step.
+
+    `batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through memory.
 
     Gradients have `gradient_bytes` each, those of `dtype` by default; with `is_overlapped` they are sent while the last
     backward pass runs.

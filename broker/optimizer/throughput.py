@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from broker.optimizer.memory_model import Sharding
 from broker.optimizer.model_shape import ModelShape
-from broker.optimizer.network import network_gbs
+from broker.optimizer.network import find_network_gbs
 from broker.optimizer.roofline import Hardware, estimate_step
 from broker.types import AcceleratorFigures, Goal, Offer
 
@@ -46,7 +46,7 @@ def scale_work(
     own_count = offer.accelerator_count
     own = find_speed(
         offer.accelerator, own_count, figures, node_count=node_count, measured=measured,
-        network=network_gbs(offer.cloud, offer.instance_type),
+        network=find_network_gbs(offer.cloud, offer.instance_type),
     )  # fmt: skip
     reference = _find_gang_speed(name, count, figures, measured)
     if own and reference:

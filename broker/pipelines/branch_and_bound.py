@@ -13,7 +13,7 @@ PROGRESS_MIN = 0.02  # of the gap, by one pair of sweeps: below this, branching 
 
 
 @frozen
-class Found:
+class SearchResult:
     """The best choice, and a lower bound on every choice. `value` is infinite if no choice was found."""
 
     choice: tuple[int, ...]
@@ -31,7 +31,7 @@ def search(
     improve: Callable[[list[int], float], tuple[list[int], float]],
     offset: float = 0.0,
     work_max: float,
-) -> Found:
+) -> SearchResult:
     """Minimize `evaluate`, which for every choice is at least the field's costs plus `offset`.
 
     `start` is any choice; `improve` improves a choice by local moves, or returns it unchanged. After `work_max`
@@ -57,7 +57,7 @@ class _BranchAndBound:
         self._steps = 0
         self._work, self._root_size = 0.0, field.size
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         # (bound, field, task, position of its state); deepest last, to keep memory small
         stack: list[tuple[float, CostField, int, int]] = [(self._root.bound, self._root, -1, 0)]
         while stack:
@@ -75,7 +75,7 @@ class _BranchAndBound:
                 stack.extend(self._branch(field))
         lower = min([self._value, *(bound + self._offset for bound, *_ in stack)])
         is_optimal = all(self._is_hopeless(bound) for bound, *_ in stack)
-        return Found(
+        return SearchResult(
             choice=tuple(self._best),
             value=self._value,
             lower_bound=self._value if is_optimal else lower,

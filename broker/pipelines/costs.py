@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker.pipelines.bounds import CostField
-from broker.pipelines.branch_and_bound import Found, search
-from broker.pipelines.elimination import Core
+from broker.pipelines.branch_and_bound import SearchResult, search
+from broker.pipelines.elimination import EliminationGraph
 from broker.pipelines.problem import Problem
 
 
-def find_cheapest(problem: Problem, *, work_max: float) -> Found:
+def find_cheapest(problem: Problem, *, work_max: float) -> SearchResult:
     """Return the choice with the lowest sum of all tasks and transfers, in USD, the value of time included."""
-    core = Core(
+    core = EliminationGraph(
         [[state.cost for state in states] for states in problem.states],
         {(u, v): table for (u, v, _), table in zip(problem.edges, problem.edge_usd, strict=True)},
     )
@@ -22,7 +22,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
         place = {v: i for i, v in enumerate(left)}
         pairs = sorted((place[u], place[v]) for u, v in core.tables)
         tables = [core.tables[(left[u], left[v])] for u, v in pairs]
-        sums = Sums([core.unary[v] for v in left], pairs, tables)
+        sums = CostTotals([core.unary[v] for v in left], pairs, tables)
         result = search(
             CostField(sums.unary, pairs, tables),
             [problem.greedy[v] for v in left],
@@ -31,11 +31,11 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
             work_max=work_max,
         )
     else:
-        result = Found(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)
+        result = SearchResult(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)
     chosen = core.unfold(dict(zip(left, result.choice, strict=True)))
     choice = tuple(chosen[v] for v in range(len(problem.states)))
     value = problem.add_cost(choice)
-    return Found(
+    return SearchResult(
         choice=choice,
         value=value,
         lower_bound=value if result.is_optimal else min(value, result.lower_bound + core.total),
@@ -44,7 +44,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
     )
 
 
-class Sums:
+class CostTotals:
     """Totals of complete choices, and local moves that lower them."""
 
     def __init__(

@@ -15,7 +15,7 @@ from operator import add
 from typing import Self
 
 from broker.pipelines.bounds import CostField, Row
-from broker.pipelines.branch_and_bound import Found, search
+from broker.pipelines.branch_and_bound import SearchResult, search
 from broker.pipelines.label_setting import TooManyLabelsError, find_by_labels, is_forest
 from broker.pipelines.local_search import TimelyMoves
 from broker.pipelines.problem import Problem
@@ -79,7 +79,9 @@ class _Prices:
         return tasks, edges
 
 
-def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours: float, *, work_max: float) -> Found:
+def find_cheapest_in_time(
+    problem: Problem, start: Sequence[int], deadline_hours: float, *, work_max: float
+) -> SearchResult:
     """Return the cheapest choice whose longest path is at most the deadline. `start` is any choice that is on time."""
     limit = deadline_hours * (1 + ROUNDING)
     moves = TimelyMoves(problem, limit)
@@ -87,18 +89,18 @@ def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours
     best, value = moves.improve(list(start), problem.add_cost(start))
     times = Timetable(problem)
     if not times.close_late(limit):
-        return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
+        return SearchResult(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
     prices, best, value, times = _raise_prices(problem, times, moves, best, value, limit)
     offset = -limit * sum(prices.by_path.values())
     root = _make_field(problem, times, prices, limit)
     if not all(root.sweep(value - offset, is_forward=is_forward) for is_forward in (True, False, True, False)):
-        return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
+        return SearchResult(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
     if is_forest(len(problem.states), root.edges):
         with suppress(TooManyLabelsError):
             better = find_by_labels(problem, root, root.times, upper=value - offset, limit=limit, work_max=work_max)
             if better is not None:
                 best, value = better, problem.add_cost(better)
-            return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
+            return SearchResult(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
     return search(root, best, evaluate=moves.evaluate, improve=moves.improve, offset=offset, work_max=work_max)
 
 

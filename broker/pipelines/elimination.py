@@ -15,7 +15,7 @@ Row = Sequence[float]
 PAIR_WORK_MAX = 2_000_000
 
 
-class Core:
+class EliminationGraph:
     """Costs by task, and tables by unordered pair (lower, higher), from which tasks are eliminated one by one."""
 
     def __init__(self, unary: Sequence[Row], tables: dict[tuple[int, int], Sequence[Row]]) -> None:

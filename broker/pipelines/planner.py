@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from broker.errors import NoOfferError
 from broker.optimizer.egress import EgressTable, price_transfer
-from broker.pipelines.branch_and_bound import Found
+from broker.pipelines.branch_and_bound import SearchResult
 from broker.pipelines.costs import find_cheapest
 from broker.pipelines.deadline import find_cheapest_in_time
 from broker.pipelines.ordering import find_needs, name_tasks, order_indexes, order_tasks
@@ -70,7 +70,7 @@ def plan_pipeline(
     )
 
 
-def _solve(problem: Problem, objective: Objective, deadline_hours: float | None, work_max: float) -> Found:
+def _solve(problem: Problem, objective: Objective, deadline_hours: float | None, work_max: float) -> SearchResult:
     if objective == "cost" and deadline_hours is None:
         return find_cheapest(problem, work_max=work_max)
     soonest = find_soonest(problem, work_max=work_max)

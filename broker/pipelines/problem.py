@@ -100,7 +100,7 @@ def make_problem(
         for name, plan in zip(names, plans, strict=True)
     ]
     if not needs_time:
-        states = _drop_far_too_dear(states, [each.choice for each in plans], edges, egress)
+        states = _drop_far_too_expensive(states, [each.choice for each in plans], edges, egress)
     units = _Units(egress)
     tables = [units.make_tables(states[u], states[v], gib) for u, v, gib in edges]
     return Problem(
@@ -153,7 +153,7 @@ def _list_states(name: str, plan: Plan, *, needs_time: bool, values_time: bool) 
     return kept
 
 
-def _drop_far_too_dear(
+def _drop_far_too_expensive(
     states: Sequence[list[State]],
     choices: Sequence[Estimate],
     edges: Sequence[tuple[int, int, float]],
@@ -164,11 +164,11 @@ def _drop_far_too_dear(
     The states that tasks would choose alone are kept for comparison.
     """
     slack = [0.0] * len(states)
-    dearest = [max(_price_leaving(each.estimate, egress) for each in options) for options in states]
+    leaving_usd_max = [max(_price_leaving(each.estimate, egress) for each in options) for options in states]
     cheapest = [min(options, key=lambda each: each.cost) for options in states]
     for u, v, gib in edges:
         slack[u] += gib * _price_leaving(cheapest[u].estimate, egress)
-        slack[v] += gib * dearest[u]
+        slack[v] += gib * leaving_usd_max[u]
     return [
         [each for each in options if each is best or each.estimate is choice or each.cost < best.cost + extra]
         for options, best, choice, extra in zip(states, cheapest, choices, slack, strict=True)

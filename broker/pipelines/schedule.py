@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import add
 
 from broker.pipelines.bounds import EDGE_OVERHEAD, RELATIVE_ERROR, Row
-from broker.pipelines.branch_and_bound import Found
+from broker.pipelines.branch_and_bound import SearchResult
 from broker.pipelines.problem import Problem
 
 
@@ -122,7 +122,7 @@ class Timetable:
         return chosen
 
 
-def find_soonest(problem: Problem, *, work_max: float) -> Found:
+def find_soonest(problem: Problem, *, work_max: float) -> SearchResult:
     """Minimize the hours of the longest path, by branch and bound."""
     best: Sequence[int] = problem.greedy
     value = problem.measure_hours(best)
@@ -145,7 +145,7 @@ def find_soonest(problem: Problem, *, work_max: float) -> Found:
         if times.close_late(value * (1 - RELATIVE_ERROR)):
             stack.extend(_branch(times, bound))
     bounds = [bound for bound, *_ in stack if bound < value * (1 - RELATIVE_ERROR)]
-    return Found(
+    return SearchResult(
         choice=tuple(best), value=value, lower_bound=min(bounds, default=value), is_optimal=not bounds, steps=steps
     )
 

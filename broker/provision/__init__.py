@@ -1,1 +1,1 @@
-"""Plan -> Cluster."""
+"""Create, observe and terminate clusters: Plan -> Cluster."""

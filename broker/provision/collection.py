@@ -33,8 +33,10 @@ SWEEP_EVERY_S = 3600.0  # even if no cluster has ended: the last sweep may have 
 
 @frozen
 class LostResources:
-    """Nodes without a record, and names of dead clusters. `failures`: by cloud, or cloud and region, why it was not
-    searched."""
+    """Nodes without a record, and names of dead clusters.
+
+    `failures`: by cloud, or cloud and region, why it was not searched.
+    """
 
     nodes: tuple[Node, ...]
     names: tuple[str, ...]
@@ -103,8 +105,11 @@ class Collector:
         return LostResources(nodes=tuple(nodes), names=tuple(self._find_dead_names()), failures=failures)
 
     async def collect(self, on_failure: OnFailure | None = None) -> int:
-        """Collect; return the number of ended nodes, launches and clusters. An error of one cloud does not affect
-        others: it is passed to `on_failure`, with the cloud's or the cluster's name, or else logged."""
+        """Collect; return the number of ended nodes, launches and clusters.
+
+        An error of one cloud does not affect others: it is passed to `on_failure`, with the cloud's or the cluster's
+        name, or else logged.
+        """
         note = on_failure or _log_failure
         count = 0
         for cloud in self._clouds.values():

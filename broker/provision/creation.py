@@ -126,8 +126,10 @@ class NodeCreator:
             self._store.intents.note_account(launch.request.token, account)
 
     async def _find_created(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
-        """Return the nodes with this token once lists show the whole gang, else those listed after lists have
-        settled."""
+        """Return the nodes with this token once lists show the whole gang.
+
+        If they do not, return those that are listed after lists have settled.
+        """
         start_s = self._clock.now_s()
         while True:
             listed = (await self._lister.list(cloud)).by_token.get(request.token, [])

@@ -62,8 +62,10 @@ class HedgeTimer:
 
 
 def bound(known: ResponseTime | None, limits: HedgeLimits) -> float:
-    """Return the seconds to wait: mean plus four deviations (RFC 6298), within limits; without measurements, the
-    prior."""
+    """Return the seconds to wait: mean plus four deviations (RFC 6298), within limits.
+
+    Without measurements, return the prior.
+    """
     if known is None:
         return limits.prior_s
     return min(limits.most_s, max(limits.least_s, known.mean_s + 4.0 * known.deviation_s))

@@ -47,8 +47,7 @@ class Provisioner:
         owner: str,
         write_boot: Callable[[NodeRequest], str] = lambda request: "",
     ) -> None:
-        """Create the provisioner. `write_boot` returns a boot script: the same text for one token, even after a
-        crash."""
+        """Create the provisioner. `write_boot` returns a boot script, which is always the same for one token."""
         self._clouds = clouds
         self._store = store
         self._clock = clock
@@ -88,8 +87,9 @@ class Provisioner:
         retry_until_up: bool = False,
         on_claimed: Callable[[], None] = lambda: None,
     ) -> Cluster:
-        """Bring up the whole gang at the first placement with capacity, and return the cluster. A repeated call
-        resumes.
+        """Bring up the whole gang at the first placement with capacity, and return the cluster.
+
+        A repeated call resumes.
 
         While launches are late, up to `hedge` placements are requested at once. Unneeded launches are released in the
         background; `finish` waits for that. `check_budget` is called before each call that may cost money;

@@ -39,11 +39,11 @@ async def confirm_gone(
     """Terminate nodes and poll until the cloud lists each as TERMINATED; return them as last seen.
 
     Nodes with known IDs are terminated before the first list is requested, because lists may fail. A node that lists
-
     omit counts as gone only if a terminate call for it was accepted and it remains missing (`Absence`), in lists that
     cover its account and region. If fewer than `expected_count` nodes were ever listed, a create call may still take
     effect: lists of all `places` must then omit them for `UNSEEN_SETTLES * settle_s`, where the time between two such
     lists counts up to `settle_s`.
+
     Raises AccountError or AuthError if this login cannot list one of the places, or if the user's file no longer names
     it, TransientError at the limit, and the CloudError of a list that fails.
     """
@@ -86,8 +86,10 @@ async def confirm_gone(
 def find_doubt(
     cloud: Cloud, listing: Listing, places: Collection[Place], nodes: Sequence[Node] = ()
 ) -> CloudError | None:
-    """Return why an omitted node of these places, or one of `nodes`, may be alive; login errors precede temporary
-    ones."""
+    """Return why an omitted node of these places, or one of `nodes`, may be alive.
+
+    Login errors precede temporary ones.
+    """
     doubts = [doubt for place in places if (doubt := listing.find_doubt(place))]
     if isinstance(cloud, ReadsSites):
         removals = [cloud.find_removal(region) for _, region in places]

@@ -24,7 +24,7 @@ RUN_FOLDER = "home/.broker/runs"
 
 
 @dataclass
-class Watched:
+class WatchedProgram:
     """Observations of one attempt's program; times are real, in seconds since the epoch."""
 
     number: int
@@ -104,7 +104,7 @@ class RehearsedGang(BareGang):
         self._speed = speed
         self._work_s_of = work_s_of
         self._pending_s = 0.0
-        self.attempts: dict[int, Watched] = {}
+        self.attempts: dict[int, WatchedProgram] = {}
 
     async def start(
         self,
@@ -122,7 +122,7 @@ class RehearsedGang(BareGang):
         file = self._folder / f"progress-{number}.jsonl"
         first = min(cluster.nodes, key=lambda node: node.rank)
         source = Path(first.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
-        self.attempts.setdefault(number, Watched(number, self._real.now_s(), source, file))
+        self.attempts.setdefault(number, WatchedProgram(number, self._real.now_s(), source, file))
         await super().start(cluster, task, run_id=run_id, envs=envs, lease_s=lease_s, head=head)
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
@@ -155,7 +155,7 @@ class RehearsedGang(BareGang):
             self.pass_steps()
         return line
 
-    def _keep_progress(self, number: int) -> Watched | None:
+    def _keep_progress(self, number: int) -> WatchedProgram | None:
         watched = self.attempts.get(number)
         if watched is not None and not watched.progress_file.exists():
             with contextlib.suppress(OSError):

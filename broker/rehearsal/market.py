@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from broker.lab.traces import Trace
-from broker.spot.hazard import hazard_per_node_hour
+from broker.spot.hazard import find_hazard_per_node_hour
 from broker.types import Offer
 
 FULL_SHARE = 0.2  # of places, at the start; recorded zones range from 0.02 to 0.89
@@ -65,7 +65,7 @@ class SeededMarket:
         return next(period for period in reversed(periods) if period.start_s <= at_s)
 
     def _draw_period(self, offer: Offer, draw: random.Random, start_s: float, *, is_open: bool) -> MarketPeriod:
-        hazard = hazard_per_node_hour(offer.interruption_band)
+        hazard = find_hazard_per_node_hour(offer.interruption_band)
         mean_hours = (1 / hazard if hazard > 0 else math.inf) if is_open else self.full_hours
         hours = draw.expovariate(1 / mean_hours) if mean_hours < math.inf else math.inf
         return MarketPeriod(start_s=start_s, end_s=start_s + max(hours * 3600, 60.0), is_open=is_open)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from broker.formatting import format_count, format_duration
 from broker.rehearsal.report import Comparison, Measures, ReportedAttempt, Resume
-from broker.spot.interval import best_interval_s, expected_hours
+from broker.spot.interval import find_best_interval_s, find_expected_hours
 from broker.types import CheckpointSpec
 
 Level = Literal["good", "note", "bad"]
@@ -62,10 +62,10 @@ def weigh_interval(
         return None
     step_s = work_hours * 3600 / measures.total
     every_s = measures.checkpoint_steps * step_s
-    best_s = min(best_interval_s(checkpoint.stall_s, hazard), work_hours * 3600)
+    best_s = min(find_best_interval_s(checkpoint.stall_s, hazard), work_hours * 3600)
 
     def hours(interval_s: float) -> float:
-        return expected_hours(work_hours, hazard, interval_s, checkpoint.stall_s, checkpoint.restart_s)
+        return find_expected_hours(work_hours, hazard, interval_s, checkpoint.stall_s, checkpoint.restart_s)
 
     best_steps = None if math.isinf(best_s) else min(max(1, round(best_s / step_s)), measures.total)
     return CheckpointInterval(

@@ -17,7 +17,7 @@ from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
 from broker.runtime.packing import AGENT_FOLDER, UNPACK, digest_setup, pack_agent
 from broker.runtime.reports import (
-    Exchanged,
+    ExchangeReply,
     GangReport,
     Uploads,
     find_checkpoints,
@@ -288,7 +288,7 @@ class Gang:
         if self._access:
             await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
 
-    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
+    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> ExchangeReply:
         """Replace files in the first node's exchange folder, in this order, and read others. Raises TransientError.
 
         Each file is replaced atomically. A call that fails may have replaced some of them; it may be repeated.
@@ -300,7 +300,7 @@ class Gang:
                 json.loads((await self._run_agent(head, "exchange", request)).stdout) if is_long
                 else await self._call(head, "exchange", request)
             )  # fmt: skip
-            return Exchanged(files=dict(answer["files"]), digests=dict(answer["digests"]))
+            return ExchangeReply(files=dict(answer["files"]), digests=dict(answer["digests"]))
         except (KeyError, TypeError, ValueError) as error:
             raise TransientError(f"node `{head.id}` gave no valid answer to an exchange: {error}") from error
 

@@ -29,7 +29,7 @@ SERIALS_MAX = 32  # two for each GPU
 
 
 @frozen
-class Exchanged:
+class ExchangeReply:
     """A node's answer to an exchange of files: the text of those that were read, and the SHA-256 of each it holds."""
 
     files: Mapping[str, str]

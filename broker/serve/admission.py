@@ -76,7 +76,7 @@ class Gate:
     """Decides on each request and counts the usage of each key, starting from the `usage` of the previous balancer."""
 
     def __init__(self, ring: KeyRing | None, usage: UsageBook, *, host: str, clock: Clock) -> None:
-        self._ring = ring  # None: the file cannot be read, so nothing is admitted
+        self._ring = ring  # None: the file of keys cannot be read, so nothing is admitted
         self._clock = clock
         self._is_loopback = is_loopback(host)
         self._used = dict(usage.keys)
@@ -113,7 +113,7 @@ class Gate:
 
     @property
     def passes_preflights(self) -> bool:
-        """Return whether browsers may ask, without a key, which origins may send requests with one."""
+        """Return whether browsers may send CORS preflights without a key."""
         return self._ring is not None and bool(self._ring.keys)
 
     def admit(self, text: str) -> ApiKey | KeyRefusal | None:
@@ -173,7 +173,7 @@ class Gate:
 
 
 def find_key(headers: Mapping[str, str]) -> str:
-    """Return the API key that a request presents; empty without one."""
+    """Return the API key in the headers of a request; empty without one."""
     bearer, other = (headers.get(name, "") for name in KEY_HEADERS)
     return bearer[len(SCHEME) :].strip() if bearer.lower().startswith(SCHEME) else other.strip()
 

@@ -27,7 +27,7 @@ SCHEME = "x-forwarded-proto"  # without it, programs behind TLS would redirect t
 
 
 def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """Return the headers of the response to the client, with the service's version, which a router passes on."""
+    """Return the headers of the response to the client, including the service's version, which a router forwards."""
     headers = pass_headers(response.headers)
     if not route.is_router:
         headers["x-broker-version"] = str(route.backend.version)
@@ -72,7 +72,7 @@ def asks_for_origins(request: web.BaseRequest) -> bool:
 
 
 def find_target(request: web.BaseRequest) -> str:
-    """Return path and query as the client wrote them: once parsed, `//a` reads `////a`. Of an address, those in it."""
+    """Return path and query as the client wrote them, even of a full URL: parsing turns `//a` into `////a`."""
     return request.raw_path if request.raw_path.startswith("/") else request.path_qs
 
 

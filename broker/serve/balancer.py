@@ -94,7 +94,7 @@ class Balancer:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _open_gate(self) -> Gate:
-        """Read keys and usage; a file that cannot be read closes the service until it can be."""
+        """Read keys and usage; while a file is unreadable, no request is admitted."""
         ring, self._written = None, UsageBook()
         self._keys_seen = read_stamp(self._folder.keys)
         try:
@@ -107,7 +107,7 @@ class Balancer:
         return gate
 
     def _watch_keys(self) -> None:
-        """Adopt keys that were created or revoked; a file that cannot be read, or is gone, changes nothing."""
+        """Adopt keys that were created or revoked; a missing or unreadable file changes nothing."""
         stamp = read_stamp(self._folder.keys)
         if stamp in (None, self._keys_seen):
             return
@@ -129,7 +129,7 @@ class Balancer:
             log.warning("%s", error)
 
     def _make_path(self) -> DataPath:
-        """Return the way from clients to replicas that the routing file asks for."""
+        """Return the data path that the routing file requests."""
         table, routing, folder, clock = self.table, self._routing, self._folder, self._clock
         if routing.balancer is BalancerType.HAPROXY:
             return HaproxyPath(table, routing, folder, clock=clock)
@@ -158,7 +158,7 @@ class Balancer:
         )
 
     def adopt(self, routing: Routing) -> None:
-        """Take over the replicas of a routing file."""
+        """Adopt the replicas of a routing file."""
         self._routing = routing
         self.gate.share(routing.balancers)
         gone = self._route(routing)

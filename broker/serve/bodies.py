@@ -1,4 +1,4 @@
-"""Read the bodies of requests: short ones are kept, so that the request can be repeated, others are passed on.
+"""Read the bodies of requests: short ones are kept, so that the request can be repeated; others are streamed.
 
 A body of unknown length is kept if its request asks for a generation, whose clients send all of it before they read.
 Others, such as recorded sound, may be a conversation: the replica gets each part as it arrives.
@@ -15,14 +15,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from broker.serve.losses import ClientGoneError
 
 KEPT_BODY_BYTES_MAX = 4 << 20
-# Of all open requests, also of those that are still being read; beyond it, bodies are passed on, and not repeated.
+# For all open requests together, including those being read; beyond it, bodies are streamed and not repeated.
 KEPT_TOTAL_BYTES_MAX = 256 << 20
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FAULTS = (OSError, aiohttp.ClientError, web.RequestPayloadError, HttpProcessingError)
 
 
 class PassedBody:
-    """A body that is passed on as it arrives: the part that was read already, then the rest. It is read once."""
+    """A body that is streamed as it arrives: the part that has been read, then the rest. It can be read once."""
 
     def __init__(self, content: aiohttp.StreamReader, begin: bytes = b"") -> None:
         self._content, self._begin = content, begin
@@ -79,7 +79,7 @@ class BodyReader:
 
 
 async def _send_continue(request: web.BaseRequest) -> None:
-    """Ask for a body that the client holds back until then, as curl does with long ones."""
+    """Send `100 Continue`: clients such as curl hold long bodies back until then."""
     if request.headers.get("expect", "").lower() != "100-continue":
         return
     try:

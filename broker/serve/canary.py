@@ -22,7 +22,7 @@ class Canary:
     share: float
 
     def choose_slots(self, slots: Sequence[Slot]) -> Sequence[Slot]:
-        """Return the slots of its replicas: its share of the service's, at least one."""
+        """Return the slots of its replicas: its share of the service's slots, at least one."""
         return slots[: max(1, math.ceil(self.share * len(slots)))]
 
 

@@ -1,4 +1,4 @@
-"""When the certificate of a listener expires. Standard library only: a gateway has no library that reads certificates.
+"""Read when a listener's certificate expires. Standard library only: gateways have no library for certificates.
 
 Certificate ::= SEQUENCE { tbs SEQUENCE { [0] version, serial, algorithm, issuer, validity SEQUENCE { from, to } ...
 """
@@ -19,7 +19,7 @@ VERSION, UTC_TIME, GENERALIZED_TIME = 0xA0, 0x17, 0x18  # tags of DER
 def read_expiry_s(path: Path) -> float | None:
     """Return when the first certificate of a PEM file expires, which is the server's own; None if it is unreadable.
 
-    Those after it, up to the authority, may expire earlier without harm: clients know other chains.
+    The certificates after it, up to the authority, may expire earlier without harm, because clients know other chains.
     """
     try:
         found = CERTIFICATE.search(path.read_text(encoding="ascii", errors="replace"))

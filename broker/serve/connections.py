@@ -21,10 +21,10 @@ T = TypeVar("T")
 # Below the five seconds after which uvicorn, and so vLLM and SGLang, close an idle connection: a request that is sent
 # at that moment is lost.
 KEEPALIVE_S = 4.0
-# A machine without power is noticed after 25 s, also without a controller. The kernel of a machine that runs answers
+# Detects a machine without power after 25 s, even without a controller. The kernel of a running machine answers
 # these probes, however busy its programs are.
 PEER_IDLE_S, PEER_EVERY_S, PEER_TRIES = 10, 5, 3
-# A client that is away for minutes may come back, and is given up after ten. Linux alone would begin after two hours.
+# A client that is silent for minutes may return; after ten minutes, it is given up. Linux's default is two hours.
 CLIENT_IDLE_S, CLIENT_EVERY_S, CLIENT_TRIES = 120, 60, 8
 UNANSWERED_MS = 1000 * (PEER_IDLE_S + PEER_EVERY_S * PEER_TRIES)
 # The kernel of a replica's machine accepts connections however busy its programs are; handshakes need their turn.
@@ -107,13 +107,13 @@ def watch_peer(transport: asyncio.BaseTransport) -> None:
 
 
 def watch_client(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel end a silent connection to a client that has vanished: until then, it counts as load."""
+    """Have the kernel end the connection to a client that has vanished; until then, its request counts as load."""
     keep_alive(transport)
     _set(transport, TCP_KEEPIDLE=CLIENT_IDLE_S, TCP_KEEPINTVL=CLIENT_EVERY_S, TCP_KEEPCNT=CLIENT_TRIES)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel probe the peer of a silent connection, at the intervals of the system."""
+    """Have the kernel probe the peer of a silent connection, at the system's default intervals."""
     connection = transport.get_extra_info("socket")
     if connection is not None:
         with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -136,7 +136,7 @@ def is_short(headers: Mapping[str, str]) -> bool:
 
 
 def _set(transport: asyncio.BaseTransport, **options: int) -> None:
-    """Set TCP options, of which not all systems have all."""
+    """Set those of the TCP options that this system supports."""
     connection = transport.get_extra_info("socket")
     if connection is None:
         return

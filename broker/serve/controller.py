@@ -51,8 +51,11 @@ ReadLoad = Callable[[ServiceFolder, float], Load | None]  # the float: now, by t
 
 
 class ServiceController:
-    """Controls one service. `place` returns the slots of a number of replicas; `launch_balancer` does not wait,
-    and returns whether it started a process; `make_gateways` is called for services that have some."""
+    """Controls one service.
+
+    `place` returns the slots of a number of replicas; `launch_balancer` does not wait, and returns whether it started a
+    process; `make_gateways` is called for services that have some.
+    """
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class ServiceController:
         return STEP_S
 
     def _require_keys(self, service: Service, folder: ServiceFolder) -> None:
-        """Raise StateError where the API keys of a service are missing: without them it would be open to everyone."""
+        """Raise StateError if a service with API keys has lost them: it would be open to everyone."""
         if folder.keys.exists() or not self._store.services.has_keys(service):
             return
         if not self._lacks_keys:
@@ -185,7 +188,7 @@ class ServiceController:
         return replace(seen, replica=replica)
 
     def _find_fault(self, seen: ObservedReplica) -> str:
-        """Return why a running replica has to be replaced; empty if it need not be."""
+        """Return why a running replica must be replaced; empty if it may stay."""
         probe = self._probes.get(seen.replica.version)
         if probe is None or not seen.is_running or seen.not_ready_since_s is None:
             return ""
@@ -205,7 +208,7 @@ class ServiceController:
             self._store.jobs.request_cancel(replica.job_id)
 
     def _may_get_requests(self, replica: Replica, load: Load | None) -> bool:
-        """Return whether a drained replica may have received requests since this report, which states its `in_flight`.
+        """Return whether a drained replica may have received requests since the report of its `in_flight`.
 
         It may have, until the balancer reports that it uses a routing file in which the replica is draining.
         """
@@ -241,7 +244,7 @@ class ServiceController:
         return self._canary is not None and replica.version == self._canary.version
 
     def _end_failed_canary(self, service: Service) -> None:
-        """Roll the canary back; the other replicas continue to serve."""
+        """Roll back the canary; the other replicas continue to serve."""
         assert self._canary is not None
         remove_canary(find_folder(self._config, service))
         self._failures[self._canary.version] = 0
@@ -251,7 +254,7 @@ class ServiceController:
     def _reconcile_canary(
         self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica], load: Load | None
     ) -> None:
-        """Start and drain the replicas of the canary. At zero, it has none, or it would get all requests."""
+        """Start and drain the replicas of the canary. A service scaled to zero has none: it would get all requests."""
         if self._canary is None or (not slots and service.wanted):
             return
         task = self._store.services.get_task(self._name, self._canary.version)
@@ -314,8 +317,11 @@ class ServiceController:
         return self._clock.now_s() >= self._next_start_s.get(version, -math.inf)
 
     def _drain(self, numbers: Sequence[int], seen: Sequence[ObservedReplica], load: Load | None) -> None:
-        """Drain these replicas. Without a report it is unknown which are ready: running ones are kept until there is
-        one, because they may be the only ones that are."""
+        """Drain these replicas.
+
+        Without a report it is unknown which are ready: running ones are kept until there is one, because they may be
+        the only ones that are.
+        """
         for each in seen:
             if each.replica.number in numbers and (load is not None or not each.is_running):
                 self._store.services.put_replica(replace(each.replica, drained_s=self._clock.now_s()))

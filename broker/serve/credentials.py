@@ -38,7 +38,7 @@ def make_secrets(folder: ServiceFolder, service: str, *, has_gateways: bool = Fa
 
 
 def ensure_credentials(folder: ServiceFolder, service: str, *, has_gateways: bool = False) -> None:
-    """Make what is missing; only the service's controller calls this. Raises StateError."""
+    """Create missing keys and certificates; only the service's controller calls this. Raises StateError."""
     for path in (folder.replica_pem, *_list_clients(folder, has_gateways=has_gateways)):
         if not path.exists():
             _write(path, make_credential(f"broker {path.stem} {service}", valid=VALID).value)

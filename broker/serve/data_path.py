@@ -30,14 +30,14 @@ WAIT_S_MAX = 60.0
 
 
 class Counts:
-    """Requests, or connections, since the balancer started, and now."""
+    """The numbers of requests or connections: since the balancer started, and in flight."""
 
     def __init__(self) -> None:
         self.arrivals = self.in_flight = self.waiting = self.resumed = self.broken = 0
 
 
 class DataPath(Protocol):
-    """One way from clients to replicas. Every method may be called again with the same values."""
+    """A path from clients to replicas. Every method may be called again with the same values."""
 
     counts: Counts
 
@@ -45,16 +45,16 @@ class DataPath(Protocol):
         """Accept clients; yield the port. Raises OSError if it is taken, StateError without a needed program."""
 
     def adopt(self, routing: Routing) -> None:
-        """Act on another routing file, whose replicas the route table already has. Does not wait, and never fails."""
+        """Apply a new routing file, whose replicas the route table already contains. Does not wait, and never fails."""
 
     def cut(self, gone: Sequence[BackendRoute]) -> None:
-        """End what is open to replicas that are gone. Does not wait, and never fails.
+        """End the connections to replicas that are gone. Does not wait, and never fails.
 
         A machine that was taken away may close nothing itself: its clients would wait for a timeout.
         """
 
     def wake(self) -> None:
-        """Act on a replica that became ready, or stopped being so. Does not wait, and never fails."""
+        """React to a change of a replica's readiness. Does not wait, and never fails."""
 
     async def probe(self, route: BackendRoute) -> str:
         """Return why a replica is not ready; empty if it is. Ends after the probe's timeout."""
@@ -73,7 +73,7 @@ class DataPath(Protocol):
 
 
 class ChildChanges:
-    """Changes that a child process has to take over, carried out one after the other."""
+    """Changes that a child process must adopt, applied one after the other."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
@@ -82,22 +82,22 @@ class ChildChanges:
 
     @property
     def has_next(self) -> bool:
-        """Return whether something changed since the present application began."""
+        """Return whether anything has changed since the current change began to be applied."""
         return self._noted.is_set()
 
     @property
     def is_pending(self) -> bool:
-        """Return whether a change is not taken over yet."""
+        """Return whether a change has not been applied yet."""
         return self.has_next or self._is_applying
 
     def note(self) -> None:
-        """Have the present state applied, in a task of its own."""
+        """Request that the current state be applied; a separate task does it."""
         self._noted.set()
 
     async def apply_forever(
         self, apply: Callable[[], Awaitable[None]], *, errors: tuple[type[Exception], ...], child: str
     ) -> None:
-        """Apply each change; one that fails with one of these errors is applied again."""
+        """Apply each change; retry a change that fails with one of these errors."""
         while True:
             await self._noted.wait()
             self._noted.clear()
@@ -126,7 +126,7 @@ class ReplicaQueue:
         return self._counts.waiting >= WAITING_MAX
 
     def adopt(self, routing: Routing) -> None:
-        """Act on another routing file: if the service was given up, those who wait are told."""
+        """Apply a new routing file: if the service has been given up, waiting clients are refused."""
         self.failure = routing.failure
         if self.failure:
             self.wake()
@@ -160,7 +160,7 @@ def find_exposure(spec: ServiceSpec | Routing, host: str) -> str:
     Where API keys cannot be checked, an address that other machines reach needs certificates of clients, or a program
     that terminates TLS itself.
     """
-    if spec.has_keys or is_loopback(host) or spec.is_tls_passed:
+    if spec.can_check_keys or is_loopback(host) or spec.is_tls_passed:
         return ""
     if spec.tls is not None and spec.tls.client_ca_path is not None:
         return ""

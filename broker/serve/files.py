@@ -20,6 +20,7 @@ from broker.errors import StateError
 from broker.frozen import frozen
 from broker.state.faults import explain_os_error
 from broker.types import BalancerType, ReadinessProbe, ServiceProtocol, TlsFiles
+from broker.types.service import reads_requests
 
 T = TypeVar("T")
 
@@ -78,9 +79,9 @@ class Routing:
         return self.probes.get(version, self.probe)
 
     @property
-    def has_keys(self) -> bool:
-        """Return whether the balancer reads requests, and thus can check API keys."""
-        return self.protocol is ServiceProtocol.HTTP and self.balancer is not BalancerType.HAPROXY
+    def can_check_keys(self) -> bool:
+        """Whether the balancer reads requests, and can therefore check API keys."""
+        return reads_requests(self.protocol, self.balancer)
 
 
 @frozen

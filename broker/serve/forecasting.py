@@ -1,4 +1,4 @@
-"""Forecast the load at the time when a replica that is requested now is ready. Pure.
+"""Forecast the load for the time at which a replica that is requested now will be ready. Pure.
 
 The trend is the median of the slopes between all pairs of the means of the last 15 minutes (Theil and Sen), if it is
 significant by the test of Mann and Kendall and has not ended: a sudden step is no trend, and least squares
@@ -46,7 +46,7 @@ class LoadForecaster:
         self._seen: list[Demand] = []
 
     def observe(self, demand: Demand, *, now_s: float) -> None:
-        """Add a measured load. One that is unknown, or a gap, starts over: a trend across it would be made up."""
+        """Add a measured load. An unknown load or a gap starts over, because a trend across it would be invented."""
         if not demand.is_known or (self._begin_s is not None and not 0 <= now_s - self._begin_s < 2 * MINUTE_S):
             self.minutes, self._begin_s, self._seen = (), None, []
             if not demand.is_known:

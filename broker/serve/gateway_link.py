@@ -14,7 +14,7 @@ import msgspec
 
 from broker.clock import Clock
 from broker.errors import CloudError
-from broker.runtime.reports import Exchanged
+from broker.runtime.reports import ExchangeReply
 from broker.serve.files import Load, LoadTotals, encode
 from broker.serve.keys import UsageBook
 from broker.serve.merging import merge_totals, shift_times
@@ -28,12 +28,15 @@ T = TypeVar("T")
 
 
 # Replaces files on the first node of a cluster, and reads others; may be repeated. Raises CloudError.
-Exchange = Callable[[Cluster, Mapping[str, str], Sequence[str]], Awaitable[Exchanged]]
+Exchange = Callable[[Cluster, Mapping[str, str], Sequence[str]], Awaitable[ExchangeReply]]
 
 
 class GatewayLink:
-    """One gateway as the controller knows it. `usage` and `load` are what it reported last, also to an earlier
-    controller; `ended` are the responses of balancers that it had before its present one."""
+    """One gateway as the controller knows it.
+
+    `usage` and `load` are what it reported last, also to an earlier controller; `ended` are the responses of balancers
+    that it had before its present one.
+    """
 
     def __init__(
         self, exchange: Exchange, *, usage: UsageBook, load: Load | None, ended: LoadTotals, clock: Clock
@@ -63,7 +66,7 @@ class GatewayLink:
         return self.last
 
     def push(self, cluster: Cluster, files: Mapping[str, str]) -> asyncio.Task[None] | None:
-        """Begin a call if files differ from those on the machine, or the last call was long ago; return it.
+        """Begin and return a call if files differ from those on the machine, or if the last call was long ago.
 
         The first call to a machine pushes nothing: it reads the list of files there.
         """
@@ -111,7 +114,7 @@ class GatewayLink:
             self.usage = usage
 
     def _take_load(self, text: str) -> None:
-        """Adopt a load that is new; its times are by the machine's clock, so it counts as written when it arrives."""
+        """Adopt a new load. Its times are by the machine's clock, so it counts as written when it arrives."""
         load = None if text == self._load_text else _decode(text, Load)
         is_first = not self._load_text  # it may be left from before the machine was restarted
         self._load_text = text

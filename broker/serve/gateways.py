@@ -1,4 +1,4 @@
-"""The gateways of one service: their jobs, the files that they get, and the sum of what they report.
+"""The gateways of one service: their jobs, the files that they receive, and the sum of their reports.
 
 A gateway is a managed job like a replica, without a row of its own: its request id names the service, its number and
 the try, so that a restarted controller finds it. Its machine's agent replaces files and returns the load
@@ -89,21 +89,24 @@ def find_cluster(store: Store, job: Job | None) -> Cluster | None:
 
 
 def read_loads(folder: ServiceFolder, *, now_s: float) -> Mapping[int, Load]:
-    """Return the recent loads of gateways, as a controller saved them last; none if they cannot be read."""
+    """Return the recent loads of gateways that a controller saved last; none if they cannot be read."""
     loads = read_book(folder).loads
     return {number: each for number, each in loads.items() if now_s - each.time_s <= LOAD_AGE_S_MAX}
 
 
 def read_book(folder: ServiceFolder) -> GatewayBook:
-    """Return what a controller saved last, however old; nothing if it cannot be read."""
+    """Return the loads that a controller saved last, however old; empty if they cannot be read."""
     with suppress(StateError):
         return read_file(folder.gateways, GatewayBook) or GatewayBook()
     return GatewayBook()
 
 
 def read_merged_load(folder: ServiceFolder, *, now_s: float) -> Load | None:
-    """Return the joint load of the gateways that report. Its totals are those of all gateways that ever did, so that
-    they never fall: Prometheus would take that for a restart of all of them, and count what is left once more."""
+    """Return the joint load of the gateways that report.
+
+    Its totals are those of all gateways that ever did, so that they never fall: Prometheus would take that for a
+    restart of all of them, and count what is left once more.
+    """
     load = merge_loads(list(read_loads(folder, now_s=now_s).values()), is_complete=False)
     book = read_book(folder)
     totals = merge_totals([*book.ended.values(), *(each.totals for each in book.loads.values())])
@@ -153,14 +156,14 @@ class Gateways:
         )
 
     def _find_silent(self, serving: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Return those of the serving gateways that do not report, and those that have not for long."""
+        """Return the serving gateways that do not report, and those that have not reported for a long time."""
         now_s = self._clock.now_s()
         silent = {number for number in serving if number not in self._links or not self._links[number].is_heard()}
         self._silent_since_s = {number: self._silent_since_s.get(number, now_s) for number in silent}
         return silent, {number for number in silent if now_s - self._silent_since_s[number] >= SILENT_S_MAX}
 
     async def follow(self, service: Service, task: Task, spec: GatewaySpec) -> None:
-        """Observe the gateways, push the last routing file, and take over what they report."""
+        """Observe the gateways, push the newest routing file, and adopt their reports."""
         self._tries = list_tries(self._store, service)
         with suppress(StateError):  # damaged: the controller writes another
             calls = self.push(service, task, spec, read_file(self._folder.routing, Routing))
@@ -186,7 +189,7 @@ class Gateways:
         return [call for call in calls if call is not None]
 
     def reconcile(self, service: Service, task: Task, spec: GatewaySpec) -> None:
-        """Start gateways that are missing, and end those beyond the number."""
+        """Start missing gateways, and end surplus ones."""
         for each in self._tries:
             if each.number > spec.count:
                 self._end(each)

@@ -21,7 +21,6 @@ CONFIG = "haproxy.cfg"
 SOCKET = "haproxy.sock"
 SYSTEM_PATH = "/usr/sbin:/usr/local/sbin"  # not in the PATH of users on Debian
 ANSWER_S = 5.0
-ANSWER_BYTES_MAX = 16 << 20
 SESSIONS_AT_ONCE = 100  # in one command, which has at most 16 KiB
 POLL_S = 0.05
 START_S = 60.0  # a busy machine takes seconds; without it, the balancer would be started again and again

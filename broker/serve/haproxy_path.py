@@ -85,7 +85,7 @@ class HaproxyPath:
         self._changes.note()
 
     def wake(self) -> None:
-        """Enable the servers of ready replicas, and disable the others, in a task of its own."""
+        """Enable the servers of ready replicas and disable the others, in a separate task."""
         self._changes.note()
 
     async def probe(self, route: BackendRoute) -> str:
@@ -139,7 +139,7 @@ class HaproxyPath:
         return None if self._renewal is None else self._renewal.ends_s
 
     async def _apply(self) -> None:
-        """Bring HAProxy to the present routing and readiness. Raises NoAnswerError, StateError."""
+        """Apply the current routing and readiness to HAProxy. Raises NoAnswerError, StateError."""
         gone = self._gone[:]
         self._write_config()  # also for a process that starts later
         structure = self._describe_structure()

@@ -119,9 +119,9 @@ class HttpPath:
 
 
 def is_own_fault(record: logging.LogRecord) -> bool:
-    """Return whether a record is not of a request that cannot be read, which is answered with 400.
+    """Return False for the record of an unreadable request, which is answered with 400.
 
-    Its traceback would let anyone who can connect fill the disk.
+    With its traceback, anyone who can connect could fill the disk.
     """
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 

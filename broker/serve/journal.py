@@ -36,7 +36,7 @@ ABORTED = "abort"  # `finish_reason` of vLLM and SGLang for a request that the e
 
 
 class EventTooLongError(Exception):
-    """The end of an event has not arrived after the largest number of bytes."""
+    """An event exceeds the maximum number of bytes without ending."""
 
 
 class EngineFaultError(Exception):
@@ -86,11 +86,11 @@ class StreamJournal:
         return journal
 
     def request_usage(self) -> None:
-        """Ask the engine for the numbers of tokens, which the client gets only if it asked as well."""
+        """Request the token counts from the engine; the client receives them only if it requested them as well."""
         self._requests_usage = True
 
     def stop_requesting_ids(self) -> None:
-        """Ask for no ids from now on, because the engine refuses them or they do not suffice.
+        """Stop requesting ids, because the engine refuses them or they do not suffice.
 
         The stream ends with its replica.
         """

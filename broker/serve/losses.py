@@ -1,4 +1,4 @@
-"""How a request ends early: its replica is lost, or its client has left."""
+"""Errors that end a request early: its replica is lost, or its client has left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class ReplicaLostError(Exception):
     """The replica did not answer, or its response was interrupted.
 
     `was_sent`: the replica may have received the request; otherwise any request may be repeated elsewhere.
-    `is_alive`: the replica runs, and is too slow or does not support the request: only another one may do better.
+    `is_alive`: the replica runs, but is too slow or does not support the request, so only another one may succeed.
     """
 
     def __init__(self, reason: str, *, was_sent: bool = True, is_alive: bool = False) -> None:

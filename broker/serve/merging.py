@@ -1,4 +1,4 @@
-"""Join the loads that several balancers of one service report. Pure.
+"""Merge the loads that several balancers of one service report. Pure.
 
 in flight 3 at one, 5 at the other      ->  8
 replica 1 ready at one, not the other   ->  ready: the one that is behind will see it at its next probe
@@ -45,7 +45,7 @@ def merge_loads(loads: Sequence[Load], *, is_complete: bool) -> Load | None:
 
 
 def _merge_replica(seen: Sequence[ReplicaLoad]) -> ReplicaLoad:
-    """Join the views of one replica: ready since the first balancer saw it ready, unready since the last one did."""
+    """Merge the views of one replica: ready since the first balancer saw it ready, unready since the last one did."""
     ready = [each for each in seen if each.is_ready]
     return ReplicaLoad(
         is_ready=bool(ready),

@@ -70,7 +70,7 @@ class ResponseMeter:
         self._is_json = content_type == "application/json"
 
     def feed(self, data: bytes) -> None:
-        """Take a part of the body."""
+        """Read a part of the body."""
         if self._parser is not None:
             try:
                 events = self._parser.feed(data)
@@ -83,7 +83,7 @@ class ResponseMeter:
             self._body += data
 
     def take_event(self, event: str) -> None:
-        """Take an event of a stream."""
+        """Read an event of a stream."""
         if event == DONE:
             return
         if '"usage"' in event:
@@ -95,11 +95,11 @@ class ResponseMeter:
         self._events += 1
 
     def leave(self) -> None:
-        """Record that the client has left; a prompt that was sent counts all the same."""
+        """Record that the client has left; a prompt that was sent still counts."""
         self._is_left = self.is_sent
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Take the numbers of a journal, which counts tokens across replicas, if it knows the ids."""
+        """Use the counts of a journal, which counts tokens across replicas if it knows the ids."""
         if prompt_tokens:
             self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
             self._has_usage = True
@@ -148,7 +148,7 @@ class ResponseMeter:
 
 
 class UsageField(msgspec.Struct):
-    """The fields of a response that are read. Events of the Responses and Messages APIs have their usage in another."""
+    """The fields that are read of a response. Events of the Responses and Messages APIs nest their usage."""
 
     usage: Any = None
     response: Any = None

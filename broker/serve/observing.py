@@ -40,7 +40,7 @@ class ObservedReplica:
     noticed_s: float | None = None  # when the preemption of one of its present nodes was announced
 
     def is_leaving(self, now_s: float) -> bool:
-        """Return whether the replica still runs, and will be preempted."""
+        """Return whether the replica still runs although its preemption was announced."""
         return self.is_running and self.noticed_s is not None and now_s - self.noticed_s < NOTICED_S_MAX
 
     @property
@@ -160,7 +160,7 @@ def name_region(offer: Offer) -> str:
 
 
 def find_capacity(spec: ServiceSpec, job: Job | None) -> float:
-    """Return how much load a replica takes compared with others.
+    """Return the load that a replica can take, relative to other replicas.
 
     With `instance_aware_least_load`, it is `target_qps_per_replica` of the accelerators that it runs on; otherwise 1.
     """

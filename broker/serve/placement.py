@@ -288,8 +288,11 @@ def _choose_places(places: Sequence[SpotPlace]) -> list[SpotPlace]:
 
 
 def _split_hazards(places: Sequence[SpotPlace], hours: float) -> tuple[list[bool], list[float], list[float]]:
-    """Return by place: whether it is the last of its region, the chance that the region is lost, and that it survives
-    otherwise. The chance that a place survives both is that of its own hazard."""
+    """Return three values by place, to combine the loss of a region with the loss of a single place.
+
+    They are: whether the place is the last of its region, the chance that the region is lost, and the chance that the
+    place survives otherwise. The chance that a place survives both is that of its own hazard.
+    """
     ends, shocks, survival = list[bool](), list[float](), list[float]()
     for index, each in enumerate(places):
         region = [other for other in places if other.slot.region == each.slot.region]

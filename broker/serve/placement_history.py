@@ -1,4 +1,4 @@
-"""Observations of a service that outlive its replicas and its controller: used error budget and newest cold starts."""
+"""Observations of a service that outlive its replicas and its controller: used error budget and recent cold starts."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ GENERATION_PATHS = (
 
 @frozen
 class PassLimits:
-    """What a proxy in front of a router, or behind one, does not do.
+    """Restrictions of a proxy in front of a router or behind one.
 
     `paths`: the only ones that are passed on; None: all. `continues`: whether a stream may continue on another replica.
     `waits`: whether a request waits for a replica; otherwise its sender chose it, and chooses another if it is lost.
@@ -149,7 +149,7 @@ class Proxy:
         return None
 
     async def _forward_preflight(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Let a ready replica answer a browser's question for the origins that it permits; wake none for it."""
+        """Forward a browser's CORS preflight to a ready replica; do not start one for it."""
         if self._preflights >= PREFLIGHTS_MAX:
             return refuse(429, "too many requests", retry_s=1)
         if refusal := self._check(request):
@@ -298,7 +298,7 @@ class Proxy:
     async def keep_refusal(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
     ) -> web.Response:
-        """Return the response of a busy or failed replica, to be passed on if no other one answers better.
+        """Return the response of a busy or failed replica, to be forwarded if no other replica succeeds.
 
         A long one is replaced by a short one with the same status. Raises ReplicaLostError.
         """
@@ -380,7 +380,7 @@ class Proxy:
         return self.table.choose(but=tried) is not None
 
     def _is_refused(self, request: web.BaseRequest, body: object, status: int) -> bool:
-        """Return whether another replica may answer better; a generation fails wherever its engine is terminated."""
+        """Return whether another replica may succeed: the engine of this one is busy, failed or being terminated."""
         is_failed = status >= 500 and request.method == "POST" and request.path.endswith(GENERATION_PATHS)
         return isinstance(body, bytes) and (status in BUSY or is_failed)
 
@@ -390,7 +390,7 @@ class Proxy:
         return isinstance(body, bytes) and (request.method in IDEMPOTENT or request.path.endswith(GENERATION_PATHS))
 
     def refuse_unready(self) -> web.Response:
-        """Make the response for a request that no replica is ready to take."""
+        """Make the response to a request for which no replica is ready."""
         if self._queue.failure:
             return refuse(503, f"the service was given up: {self._queue.failure[:FAILURE_MAX]}")
         return (

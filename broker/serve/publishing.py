@@ -20,7 +20,7 @@ NEAR_IN_FLIGHT = 8.0  # without a target: requests in flight up to which a repli
 def make_backends(
     spec: ServiceSpec, seen: Sequence[ObservedReplica], drained: Collection[int], *, now_s: float
 ) -> tuple[Backend, ...]:
-    """Return the replicas that run; `drained` are the numbers of those that get no new requests."""
+    """Return the running replicas; `drained` are the numbers of those that receive no new requests."""
     return tuple(
         replace(
             each.backend,

@@ -20,7 +20,7 @@ from broker.errors import (
     UsageError,
 )
 from broker.errors import TaskError as InvalidTaskError
-from broker.server.running import Frame, Running
+from broker.server.running import Frame, RunningVerb
 
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
@@ -34,7 +34,7 @@ STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
 )
 
 
-async def collect(request: web.Request, running: Running, *, beat_s: float) -> web.Response:
+async def collect(request: web.Request, running: RunningVerb, *, beat_s: float) -> web.Response:
     """Respond with one object: the result or the error, and the notes. Questions are refused without `?yes=true`.
 
     It ends when the client has disconnected, which is checked every `beat_s` seconds: a log may be followed for weeks.

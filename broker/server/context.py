@@ -135,8 +135,10 @@ class ServerContext(Context):
         return Payee() if self._token is None else Payee(user=self._token.user, project=self._token.project)
 
     def check_notify(self, tasks: Sequence[Task]) -> None:
-        """Refuse what would act as the server's own user, as for the local cloud: commands, and pods with the accounts
-        and volumes of their choice."""
+        """Refuse settings that would act as the server's own user, as the local cloud does.
+
+        These are commands, and pods that choose their own accounts and volumes.
+        """
         if not self._policy.has_local_cloud and any(each.pod_config for each in tasks):
             raise UsageError(
                 "`pod_config` would use the server's own access to Kubernetes, which this server does not allow",

@@ -42,7 +42,7 @@ from broker.server.login import BrowserLogins
 from broker.server.openapi import describe_api
 from broker.server.pages import LOGIN as PAGE_LOGIN
 from broker.server.pages import ServerPages
-from broker.server.running import Running, VerbRequest
+from broker.server.running import RunningVerb, VerbRequest
 from broker.server.store_thread import StoreThread
 from broker.server.tokens import find_token
 from broker.state.people import Role, Token
@@ -86,7 +86,7 @@ class Server:
         # Apart from each other, so that no number of clients that follow something keeps others from ending it.
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
         self._staying = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="staying")
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningVerb] = {}
         self._is_leaving = asyncio.Event()
 
     def make_app(self) -> web.Application:
@@ -237,8 +237,8 @@ class Server:
             return await collect(request, running, beat_s=BEAT_S)
 
     @asynccontextmanager
-    async def _start(self, wanted: VerbRequest, *, is_agreeing: bool) -> AsyncIterator[Running]:
-        running = Running(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)
+    async def _start(self, wanted: VerbRequest, *, is_agreeing: bool) -> AsyncIterator[RunningVerb]:
+        running = RunningVerb(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)
         self._running[wanted.id] = running
         threads = self._staying if wanted.verb.name in STAYING else self._threads
         asyncio.get_running_loop().run_in_executor(threads, running.run)
@@ -289,7 +289,7 @@ class Server:
             return tuple(self._localize(each) for each in value)
         return value
 
-    async def _stream(self, request: web.Request, running: Running) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, running: RunningVerb) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": LINES, "Cache-Control": "no-store"})
         await answer.prepare(request)
         is_over = False

@@ -1,5 +1,6 @@
-"""The two routes of a login through an OIDC issuer: the first returns what the client needs to begin, the second a
-token.
+"""The two routes of a login through an OIDC issuer.
+
+The first returns what the client needs to begin, the second returns a token.
 
 A nonce binds them together (`nonces.py`). Logins to the pages (`page_login.py`) end in the same way.
 """
@@ -16,7 +17,7 @@ from broker.frozen import frozen
 from broker.server.nonces import Nonces
 from broker.server.oidc import Fetches, Identity, Issuer, fetch_json
 from broker.server.oidc_settings import OidcSettings, read_oidc_settings
-from broker.server.tokens import Created, create_token
+from broker.server.tokens import CreatedToken, create_token
 
 FIELDS = ("code", "verifier", "redirect_uri", "nonce")
 TEXT_MAX = 4096
@@ -25,7 +26,7 @@ UNKNOWN = "(unknown)"
 
 
 @frozen
-class Begin:
+class LoginParameters:
     """The values that a client sends to the issuer."""
 
     authorization_endpoint: str
@@ -35,7 +36,7 @@ class Begin:
 
 
 @frozen
-class Proof:
+class LoginProof:
     """The proof of a completed login: the issuer's code, and the secrets of the client that began it."""
 
     code: str
@@ -58,7 +59,9 @@ class IssuerLogins:
             self._issuer = Issuer(settings, clock=self._context.clock, fetch=self._fetch)
         return self._issuer
 
-    async def complete(self, issuer: Issuer, proof: Proof, nonces: Nonces, nonce: str) -> tuple[Identity, Created]:
+    async def complete(
+        self, issuer: Issuer, proof: LoginProof, nonces: Nonces, nonce: str
+    ) -> tuple[Identity, CreatedToken]:
         """Verify a login, spend its `nonce`, and create an expiring token of this server.
 
         Raises AuthError, DeniedError. Logins of the issuer's users are audited.
@@ -95,11 +98,11 @@ class BrowserLogins:
             )
         return self._logins.get_issuer(settings)
 
-    async def begin(self) -> Begin:
+    async def begin(self) -> LoginParameters:
         """Return the values with which a client sends its user to the issuer. Raises UsageError without an issuer."""
         issuer = self._get_issuer()
         endpoint = await issuer.find_endpoint("authorization_endpoint")
-        return Begin(
+        return LoginParameters(
             authorization_endpoint=endpoint, client_id=issuer.settings.client_id, scope=issuer.settings.scopes,
             nonce=self._nonces.make(),
         )  # fmt: skip
@@ -115,7 +118,7 @@ class BrowserLogins:
         if parts.scheme != "http" or not is_loopback(parts.hostname or ""):
             raise InvalidRequestError("`redirect_uri` must be on the client's own machine")
         self._nonces.check(nonce)
-        proof = Proof(code=code, verifier=verifier, redirect_uri=redirect_uri, nonce=nonce)
+        proof = LoginProof(code=code, verifier=verifier, redirect_uri=redirect_uri, nonce=nonce)
         identity, made = await self._logins.complete(issuer, proof, self._nonces, nonce)
         return identity, made.value.value
 

@@ -93,8 +93,10 @@ class Issuer:
         return token
 
     async def verify(self, token: str, *, nonce: str) -> Identity:
-        """Check the signature and all claims of an ID token. Raises AuthError, and DeniedError for a user without
-        access."""
+        """Check the signature and all claims of an ID token.
+
+        Raises AuthError, and DeniedError for a user without access.
+        """
         header = read_header(token)
         claims = self._check_signature(token, await self._find_keys(header), str(header["alg"]))
         check_claims(claims, self.settings, nonce=nonce, now_s=self._clock.now_s())

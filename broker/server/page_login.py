@@ -19,7 +19,7 @@ from urllib.parse import urlencode, urlsplit
 from broker.app.container import Context
 from broker.errors import AuthError, InvalidRequestError, UsageError
 from broker.frozen import frozen
-from broker.server.login import TEXT_MAX, IssuerLogins, Proof
+from broker.server.login import TEXT_MAX, IssuerLogins, LoginProof
 from broker.server.nonces import Nonces
 from broker.server.oidc import Fetches, Issuer, fetch_json
 from broker.server.oidc_settings import read_oidc_settings
@@ -33,7 +33,7 @@ STATE, NONCE, VERIFIER = "state", "nonce", "verifier"  # purposes of the values 
 
 
 @frozen
-class Departure:
+class LoginRedirect:
     """The URL at which a browser logs in, and the cookie that it needs when it returns."""
 
     url: str
@@ -42,7 +42,7 @@ class Departure:
 
 
 @frozen
-class Arrival:
+class CompletedLogin:
     """The token of a completed login."""
 
     token: Secret
@@ -66,7 +66,7 @@ class PageLogins:
             return None
         return None if settings is None else settings.pages_url.rstrip("/") + START
 
-    async def begin(self, own_url: str) -> Departure:
+    async def begin(self, own_url: str) -> LoginRedirect:
         """Begin a login. Raises UsageError without an issuer, and AuthError or TransientError from the issuer."""
         issuer, redirect_uri = self._get_issuer(own_url)
         endpoint = await issuer.find_endpoint("authorization_endpoint")
@@ -79,11 +79,11 @@ class PageLogins:
             "code_challenge": base64.urlsafe_b64encode(digest).decode().rstrip("="), "code_challenge_method": "S256",
         }  # fmt: skip
         joint = "&" if urlsplit(endpoint).query else "?"
-        return Departure(
+        return LoginRedirect(
             url=f"{endpoint}{joint}{urlencode(query)}", cookie=cookie, is_secure=redirect_uri.startswith("https:")
         )
 
-    async def finish(self, own_url: str, cookie: str, query: Mapping[str, str]) -> Arrival:
+    async def finish(self, own_url: str, cookie: str, query: Mapping[str, str]) -> CompletedLogin:
         """Complete the login of the browser with this cookie. Raises AuthError, DeniedError, InvalidRequestError."""
         issuer, redirect_uri = self._get_issuer(own_url)
         self._nonces.check(cookie)
@@ -96,12 +96,12 @@ class PageLogins:
             raise AuthError(f"the issuer refused the login: {query.get('error', 'no code')[:ERROR_MAX]}")
         if len(query["code"]) > TEXT_MAX:
             raise InvalidRequestError("the code is too long")
-        proof = Proof(
+        proof = LoginProof(
             code=query["code"], verifier=self._nonces.derive(cookie, VERIFIER), redirect_uri=redirect_uri,
             nonce=self._nonces.derive(cookie, NONCE),
         )  # fmt: skip
         _, made = await self._logins.complete(issuer, proof, self._nonces, cookie)
-        return Arrival(token=made.value, is_secure=redirect_uri.startswith("https:"))
+        return CompletedLogin(token=made.value, is_secure=redirect_uri.startswith("https:"))
 
     def _get_issuer(self, own_url: str) -> tuple[Issuer, str]:
         """Return the issuer, with the client of the pages, and the URL to which it redirects browsers."""

@@ -56,7 +56,7 @@ def list_submitted(result: object) -> Sequence[int]:
     return [job.id for job in (result if isinstance(result, tuple) else (result,)) if isinstance(job, Job)]
 
 
-class Running:
+class RunningVerb:
     """One running verb. Its frames end with a result or an error; `answer` resolves the question of a frame."""
 
     def __init__(self, request: VerbRequest, *, home: Path, policy: Policy, is_agreeing: bool = False) -> None:

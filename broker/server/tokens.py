@@ -18,14 +18,14 @@ DAY_S = 86400.0
 
 
 @frozen
-class Created:
+class CreatedToken:
     """A new token; its value cannot be read again."""
 
     id: int
     value: Secret
 
 
-def create_token(store: Store, *, user: str, role: Role, days: float | None, project: str = "") -> Created:
+def create_token(store: Store, *, user: str, role: Role, days: float | None, project: str = "") -> CreatedToken:
     """Create a token that is valid for `days`; None: until revoked. Raises UsageError for an invalid name."""
     if not re.fullmatch(USER, user):
         raise UsageError(
@@ -39,7 +39,7 @@ def create_token(store: Store, *, user: str, role: Role, days: float | None, pro
     value = PREFIX + secrets.token_urlsafe(32)
     expires_s = None if days is None else store.clock.now_s() + days * DAY_S
     token_id = store.tokens.add(digest=digest_token(value), user=user, role=role, expires_s=expires_s, project=project)
-    return Created(id=token_id, value=Secret(value=value))
+    return CreatedToken(id=token_id, value=Secret(value=value))
 
 
 def find_token(store: Store, value: str) -> Token | None:

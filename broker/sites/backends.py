@@ -10,8 +10,10 @@ SKYPILOT = "sky://"  # the handles of its nodes
 
 
 def find_other_backend(node: Node, *, is_native: bool) -> AuthError | None:
-    """Return an AuthError for a node that only the other backend can list and terminate: creating or removing the
-    cloud's file while nodes run does not end them."""
+    """Return an AuthError for a node that only the other backend can list and terminate.
+
+    Creating or removing the cloud's file while nodes run does not end them.
+    """
     file = FILES.get(node.cloud)
     if file is None or node.handle.startswith(SKYPILOT) is not is_native:
         return None

@@ -50,7 +50,7 @@ class Durations:
 
     def count_reached(self, from_hours: float, to_hours: float) -> tuple[float, float]:
         """Count the finished open periods that reached the class of `from_hours`, and that of `to_hours`."""
-        first, then = class_of(from_hours), class_of(to_hours)
+        first, then = find_class(from_hours), find_class(to_hours)
         return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
 
     def __add__(self, other: Durations) -> Durations:
@@ -65,15 +65,15 @@ class Durations:
 NOTHING_SEEN = Durations()
 
 
-def class_of(age_hours: float) -> int:
+def find_class(age_hours: float) -> int:
     """Return the index of the age class in `AGES`."""
     return bisect_right(AGES, age_hours) - 1
 
 
-def hours_in_classes(from_hours: float, to_hours: float) -> list[tuple[int, float]]:
+def list_hours_by_class(from_hours: float, to_hours: float) -> list[tuple[int, float]]:
     """List (class, hours) for each age class that a period passes through between two ages."""
     found = []
-    index = class_of(from_hours)
+    index = find_class(from_hours)
     while index < len(AGES) and from_hours < to_hours:
         end = AGES[index + 1] if index + 1 < len(AGES) else math.inf
         found.append((index, min(end, to_hours) - from_hours))
@@ -85,12 +85,12 @@ def _add(
     lived: tuple[float, ...], ends: tuple[float, ...], from_hours: float, to_hours: float, *, is_ended: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     hours = list(lived)
-    for index, part in hours_in_classes(from_hours, to_hours):
+    for index, part in list_hours_by_class(from_hours, to_hours):
         hours[index] += part
     if not is_ended:
         return tuple(hours), ends
     counts = list(ends)
-    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # a period that ends where a class begins has no exposure in it
+    counts[find_class(max(to_hours - 1e-6, 0.0))] += 1  # a period that ends where a class begins has no exposure in it
     return tuple(hours), tuple(counts)
 
 

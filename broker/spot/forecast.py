@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from broker.spot.durations import hours_in_classes
+from broker.spot.durations import list_hours_by_class
 from broker.spot.policies.base import Candidate, round_speed
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the mean hazard of the next two hours
 COHORT_HOURS = 1e-3  # markets whose changes are closer than this change together
-STINT_HOURS_MAX = 24.0  # evidence on a market says little about more than a day ahead
+STAY_HOURS_MAX = 24.0  # evidence on a market says little about more than a day ahead
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpotMarket:
-    """A spot market. Prices are in on-demand prices of an hour of work (USD per work-hour without on-demand).
+    """A spot market. Prices are multiples of the on-demand price of an hour of work; in USD without on-demand.
 
     Work is counted in hours of on-demand, time in hours: `speed` converts them.
     """
@@ -37,20 +37,20 @@ class SpotMarket:
         return sum(hazard * hours for hazard, hours in self._list_hazards(SOON_HOURS)) / SOON_HOURS
 
     @property
-    def stint_hours(self) -> float:
+    def stay_hours(self) -> float:
         """Return the expected stay of a job: the mean time until the market closes, truncated at a day."""
-        return self._stint[0]
+        return self._stay[0]
 
     @property
     def hazard(self) -> float:
         """Return the mean hazard of closing over the expected stay."""
-        mean, alive = self._stint
+        mean, alive = self._stay
         return (1 - alive) / mean
 
     @property
-    def stint_work(self) -> float:
+    def stay_work(self) -> float:
         """Return the work that is done in an expected stay."""
-        return self.stint_hours * self.speed
+        return self.stay_hours * self.speed
 
     @property
     def work_hazard(self) -> float:
@@ -63,16 +63,16 @@ class SpotMarket:
         return self.price * self.speed
 
     @cached_property
-    def _stint(self) -> tuple[float, float]:
+    def _stay(self) -> tuple[float, float]:
         """Return (mean hours open, survival probability) over the next day."""
-        return live_through(self._list_hazards(STINT_HOURS_MAX))
+        return live_through(self._list_hazards(STAY_HOURS_MAX))
 
     def _list_hazards(self, ahead_hours: float) -> list[tuple[float, float]]:
         """List (hazard of closing, hours) for each age class of the next `ahead_hours`."""
         begin = self.candidate.age_hours if self.candidate.is_open else 0.0
         return [
             (self.prior.open_hazards[index] * self.open_paces[index >= OLD], hours)
-            for index, hours in hours_in_classes(begin, begin + ahead_hours)
+            for index, hours in list_hours_by_class(begin, begin + ahead_hours)
         ]
 
     @cached_property
@@ -102,8 +102,8 @@ class SpotMarket:
         return share + (self.candidate.is_open - share) * memory
 
     @property
-    def loss_price(self) -> float:
-        """Return the cost of a start there."""
+    def start_price(self) -> float:
+        """Return the cost of a start there, which every loss causes."""
         return self.candidate.start_hours * self.candidate.speed * self.price
 
     @property
@@ -114,13 +114,13 @@ class SpotMarket:
 
     def rate(self, loss: float, work_hours: float) -> float:
         """Return the price of an hour of work: spot, expected losses, and the move spread over the expected stay."""
-        stay = max(min(self.stint_work, work_hours), 0.1)
+        stay = max(min(self.stay_work, work_hours), 0.1)
         closes_in = self.candidate.closes_in_hours
         hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
         return self.price + hazard / self.speed * loss + self.move_price / stay
 
     def rate_saving(self, best: SpotMarket, work_hours: float) -> float:
-        """Return the share of the best market's saving over on-demand that this one offers, after a move from there.
+        """Return the share of the best market's saving over on-demand that this one offers after a move from that one.
 
         0.02 to 1, or 0 if the move costs more than a stay saves.
         """
@@ -129,7 +129,7 @@ class SpotMarket:
             return 1.0 if move <= 0 else 0.0
         if move <= 0:
             return min(max((1 - self.price) / saving, 0.02), 1.0)
-        stay = max(min(self.stint_work, work_hours), 0.1)
+        stay = max(min(self.stay_work, work_hours), 0.1)
         return min(max((1 - self.price - move / stay) / saving, 0.0), 1.0)
 
     @cached_property
@@ -167,7 +167,7 @@ def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket, work_h
     none_open = 1.0
     for each in markets:
         if each.cohort != best.cohort:
-            none_open *= 1 - each.expect_open(best.stint_hours) * each.rate_saving(best, work_hours)
+            none_open *= 1 - each.expect_open(best.stay_hours) * each.rate_saving(best, work_hours)
     return 1 - none_open
 
 

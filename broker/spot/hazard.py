@@ -25,7 +25,7 @@ class Observation:
     node_hours: float
 
 
-def hazard_per_node_hour(interruption_band: float | None) -> float:
+def find_hazard_per_node_hour(interruption_band: float | None) -> float:
     """Return preemptions per node-hour from a band's upper bound in percent per month.
 
     If a share p of machines is preempted within a month of T hours, the constant hazard is -ln(1 - p) / T.

@@ -7,7 +7,7 @@ import math
 INTERVAL_S_MIN = 1.0
 
 
-def best_interval_s(stall_s: float, hazard_per_hour: float) -> float:
+def find_best_interval_s(stall_s: float, hazard_per_hour: float) -> float:
     """Return the seconds of work between checkpoints that minimise lost time; infinite without hazard.
 
     Daly's higher-order optimum (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
@@ -23,7 +23,7 @@ def best_interval_s(stall_s: float, hazard_per_hour: float) -> float:
     return max(interval_s, INTERVAL_S_MIN)
 
 
-def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
+def find_expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
     """Return the expected hours of a run at one place; `hazard` is in preemptions of the gang per hour.
 
     With tau, delta and R for interval, stall and restart: W / tau (1/H + R) (exp(H (tau + delta)) - 1). Daly has

@@ -20,12 +20,12 @@ def weigh_without_deadline(view: JobView, current: Candidate | None, markets: Se
     if not opened:
         return Wait(reason="spot is unavailable") if current is None else Stay(reason="spot is unavailable")
     work = view.work_left_hours
-    best = min(opened, key=lambda each: each.rate(each.loss_price, work))
+    best = min(opened, key=lambda each: each.rate(each.start_price, work))
     here = next((each for each in markets if each.candidate is current), None)
     if here is None:
         return Move(target=best.candidate, reason="spot is available")
-    stint = min(work, best.stint_hours, here.stint_hours)
-    gain = (here.rate(here.loss_price, math.inf) - best.rate(best.loss_price, math.inf)) * stint
-    if best is not here and gain > MOVE_GAIN * (best.loss_price + best.move_price):
+    stay_hours = min(work, best.stay_hours, here.stay_hours)
+    gain = (here.rate(here.start_price, math.inf) - best.rate(best.start_price, math.inf)) * stay_hours
+    if best is not here and gain > MOVE_GAIN * (best.start_price + best.move_price):
         return Move(target=best.candidate, reason="another location is cheaper, including the move")
     return Stay(hours=DECISION_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")

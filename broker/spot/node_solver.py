@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from broker.spot.durations import class_of
+from broker.spot.durations import find_class
 from broker.spot.grid import find_node
 from broker.spot.overlapped_starts import OverlappedStart, list_overlapped_starts
 from broker.spot.rows import Row, choose_less, expect_landing, interpolate
 from broker.spot.starts import CLASSES, OLDEST, Start
+from broker.spot.transitions import list_transitions
 from broker.spot.value_tables import Tables, ValueParameters
-from broker.spot.ways import list_ways
 
 # The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
 # losses look too expensive; five hours or more is too optimistic where places close together.
-SECOND_CLASS = class_of(2.0)
+SECOND_CLASS = find_class(2.0)
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 _SECOND = OLDEST - SECOND_CLASS  # its index in a row
@@ -27,7 +27,7 @@ _SECOND = OLDEST - SECOND_CLASS  # its index in a row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Level:
-    """The starts from a node of spare time. Nodes are given by their first index; `back` leads past a start.
+    """The starts from a node of spare time. Nodes are given by their first index; `back` from_next past a start.
 
     `lost` has by age class, the oldest first, nodes and weights of the value after a loss, and `own` the weight of the
     value at the node itself, which is found by iteration.
@@ -40,7 +40,7 @@ class _Level:
 
 
 class NodeSolver:
-    """Fills the tables, node by node."""
+    """Fill the tables, node by node."""
 
     def __init__(
         self,
@@ -58,11 +58,15 @@ class NodeSolver:
         self.drops = [0.0] * len(self.run)  # the value just after the loss of spot, by node
         opened, closed = parameters.open_hazards, parameters.closed_hazards
         price, self.spare = parameters.spot_hour_price, spare
-        self.spot_ways = list_ways(opened, tuple([each / parameters.spot_speed for each in work]), price)
+        self.spot_transitions = list_transitions(opened, tuple([each / parameters.spot_speed for each in work]), price)
         self.gain_share = 1 - 1 / parameters.spot_speed  # the spare time gained by an hour of work on spot
-        self.ondemand_ways = list(zip(list_ways(opened, work, 1.0), list_ways(closed, work, 1.0), strict=True))
+        self.ondemand_transitions = list(
+            zip(list_transitions(opened, work, 1.0), list_transitions(closed, work, 1.0), strict=True)
+        )
         wait = parameters.wait_price
-        self.wait_ways = list(zip(list_ways(opened, spare, wait), list_ways(closed, spare, wait), strict=True))
+        self.wait_transitions = list(
+            zip(list_transitions(opened, spare, wait), list_transitions(closed, spare, wait), strict=True)
+        )
         paid = parameters.start_hours * price
         self.paid = [each.survive * paid + (1 - each.survive) * price * each.lost_hours for each in starts]
         self.landings = tuple(
@@ -89,8 +93,11 @@ class NodeSolver:
             self.run[below], self.idle_open[below], self.idle_closed[below],
         )  # fmt: skip
         self.ondemand_open[at], self.ondemand_closed[at] = self.ondemand_open[below], self.ondemand_closed[below]
-        sures = self._start_ondemand(self.ondemand_open, level, j), self._start_ondemand(self.ondemand_closed, level, j)
-        drop = self._iterate(i, j, sures, self._start_spot(level, j))
+        ondemand_starts = (
+            self._start_ondemand(self.ondemand_open, level, j),
+            self._start_ondemand(self.ondemand_closed, level, j),
+        )
+        drop = self._iterate(i, j, ondemand_starts, self._start_spot(level, j))
         self.run[at] = self._run_spot(i, j, drop)
         self.drops[at] = self._drop(at)
         self._pass_ondemand(i, j)  # no other state of this node depends on it
@@ -104,9 +111,9 @@ class NodeSolver:
 
     def _run_spot(self, i: int, j: int, drop: float) -> Row:
         """List the values of running on spot from this node, by age class; `drop`: the value after a loss there."""
-        way, before = self.spot_ways[j - 1], i * self.width + j - 1
+        transition, before = self.spot_transitions[j - 1], i * self.width + j - 1
         if not self.gain_share:
-            return way.go_on(way.lead(self.run[before], self.drops[before]), drop)
+            return transition.evaluate_continuing(transition.evaluate_next(self.run[before], self.drops[before]), drop)
         step, here = self.work[j] - self.work[j - 1], self.spare[i]
         left = here + self.gain_share * step
         if left < 0:  # spare time is used up on the way, where on-demand starts
@@ -116,7 +123,9 @@ class NodeSolver:
         at = low * self.width + j - 1
         far = at + self.width
         runs = [less + up * (more - less) for less, more in zip(self.run[at], self.run[far], strict=True)]
-        return way.go_on(way.lead(runs, self.drops[at] + up * (self.drops[far] - self.drops[at])), drop)
+        return transition.evaluate_continuing(
+            transition.evaluate_next(runs, self.drops[at] + up * (self.drops[far] - self.drops[at])), drop
+        )
 
     def _guess_without_spare(self, at: int, work: float) -> None:
         """Fill in the states without spare time: on-demand to the end."""
@@ -149,24 +158,24 @@ class NodeSolver:
             for paid, on, (near, far, less, more) in zip(self.paid, landed, level.lost, strict=True)
         ]
 
-    def _iterate(self, i: int, j: int, sures: tuple[Row, Row], enters: Row) -> float:
+    def _iterate(self, i: int, j: int, ondemand_starts: tuple[Row, Row], spot_starts: Row) -> float:
         """Find the states in which nothing runs: wait, enter spot, or start on-demand. Return the value after a loss.
 
         Passes contract by a nearly constant factor, so they are extrapolated (Aitken).
         """
         at = i * self.width + j
         below, rho = at - self.width, self.parameters.second_chance
-        opens, closes = self.wait_ways[i - 1]
+        opens, closes = self.wait_transitions[i - 1]
         opened, closed = self.idle_open[below], self.idle_closed[below]
-        lead_open, lead_closed = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
+        open_next, closed_next = opens.evaluate_next(opened, closed[-1]), closes.evaluate_next(closed, opened[-1])
         weights = self.levels[i].own
         guess, change_before = closed[-1], 0.0
         for _ in range(PASSES_MAX):
             second = opened[_SECOND]
             drop, lost = rho * second + (1 - rho) * guess, rho * second + (1 - rho) * closed[-1]
-            others = choose_less(enters, weights, lost, sures[0])
-            opened, self.wait_open[at] = opens.go_on_or_change(lead_open, guess, others)
-            closed, self.wait_closed[at] = closes.go_on_or_change(lead_closed, opened[-1], sures[1])
+            others = choose_less(spot_starts, weights, lost, ondemand_starts[0])
+            opened, self.wait_open[at] = opens.evaluate_best(open_next, guess, others)
+            closed, self.wait_closed[at] = closes.evaluate_best(closed_next, opened[-1], ondemand_starts[1])
             change = closed[-1] - guess
             if abs(change) < TOLERANCE:
                 break
@@ -182,27 +191,27 @@ class NodeSolver:
         """Update the states where on-demand runs, iterating over open and closed, which depend on each other."""
         at = i * self.width + j
         opened, closed = self.ondemand_open[at - 1], self.ondemand_closed[at - 1]
-        opens, closes = self.ondemand_ways[j - 1]
-        leads = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
+        opens, closes = self.ondemand_transitions[j - 1]
+        from_next = opens.evaluate_next(opened, closed[-1]), closes.evaluate_next(closed, opened[-1])
         beside = self._start_beside(i, j)
         guess = self.ondemand_closed[at][-1]
-        first = self._round_ondemand(at, j, leads, guess, beside)
+        first = self._round_ondemand(at, j, from_next, guess, beside)
         if abs(first - guess) < TOLERANCE / 4:
             return
-        second = self._round_ondemand(at, j, leads, first, beside)
+        second = self._round_ondemand(at, j, from_next, first, beside)
         rate = (second - first) / (first - guess)
         if 0 < rate < 0.99:
-            self._round_ondemand(at, j, leads, second + (second - first) * rate / (1 - rate), beside)
+            self._round_ondemand(at, j, from_next, second + (second - first) * rate / (1 - rate), beside)
 
     def _round_ondemand(
-        self, at: int, j: int, leads: tuple[Row, Row], closed_usd: float, beside: Sequence[tuple[float, float]]
+        self, at: int, j: int, from_next: tuple[Row, Row], closed_usd: float, beside: Sequence[tuple[float, float]]
     ) -> float:
-        opens, closes = self.ondemand_ways[j - 1]
+        opens, closes = self.ondemand_transitions[j - 1]
         others = self.idle_open[at]
         if beside:
             others = [min(idle, base + own * closed_usd) for idle, (base, own) in zip(others, beside, strict=True)]
-        opened, self.keep_open[at] = opens.go_on_or_change(leads[0], closed_usd, others)
-        closed, self.keep_closed[at] = closes.go_on_or_change(leads[1], opened[-1], self.idle_closed[at])
+        opened, self.keep_open[at] = opens.evaluate_best(from_next[0], closed_usd, others)
+        closed, self.keep_closed[at] = closes.evaluate_best(from_next[1], opened[-1], self.idle_closed[at])
         self.ondemand_open[at], self.ondemand_closed[at] = opened, closed
         return closed[-1]
 

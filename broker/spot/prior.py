@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from broker.spot.durations import AGES, Durations, class_of, hours_in_classes
+from broker.spot.durations import AGES, Durations, find_class, list_hours_by_class
 
-OLD = class_of(1.0)  # the class from which periods count as old
+OLD = find_class(1.0)  # the class from which periods count as old
 # The number of ended periods that weigh as much as the prior. Recorded markets change pace from day to day, so a few
 # periods say little about tomorrow, and closed ones less than open ones.
 OPEN_WEIGHT, CLOSED_WEIGHT = 6.0, 16.0
@@ -87,7 +87,7 @@ def _learn(
     """Return one factor for young and one for old periods, shrunk to their common factor, itself shrunk to 1."""
     young_ends, old_ends, young, old = _count_ends(hazards, hours, ends)
     if watched:
-        for index, lived in hours_in_classes(*watched):
+        for index, lived in list_hours_by_class(*watched):
             if index < OLD:
                 young += hazards[index] * lived
             else:

@@ -1,5 +1,7 @@
-"""Conversion of rows from schema 10: recovery and autostop move from the alternatives of a task to the task, and each
-placement gets the index of the alternative that it was planned for. Used only by that migration.
+"""Convert rows from schema 10. Used only by that migration.
+
+Recovery and autostop move from the alternatives of a task to the task, and each placement gets the index of the
+alternative that it was planned for.
 
 An unreadable row is not changed; the code that reads it later reports the damage.
 """

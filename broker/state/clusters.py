@@ -55,8 +55,10 @@ class ClusterRows:
         return keep_readable([partial(_read_cluster, row) for row in rows], on_damage)
 
     def delete(self, name: str) -> None:
-        """Delete a cluster and its run counter: the next cluster with this name starts at run 1. Intents, bills and
-        events are kept."""
+        """Delete a cluster and its run counter: the next cluster with this name starts at run 1.
+
+        Intents, bills and events are kept.
+        """
         with self._database.transaction():
             self._database.write("DELETE FROM clusters WHERE name = ?", (name,))
             self._database.write("DELETE FROM run_ids WHERE cluster = ?", (name,))

@@ -78,11 +78,6 @@ def is_copy_due(database: Path, *, now_s: float) -> bool:
     return not any(0.0 <= now_s - copy.time_s < COPY_EVERY_S for copy in list_copies(database))
 
 
-def show_date(time_s: float) -> str:
-    """Format a time in seconds since the epoch as local date and minute."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
-
-
 def sync_file(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

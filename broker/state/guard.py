@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 
 from broker.errors import StateError
+from broker.formatting import format_minute
 from broker.frozen import frozen
-from broker.state.copies import list_copies, show_date
+from broker.state.copies import list_copies
 
 
 @frozen
@@ -80,7 +81,7 @@ def check_not_lost(database: Path, guard: Guard | None) -> None:
     if is_there and (database.is_dir() or database.stat().st_size):
         return
     what = "is empty" if is_there else "is missing"
-    since = f" since {show_date(guard.created_s)}" if guard.created_s else ""
+    since = f" since {format_minute(guard.created_s)}" if guard.created_s else ""
     raise StateError(
         f"the state file {database} {what}, but this folder has contained one{since}",
         details=("Jobs and clusters recorded in it may still be running.",),
@@ -105,7 +106,7 @@ def list_ways_back(database: Path) -> tuple[str, ...]:
     except OSError:
         copies = ()
     if copies:
-        restore = f"`broker state restore` restores the newest copy, of {show_date(copies[0].time_s)}"
+        restore = f"`broker state restore` restores the newest copy, of {format_minute(copies[0].time_s)}"
     else:
         restore = "`broker state restore FILE` restores your own copy; there is none in `backups/`"
     return restore, "`broker state reset` starts with an empty one; running machines are found by their tags"

@@ -27,8 +27,11 @@ class MetaRows:
 
     @property
     def salt(self) -> str:
-        """Part of every create token. Each restore and reset changes it, because the lost state may have used the same
-        places and serial numbers. Read once, because it only changes while no other process has the store open."""
+        """Part of every create token.
+
+        Each restore and reset changes it, because the lost state may have used the same places and serial numbers. Read
+        once, because it only changes while no other process has the store open.
+        """
         if self._salt is None:
             self._salt = self.get(SALT) or ""
         return self._salt

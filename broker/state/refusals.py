@@ -17,8 +17,10 @@ AHEAD_S_MAX = 300.0  # more than the length of a probe: clocks of controllers ma
 
 @frozen
 class Refusal:
-    """A location that must not be requested again before `expires_s`; an empty region, zone or instance type matches
-    all."""
+    """A location that must not be requested again before `expires_s`.
+
+    An empty region, zone or instance type matches all.
+    """
 
     cloud: str
     region: str
@@ -65,7 +67,6 @@ class RefusalRows:
         reask_after_s_max: float = math.inf,
     ) -> None:
         """Record a refusal; an empty `region`, `zone` or `instance_type` matches all of them.
-
 
         After `reask_after_s`, which grows by half each time, a launch without any other place may request it again.
         This is a circuit breaker: a refusal soon after the previous one lasts twice as long, up to `lasts_s_max`; once

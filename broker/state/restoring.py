@@ -19,8 +19,9 @@ from pathlib import Path
 
 from broker.clock import Clock
 from broker.errors import StateError, UsageError
+from broker.formatting import format_minute
 from broker.frozen import frozen
-from broker.state.copies import Copy, get_folder, list_copies, show_date, sync_file
+from broker.state.copies import Copy, get_folder, list_copies, sync_file
 from broker.state.faults import FAULTS, explain_fault
 from broker.state.guard import Guard, get_path, read_guard, write_guard
 from broker.state.meta import ADOPTED, RESTORED, SALT, SEEN
@@ -275,4 +276,4 @@ def _read_identity(database: Path) -> tuple[int, Mapping[str, str]]:
 
 def describe_copy(copy: Copy) -> str:
     """Return name, date and size of a backup as one line."""
-    return f"{copy.path.name}  {show_date(copy.time_s)}  {copy.size_bytes / 1024:,.0f} KiB"
+    return f"{copy.path.name}  {format_minute(copy.time_s)}  {copy.size_bytes / 1024:,.0f} KiB"

@@ -170,8 +170,10 @@ class Compaction:
         )
 
     def _prune_people(self, before_s: float) -> None:
-        """Prune what a server recorded for work of which no row is left: every launch and every login adds a row, and
-        the queue reads all commitments."""
+        """Prune the records that a server keeps of users' work, once no row of that work is left.
+
+        Every launch and every login adds a row, and the queue reads all commitments.
+        """
         self._database.execute("DELETE FROM tokens WHERE revoked_s < ?1 OR expires_s < ?1", (before_s,))
         self._database.execute(
             "DELETE FROM owners WHERE kind = ? AND name NOT IN (SELECT CAST(id AS TEXT) FROM jobs)", (Owned.JOB.value,)
@@ -209,8 +211,11 @@ def _read_names(text: object) -> Sequence[str]:
 def _choose_prunable(
     rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int, crowded_s: float
 ) -> Iterator[int]:
-    """Yield the IDs of jobs to prune: those that ended before `before_s`, and of more than `ended_jobs_max` those that
-    ended until `crowded_s`. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
+    """Yield the IDs of jobs to prune.
+
+    These are the jobs that ended before `before_s` and, if there are more than `ended_jobs_max`, those that ended until
+    `crowded_s`. `rows` are newest first; jobs only refer to older ones, so one pass is enough.
+    """
     named: set[int] = set()
     ended = 0
     for row in rows:

@@ -1,5 +1,6 @@
-"""Conversion of sentences from schema 9 into kinds with data. Used only by that migration, and never changed:
-today's sentences come from `broker/wording/`, and no code reads them.
+"""Conversion of sentences from schema 9 into kinds with data.
+
+Used only by that migration, and never changed: today's sentences come from `broker/wording/`, and no code reads them.
 
 A sentence that no pattern matches is kept verbatim, as `OutcomeKind.OTHER` or `EventKind.NOTE`.
 """

@@ -104,7 +104,9 @@ class ServiceRows:
         )
         service = self._must_get(name)
         if row is None:
-            raise UsageError(f"service `{name}` has no version {version}")
+            raise UsageError(
+                f"service `{name}` has no version {version}", hints=[f"`broker serve status {name}` shows its version"]
+            )
 
         def read() -> Task:
             names = msgspec.json.decode(row["secret_names"], type=list[str])

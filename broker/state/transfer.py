@@ -25,6 +25,7 @@ from broker.state.store import Store
 from broker.types import EventKind, make_event
 from broker.types.jobs import name_job
 
+EXPORT_AGAIN = "export the state again: the file was not written or copied completely"
 FORMAT = "broker-state-1"
 # Every table, and the columns that order its rows. Add new tables here; a test compares this with both backends.
 TABLES: Mapping[str, str] = {
@@ -196,7 +197,7 @@ def _read_lines(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if number == 1:
                     _check_header(source, table, row)
                 elif table == "end" and {**row, "header": 1} != counts:
-                    raise StateError(f"{source} is damaged: rows are missing")
+                    raise StateError(f"{source} is damaged: rows are missing", hints=(EXPORT_AGAIN,))
                 elif table != "end":
                     _check_row(source, number, table, row)
                     yield table, row
@@ -206,7 +207,7 @@ def _read_lines(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"{source} is not an export of broker's state: {error!r}") from error
     if table != "end":
-        raise StateError(f"{source} is incomplete: its last line is missing")
+        raise StateError(f"{source} is incomplete: its last line is missing", hints=(EXPORT_AGAIN,))
 
 
 def _check_header(source: Path, table: str, row: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
-"""Open buckets on a node with obstore: regions, endpoints and logins. Sent to nodes ahead of `node_mount.py`, which
-continues this file there; Python 3.8 and later.
+"""Open buckets on a node with obstore: regions, endpoints and logins.
+
+Sent to nodes ahead of `node_mount.py`, which continues this file there; Python 3.8 and later.
 """
 
 from __future__ import annotations

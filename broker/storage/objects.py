@@ -58,8 +58,11 @@ class ObjectBucket:
         self._has_login = has_login
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
-        """List all pages below the prefix, without the empty objects `FOLDER/` by which consoles mark folders that have
-        keys, as the library lists them as `FOLDER`. Raises CloudError."""
+        """List all pages of keys below the prefix. Raises CloudError.
+
+        Consoles mark folders that have keys by empty objects `FOLDER/`, which the library lists as `FOLDER`; these are
+        omitted.
+        """
 
         def list_pages() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)

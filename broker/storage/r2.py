@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from broker.environment import read_r2_environment
 from broker.errors import AuthError
+from broker.storage.node_objects import read_text
 from broker.storage.objects import ObjectBucket, open_store
 
 LOGIN = (
@@ -32,23 +33,16 @@ def find_options() -> dict[str, Any]:
 
 def find_login(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Read `endpoint`, `access_key_id` and `secret_access_key` from variables or files. Raises AuthError."""
-    account = variables.get("R2_ACCOUNT_ID") or _read(folder / "accountid")
+    account = variables.get("R2_ACCOUNT_ID") or read_text(folder / "accountid")
     endpoint = variables.get("R2_ENDPOINT_URL") or (f"https://{account}.r2.cloudflarestorage.com" if account else "")
     file = configparser.ConfigParser()
-    file.read_string(_read(folder / "r2.credentials") or "[r2]")
+    file.read_string(read_text(folder / "r2.credentials") or "[r2]")
     profile = file["r2"] if file.has_section("r2") else {}
     key = variables.get("R2_ACCESS_KEY_ID") or profile.get("aws_access_key_id", "")
     secret = variables.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
     if not (endpoint and key and secret):
         raise AuthError("no login for r2://", hints=(LOGIN,))
     return {"endpoint": endpoint, "access_key_id": key, "secret_access_key": secret}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def create_bucket(name: str) -> None:

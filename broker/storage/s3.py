@@ -49,8 +49,11 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_host(named: str) -> str:
-    """Return the host of S3 for the region that the login names: in China and in GovCloud, which are partitions of
-    their own, a bucket of the same name may belong to another account than in the public partition."""
+    """Return the host of S3 for the region that the login names.
+
+    China and GovCloud are partitions of their own: a bucket of the same name may belong to another account than in the
+    public partition.
+    """
     domain = "amazonaws.com.cn" if named.startswith("cn-") else "amazonaws.com"
     return f"s3.{named}.{domain}" if named.startswith(("cn-", "us-gov-")) else f"s3.{domain}"
 

@@ -1,1 +1,1 @@
-"""YAML -> Task."""
+"""Read task files: YAML -> Task, with the position of every error."""

@@ -58,8 +58,10 @@ def resolve_accelerators(
     offered: Collection[str] = (),
     sellers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Task:
-    """Return the task with every accelerator named as in `figures` or `offered`; a request by memory becomes all
-    accelerators that fit. Those on which the goal's work was measured, and those of a service's targets, too.
+    """Return the task with every accelerator named as in `figures` or `offered`.
+
+    A request by memory becomes all accelerators that fit. The accelerators on which the goal's work was measured, and
+    those of a service's targets, are renamed, too.
 
     `offered` are accelerators with offers, some without figures; `sellers` maps others to clouds that offer them. As in
     SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book

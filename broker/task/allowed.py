@@ -27,8 +27,10 @@ _LONG_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,198}[A-Za-z0-9])?"
 
 
 class Rule:
-    """One kind of text. `expected` completes "must be ...", `source` is the origin of the rule; with `repairs`, a near
-    miss is suggested."""
+    """One kind of text.
+
+    `expected` completes "must be ...", `source` is the origin of the rule; with `repairs`, a near miss is suggested.
+    """
 
     def __init__(
         self,

@@ -133,8 +133,10 @@ def check_flag(flag: str, text: str | None, rule: Rule, *, is_hidden: bool = Fal
 
 
 def check_task(task: Task, file: str = "task") -> Task:
-    """Return the task unchanged if everything in it is allowed. Raises TaskError with every error, without line
-    numbers."""
+    """Return the task unchanged if everything in it is allowed.
+
+    Raises TaskError with every error, without line numbers.
+    """
     issues = [
         Issue(file=file, line=0, column=0, message=message, hint=hint)
         for message, hint in [

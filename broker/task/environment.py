@@ -59,7 +59,7 @@ def list_texts(marked: Marked) -> Iterator[str]:
 
 
 def is_changed(marked: Marked, text: str) -> bool:
-    """Return whether `text` would surprise a reader of the file: a version or a time that became a number.
+    """Return whether `text` differs from the file in a surprising way: a version or a time that became a number.
 
     A different spelling of `true`, and a shorter form of a number with an exponent, do not surprise programs.
     """

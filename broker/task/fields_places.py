@@ -15,7 +15,7 @@ CLOUDS = (
     "cudo", "do", "fluidstack", "ibm", "mithril", "paperspace", "primeintellect", "scp", "shadeform", "vast",
     "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
 )  # fmt: skip
-# What else people call them, or where they are found.
+# Other common names of clouds, and services that run on them.
 _OTHER_NAMES = {
     "amazon": "aws", "coreweave": "kubernetes", "digitalocean": "do", "ec2": "aws", "gce": "gcp", "gke": "kubernetes",
     "eks": "kubernetes", "google": "gcp", "microsoft": "azure", "oracle": "oci",

@@ -44,8 +44,10 @@ def join_group(reader: Reader, header: Section, documents: Sequence[tuple[Sectio
 
 
 def _check_names(reader: Reader, header: Section, sections: Sequence[Section], tasks: Sequence[Task]) -> list[str]:
-    """Report a group or task without a name, and names that map to the same variables, because tasks find each other by
-    name."""
+    """Report a group or task without a name, and names that map to the same variables.
+
+    Tasks find each other by name.
+    """
     if not header.get("name"):
         reader.fault(header.marked, "a job group requires a `name`", "add `name: NAME` to the header")
     counts = Counter(name_variable(task.name) for task in tasks if task.name)

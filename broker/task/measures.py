@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from broker.task.shapes import Number, Scalar, Schema
+from broker.task.shapes import Number, Scalar, Schema, is_number
 from broker.task.yaml_reader import Marked
 from broker.types import Quantity
 
@@ -21,10 +21,6 @@ NUMBER_MAX = 1e9
 MAX_DURATION_S_MIN = 60.0  # a shorter program has no time to start and save
 NUM_NODES_MAX = 100_000
 UNATTENDED_S_MIN = 900.0  # several renewals of the lease, so that a slow network does not terminate nodes
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Measure(Scalar):
@@ -45,14 +41,14 @@ class Measure(Scalar):
 
     def read_value(self, value: Any) -> Any:
         """Return the amount; None if it is invalid."""
-        if _is_number(value):
+        if is_number(value):
             fits = (value >= 0 if self.is_zero_ok else value > 0) and value < NUMBER_MAX
             return self.from_number(float(value)) if fits else None
         text = value.strip() if isinstance(value, str) else ""
         return self.convert(text) if re.fullmatch(self.pattern, text) else None
 
     def admits_kind(self, value: Any) -> bool:
-        return isinstance(value, str) or _is_number(value)
+        return isinstance(value, str) or is_number(value)
 
     def describe(self) -> Schema:
         least: Schema = {"minimum": 0} if self.is_zero_ok else {"exclusiveMinimum": 0}

@@ -233,8 +233,10 @@ def _is_read_only(section: Section) -> bool:
 
 
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:
-    """Return whether the bucket is supported: an existing one, or a named one, created if missing, with uploads from
-    `source`."""
+    """Return whether the bucket is supported.
+
+    It is supported if it exists, or if it is named, created when missing, and filled by uploads from `source`.
+    """
     if any("://" in source for source in sources):
         return len(sources) == 1 and sources[0].startswith(SERVED_SCHEMES)
     return bool(name) and (store or "").lower() in SERVED_STORES

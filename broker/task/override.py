@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,24 +51,7 @@ def override_resources(
     flags, _ = read_resources(reader, section)
     if reader.issues:
         raise TaskError(reader.issues)
-    changed = _list_changes(given)
-    resources: list[Resources] = []
-    made: list[Resources] = []  # without their preferences: the first of those that the flags make equal is kept
-    is_moved = bool({"infra", "cloud", "region", "zone"} & set(given))
-    for each in task.resources:
-        for flag in flags:
-            changes = {name: getattr(flag, name) for name in changed}
-            if "accelerators" in given and flag.accelerator is None:  # `CPU:4`
-                changes["cpus"] = flag.cpus
-            merged = replace(each, **changes)
-            if is_moved:
-                placed = _place_image(each, merged, task.resources)
-                if placed is None:
-                    continue
-                merged = placed
-            if (plain := replace(merged, preference=None)) not in made:
-                made.append(plain)
-                resources.append(merged)
+    resources = _merge(task.resources, flags, given)
     if not resources:
         place = "/".join(str(given[name]) for name in ("infra", "cloud", "region", "zone") if name in given)
         hint = "add an image of that place to `image_id`, or remove `image_id`"
@@ -83,6 +66,29 @@ def override_resources(
         num_nodes=num_nodes or task.num_nodes,
         notices=(*kept, *reader.take_notices()),
     )
+
+
+def _merge(alternatives: Sequence[Resources], flags: Sequence[Resources], given: Mapping[str, Any]) -> list[Resources]:
+    """Return each alternative with the values of each flag; of equal results the first, whatever their preference."""
+    changed = _list_changes(given)
+    is_moved = bool({"infra", "cloud", "region", "zone"} & set(given))
+    merged: list[Resources] = []
+    known: list[Resources] = []  # without their preferences
+    for alternative in alternatives:
+        for flag in flags:
+            changes = {name: getattr(flag, name) for name in changed}
+            if "accelerators" in given and flag.accelerator is None:  # `CPU:4`
+                changes["cpus"] = flag.cpus
+            each = replace(alternative, **changes)
+            if is_moved:
+                placed = _place_image(alternative, each, alternatives)
+                if placed is None:
+                    continue
+                each = placed
+            if (plain := replace(each, preference=None)) not in known:
+                known.append(plain)
+                merged.append(each)
+    return merged
 
 
 def _remove_accelerators(resources: Sequence[Resources]) -> tuple[Resources, ...]:
@@ -118,7 +124,7 @@ def _place_image(each: Resources, moved: Resources, others: Sequence[Resources])
     return replace(moved, cloud=moved.cloud or each.cloud, region=each.region)
 
 
-def _list_changes(given: dict[str, Any]) -> list[str]:
+def _list_changes(given: Mapping[str, Any]) -> list[str]:
     """List the fields of Resources that the flags set; a place drops the file's more specific parts."""
     names = {"accelerators": ["accelerator", "accelerator_count"], "memory": ["memory_gib", "memory_gib_per_vcpu"]}
     names |= {"infra": ["cloud", "region", "zone"], "cloud": ["cloud", "region", "zone"], "region": ["region", "zone"]}

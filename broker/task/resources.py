@@ -1,4 +1,4 @@
-"""The `resources` section -> alternatives of Resources, in SkyPilot's dialect."""
+"""Read the `resources` section into alternatives of Resources, as SkyPilot does."""
 
 from __future__ import annotations
 

@@ -217,8 +217,10 @@ def _read_gpus(options: Mapping[str, str], nodes: int, tasks: int) -> tuple[str,
 
 
 def name_gpu(kind: str) -> str:
-    """Return broker's name of a GPU type: `tesla_v100` is V100, `H200_141GB` is H200, `a100-sxm4-80gb` is A100-80GB,
-    `rtx_2080_ti` and `2080ti` are RTX2080TI."""
+    """Return broker's name of a GPU type.
+
+    `tesla_v100` is V100, `H200_141GB` is H200, `a100-sxm4-80gb` is A100-80GB, `rtx_2080_ti` and `2080ti` are RTX2080TI.
+    """
     name = GPU_FORM.sub("", GPU_PREFIX.sub("", kind.upper().replace("_", "-")))
     if found := GEFORCE.fullmatch(name):
         line = found[1] or ("GTX" if found[2] < "2000" else "RTX")
@@ -228,8 +230,10 @@ def name_gpu(kind: str) -> str:
 
 
 def _read_image(options: Mapping[str, str], notes: list[str]) -> str | None:
-    """Return the container of pyxis, `[REGISTRY#]IMAGE`, as an `image_id`; note a file and a user's name, which have no
-    counterpart."""
+    """Return the container of pyxis, `[REGISTRY#]IMAGE`, as an `image_id`.
+
+    Note a file and a user's name, which have no counterpart.
+    """
     image = options.get("container-image", "").removeprefix("docker://")
     if not image:
         return None

@@ -99,9 +99,9 @@ COMMANDS = re.compile(r"(?:^|[;&|(]\s*|\s)(sbatch|scancel|squeue|sacct|sinfo|sbc
 
 
 def convert_body(lines: list[str], *, tasks: int = 1, nodes: int = 1) -> tuple[str, list[str]]:
-    """Return `run`, which defines the Slurm variables that it reads, and the `module` commands, which do nothing there
-    unless the nodes have them.
+    """Return `run`, which defines the Slurm variables that it reads, and the script's `module` commands.
 
+    These do nothing unless the nodes have environment modules.
     `tasks` is the number of tasks per node. With several nodes, the name of the script's host is that of the first.
     """
     kept = []
@@ -125,8 +125,10 @@ def convert_body(lines: list[str], *, tasks: int = 1, nodes: int = 1) -> tuple[s
 
 
 def _join_lines(lines: Sequence[str], begins: re.Pattern[str]) -> Iterator[str]:
-    """Yield the lines; one text for a command that matches `begins` and continues in the next lines, in quotes or after
-    a backslash."""
+    """Yield the lines; one text for a command that matches `begins` and continues in the next lines.
+
+    It continues in quotes or after a backslash.
+    """
     place = 0
     while place < len(lines):
         joined, end = lines[place], place + 1
@@ -233,7 +235,7 @@ def _note_first_node(body: list[str], nodes: int) -> Iterator[str]:
 
 
 def _note_run(body: list[str], run: str, known: Set[str]) -> Iterator[str]:
-    """Note what the program needs of Slurm and would miss without an error."""
+    """Note what the program expects from Slurm and would lack here without an error."""
     code = "\n".join(line for line in run.splitlines() if not line.lstrip().startswith("#"))
     own = set(re.findall(r"\b(SLURMD?_[A-Z_]+)=", code))
     if unset := sorted(set(SLURM_NAME.findall(code)) - set(VARIABLES) - known - own):

@@ -21,6 +21,11 @@ _CURLY = ("\u201c", "\u201d", "\u201e", "\u2018", "\u2019")
 _NOT_HERE = "write the value: variables are substituted only in `workdir`, `file_mounts`, `volumes` and `service`"
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value read from YAML is a number; booleans are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 class Shape:
     """The form of a value. `expected` completes the message "`cpus` must be ..."."""
 
@@ -205,7 +210,7 @@ class Whole(Scalar):
         return int(value) if value == int(value) else None
 
     def admits_kind(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number(value)
 
     def describe(self) -> Schema:
         return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
@@ -238,7 +243,7 @@ class Number(Scalar):
         return float(value) if is_enough and value <= self.at_most else None
 
     def admits_kind(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number(value)
 
     def describe(self) -> Schema:
         least: Schema = {"minimum": 0} if self.above is None else {"exclusiveMinimum": self.above}

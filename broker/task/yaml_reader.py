@@ -33,8 +33,9 @@ _LINE_END = "\r\n|[\n\r\x85\u2028\u2029]"
 
 @dataclass(kw_only=True)
 class Marked:
-    """A value with its position: a scalar, a list of Marked, or a dict from text to Marked with the positions of its
-    keys.
+    """A value with its position in the file.
+
+    The value is a scalar, a list of Marked, or a dict from text to Marked with the positions of its keys.
 
     `text` is the scalar as written, without quotes: `1.10` is the number 1.1 and the text 1.10. `is_plain`: it has
     neither quotes nor a tag, so YAML 1.1 may read it as a different value.

@@ -33,7 +33,7 @@ class Range:
 
 @frozen
 class BegunStart:
-    """The hours of a plan's first start that running machines have behind them, and whether they are on spot."""
+    """The hours of a plan's first start that running machines have completed, and whether they are on spot."""
 
     hours: float = 0.0
     is_spot: bool = True

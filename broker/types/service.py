@@ -90,6 +90,11 @@ class BalancerType(StrEnum):
         return self in (BalancerType.SMG, BalancerType.VLLM_ROUTER)
 
 
+def reads_requests(protocol: ServiceProtocol, balancer: BalancerType) -> bool:
+    """Return whether a balancer reads requests, instead of passing bytes or connections on."""
+    return protocol is ServiceProtocol.HTTP and balancer is not BalancerType.HAPROXY
+
+
 @frozen
 class GatewayPlace:
     """A location of gateways; None: any."""
@@ -128,9 +133,9 @@ class ServiceSpec:
     balancer: BalancerType = BalancerType.BROKER
 
     @property
-    def has_keys(self) -> bool:
+    def can_check_keys(self) -> bool:
         """Whether the balancer reads requests, and can therefore check API keys."""
-        return self.protocol is ServiceProtocol.HTTP and self.balancer is not BalancerType.HAPROXY
+        return reads_requests(self.protocol, self.balancer)
 
 
 class ServiceEventKind(StrEnum):

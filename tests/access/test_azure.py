@@ -101,7 +101,7 @@ def test_errors_of_a_request_never_show_its_signature(url: str) -> None:
     assert "CANARY" not in "".join(traceback.format_exception(failed.value))
 
 
-def test_redirects_are_refused(service: Objects) -> None:
+def test_redirects_with_a_login_are_refused(service: Objects) -> None:
     class Redirecting(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)

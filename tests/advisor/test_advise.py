@@ -12,7 +12,7 @@ from broker.advisor.advise import (
     OVERHEAD,
     Advice,
     Option,
-    Wish,
+    TrainingRequest,
     find_better_batch,
     find_field_speedup,
     find_hours,
@@ -25,7 +25,7 @@ from broker.advisor.infeasible import explain_deadline
 from broker.advisor.layout import Training, find_layout, find_smallest_memory
 from broker.advisor.task_file import find_learning_rate, name_strategy, write_task
 from broker.errors import NoOfferError
-from broker.optimizer.memory_model import usable_bytes
+from broker.optimizer.memory_model import find_usable_bytes
 from broker.optimizer.model_shape import ModelShape, guess_shape
 from broker.optimizer.planner import make_plan
 from broker.optimizer.roofline import Hardware
@@ -69,9 +69,9 @@ def train(parameters: float, tokens: float, *, sequence: int = 4096, batch: int 
     return Training(shape=guess_shape(parameters), tokens=tokens, sequence=sequence, batch=batch)
 
 
-def ask(parameters: float = 7e9, tokens: float = 20e9, **wish: object) -> Advice:
+def ask(parameters: float = 7e9, tokens: float = 20e9, **request: object) -> Advice:
     return make_advice(
-        Wish(training=train(parameters, tokens), **wish),  # type: ignore[arg-type]
+        TrainingRequest(training=train(parameters, tokens), **request),  # type: ignore[arg-type]
         OFFERS,
         CARDS,
         prices_as_of="2026-01-01",
@@ -118,7 +118,7 @@ def test_llama2_70b_needs_more_than_one_node_of_a100s() -> None:
     assert find_layout(training, hardware, 1) is None  # 16 bytes per parameter alone are 1,040 GiB
     layout = find_layout(training, hardware, 8)
     assert layout is not None
-    assert layout.memory.total <= usable_bytes(80)
+    assert layout.memory.total <= find_usable_bytes(80)
     assert layout.sharding.accelerators == 64
 
 
@@ -168,7 +168,7 @@ def test_no_spot_flag_excludes_spot() -> None:
 
 
 def test_a_deadline_selects_more_cards() -> None:
-    relaxed, pressed = (ask(gpus=("A100-80GB",), **wish) for wish in ({}, {"deadline_hours": 12.0}))
+    relaxed, pressed = (ask(gpus=("A100-80GB",), **request) for request in ({}, {"deadline_hours": 12.0}))
     assert pressed.options[0].gpu_count > relaxed.options[0].gpu_count
     assert all((each.estimate.deadline_chance or 0) >= 0.9 for each in pressed.options)
 
@@ -217,7 +217,7 @@ def test_a_budget_that_is_too_small_reports_the_cheapest_cost() -> None:
 def test_no_matching_offer_is_reported() -> None:
     for gpus, words in (((), "supports this precision"), (("H100",), "is among the requested ones")):
         with pytest.raises(NoOfferError, match=f"no offered GPU of known speed {words}"):
-            make_advice(Wish(training=train(7e9, 1e9), gpus=gpus), [], CARDS, prices_as_of="")
+            make_advice(TrainingRequest(training=train(7e9, 1e9), gpus=gpus), [], CARDS, prices_as_of="")
 
 
 @pytest.mark.parametrize("parameters", [125e6, 7e9, 70e9])
@@ -227,10 +227,10 @@ def test_the_task_file_loads_plans_as_promised_and_the_trainer_takes_its_flags(
 ) -> None:
     from trainers.config import Config, parse_config
 
-    wish = Wish(training=train(parameters, 4e9), gpus=cards, deadline_hours=400.0, budget_usd=1e6)
-    advice = make_advice(wish, OFFERS, CARDS, prices_as_of="2026-01-01")
+    request = TrainingRequest(training=train(parameters, 4e9), gpus=cards, deadline_hours=400.0, budget_usd=1e6)
+    advice = make_advice(request, OFFERS, CARDS, prices_as_of="2026-01-01")
     option = advice.options[0]
-    (task,) = load_tasks_text(write_task(wish, option), "advice.yaml")
+    (task,) = load_tasks_text(write_task(request, option), "advice.yaml")
     assert task.num_nodes == option.layout.node_count
     plan = make_plan(task, OFFERS, prices_as_of="2026-01-01")
     assert plan.choice.expected_usd == pytest.approx(option.usd, rel=0.02)
@@ -240,7 +240,7 @@ def test_the_task_file_loads_plans_as_promised_and_the_trainer_takes_its_flags(
     words = task.run.replace("\\\n", " ").replace('"$DATA"', "x").split()
     assert words[:3] == ["python", "-m", "trainers.lm"]
     config: Config = parse_config(words[3:])
-    assert config.model.depth == wish.training.shape.layers
+    assert config.model.depth == request.training.shape.layers
     assert config.train.batch == 512
     _, mesh = name_strategy(option.layout)
     ranks = 1
@@ -255,11 +255,11 @@ def test_the_price_of_a_gang_counts_only_on_the_cloud_that_its_task_file_names()
         sell("H100", 8, 90, 20),
         replace(sell("H100", 8, 30, 25, cloud="oci", kind="BM.GPU.H100.8"), spot_usd_hour=None),
     ]
-    wish = Wish(training=train(30e9, 20e9), deadline_hours=48.0)
+    request = TrainingRequest(training=train(30e9, 20e9), deadline_hours=48.0)
     option = next(
-        each for each in make_advice(wish, offers, CARDS, prices_as_of="").options if each.layout.node_count > 1
+        each for each in make_advice(request, offers, CARDS, prices_as_of="").options if each.layout.node_count > 1
     )
-    (task,) = load_tasks_text(write_task(wish, option), "t.yaml")
+    (task,) = load_tasks_text(write_task(request, option), "t.yaml")
     cloud = option.estimate.placement.offer.cloud
     made = make_plan(task, [each for each in offers if each.cloud == cloud], prices_as_of="")
     assert task.resources[0].cloud == cloud
@@ -287,7 +287,7 @@ H100_NODE = Hardware(figures=CARDS["H100"], accelerators=8, network_gbs=400)
 def test_more_gpus_are_never_listed_where_they_are_slower() -> None:
     slow_network = Hardware(figures=CARDS["H100"], accelerators=8, network_gbs=1.25)
     for hardware in (H100_NODE, slow_network):
-        layouts = list_layouts(Wish(training=train(7e9, 20e9)), hardware)
+        layouts = list_layouts(TrainingRequest(training=train(7e9, 20e9)), hardware)
         seconds = [each.step.total_s for each in layouts]
         assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == len(seconds)
         assert [each.node_count for each in layouts] == sorted(each.node_count for each in layouts)
@@ -307,14 +307,16 @@ def test_an_hour_is_worth_what_broker_plan_assumes_unless_the_user_says_otherwis
     """2 % of the on-demand price of the gang that is cheapest on-demand; `broker plan` of one gang has the same."""
     advice = ask(gpus=("L4",), gpus_max=1, parameters=3e8, tokens=1e8)
     assert advice.hour_value_usd == pytest.approx(0.02 * 0.8)
-    (task,) = load_tasks_text(write_task(Wish(training=train(3e8, 1e8)), advice.options[0]), "t.yaml")
+    (task,) = load_tasks_text(write_task(TrainingRequest(training=train(3e8, 1e8)), advice.options[0]), "t.yaml")
     plan = make_plan(task, [each for each in OFFERS if each.accelerator == "L4"], prices_as_of="", figures=CARDS)
     assert plan.hour_value_usd == pytest.approx(advice.hour_value_usd)
     free = ask(hour_value_usd=0.0)
     assert free.hour_value_usd == 0.0 and free.options[0].task.goal is not None
     assert free.options[0].task.goal.hour_value_usd == 0.0  # the place is also chosen without it
-    assert "hour_value: 0" in write_task(Wish(training=train(7e9, 20e9), hour_value_usd=0.0), free.options[0])
-    assert "hour_value" not in write_task(Wish(training=train(7e9, 20e9)), ask().options[0])
+    assert "hour_value: 0" in write_task(
+        TrainingRequest(training=train(7e9, 20e9), hour_value_usd=0.0), free.options[0]
+    )
+    assert "hour_value" not in write_task(TrainingRequest(training=train(7e9, 20e9)), ask().options[0])
 
 
 def test_the_more_an_hour_is_worth_the_faster_is_the_advice() -> None:
@@ -352,8 +354,8 @@ def test_layouts_that_the_bundled_trainer_lacks_are_rated_on_the_same_gang() -> 
 
 def test_the_task_file_of_another_trainers_layout_does_not_call_the_bundled_one() -> None:
     training = replace(train(7e9, 20e9), trainer="megatron")
-    advice = make_advice(Wish(training=training), OFFERS, CARDS, prices_as_of="2026-01-01")
-    text = write_task(Wish(training=training), advice.options[0])
+    advice = make_advice(TrainingRequest(training=training), OFFERS, CARDS, prices_as_of="2026-01-01")
+    text = write_task(TrainingRequest(training=training), advice.options[0])
     assert "trainers.lm" not in text and "Megatron-LM" in text
     assert load_tasks_text(text, "advice.yaml")[0].num_nodes == advice.options[0].layout.node_count
 

@@ -9,7 +9,7 @@ import pytest
 from broker.advisor.advise import find_hours
 from broker.advisor.field_layout import measure_field_memory
 from broker.advisor.layout import Training, find_layout
-from broker.optimizer.memory_model import Sharding, usable_bytes
+from broker.optimizer.memory_model import Sharding, find_usable_bytes
 from broker.optimizer.model_shape import ModelShape, guess_shape
 from broker.optimizer.roofline import Hardware, estimate_step, find_mfu
 from broker.types import AcceleratorFigures
@@ -102,7 +102,7 @@ def test_twice_the_batch_is_never_slower_per_token(parameters: float, nodes: int
         )  # fmt: skip
         layout = find_layout(training, NODE, nodes)
         if layout is not None:
-            assert layout.memory.total <= usable_bytes(80) * 1.0001
+            assert layout.memory.total <= find_usable_bytes(80) * 1.0001
             seconds.append(layout.step.total_s / batch)
     assert seconds
     # Of two with nearly the same speed, the simpler layout is chosen.

@@ -17,7 +17,7 @@ from broker.advisor.layout import (
     list_shardings,
     measure_memory,
 )
-from broker.optimizer.memory_model import Recompute, Sharding, usable_bytes
+from broker.optimizer.memory_model import Recompute, Sharding, find_usable_bytes
 from broker.optimizer.model_shape import guess_shape
 from broker.optimizer.roofline import Hardware, bound_step, estimate_step, time_data, time_turn
 from broker.types import AcceleratorFigures
@@ -30,7 +30,7 @@ L4_NODE = Hardware(figures=L4, accelerators=4, network_gbs=3)
 
 def find_least_score(training: Training, hardware: Hardware, node_count: int) -> float | None:
     """Time every variant of every sharding of the bundled trainer; return the least weighted seconds."""
-    scores, usable = [], usable_bytes(hardware.figures.memory_gib)
+    scores, usable = [], find_usable_bytes(hardware.figures.memory_gib)
     for sharding in list_shardings(training, hardware.accelerators, node_count):
         fitting: list[tuple[int, Recompute]] = [
             (micro_batch, recompute)

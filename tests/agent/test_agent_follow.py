@@ -282,7 +282,7 @@ def follow(home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_runner_that_vanishes_is_urgent_news_until_there_is_an_outcome(follow: Any, home: Path) -> None:
     lock = agent_files.try_lock(home / ".broker/runs/1/runner.lock")
     assert lock is not None
-    marks = follow.Marks(1)
+    marks = follow.FileStamps(1)
     running, _ = marks.read()
     os.close(lock)
     gone, usual = marks.read()
@@ -294,7 +294,7 @@ def test_a_runner_that_vanishes_is_urgent_news_until_there_is_an_outcome(follow:
 
 @pytest.mark.parametrize("name", ["state.json", "outcome.json"])
 def test_urgent_changes_are_sent_at_once(follow: Any, home: Path, name: str) -> None:
-    marks = follow.Marks(1)
+    marks = follow.FileStamps(1)
     before = marks.read()
     (home / ".broker/runs/1" / name).write_text('{"status": "a longer text than before it changed"}')
     assert marks.read()[0] != before[0]
@@ -302,7 +302,7 @@ def test_urgent_changes_are_sent_at_once(follow: Any, home: Path, name: str) -> 
 
 def test_of_progress_only_the_first_step_is_urgent(follow: Any, home: Path) -> None:
     file = home / ".broker/runs/1/progress.jsonl"
-    marks = follow.Marks(1)
+    marks = follow.FileStamps(1)
     none, _ = marks.read()
     file.write_text('{"step": 1}\n')
     first, usual = marks.read()

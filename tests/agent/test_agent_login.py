@@ -89,7 +89,7 @@ def test_credentials_file_that_is_no_object_is_damaged(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_damaged_keys_are_distinguished(content: bytes) -> None:
+def test_each_damage_of_a_key_has_its_own_error(content: bytes) -> None:
     """Whatever the file holds, the error is of the two kinds that the caller turns into a line."""
     import base64
 

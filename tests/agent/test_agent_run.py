@@ -34,7 +34,7 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
         runner = module.Runner.__new__(module.Runner)
         runner._is_ended, runner._verdict, runner._notice_s = False, verdict, notice_s
-        runner._gang = SimpleNamespace(is_away=False)
+        runner._gang = SimpleNamespace(is_headless=False)
 
         def pause() -> None:
             nonlocal now_s

@@ -63,7 +63,7 @@ def test_lost_read_only_mount_is_restored_as_read_only(mounts: Path) -> None:
 def test_wait_lasts_while_uploads_progress_and_for_the_hold_time_after(
     mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, sent = 0.0, agent_flush.Sent(0, 3)
+    now_s, sent = 0.0, agent_flush.UploadStatistics(0, 3)
     monkeypatch.setattr(agent_flush, "read_sent", lambda: sent)
     flush = Flush(hold_s=100.0, now_s=lambda: now_s)
     for _ in range(50):  # one file for over an hour
@@ -74,7 +74,7 @@ def test_wait_lasts_while_uploads_progress_and_for_the_hold_time_after(
     assert flush.poll() == "waiting"
     now_s += 99.0
     assert flush.poll() == "waiting"
-    sent = agent_flush.Sent(sent.size_bytes + 9, 4)  # sent once more after an error: nothing has arrived
+    sent = agent_flush.UploadStatistics(sent.size_bytes + 9, 4)  # sent once more after an error: nothing has arrived
     now_s += 1.0
     assert flush.poll() == "failed"
     assert "2 files (0.000 GB) for `s3://bucket/out`" in flush.describe_failure()

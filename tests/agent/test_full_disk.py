@@ -238,7 +238,7 @@ def test_run_begins_though_a_report_looks_at_its_lock(node: Node, started: list[
 class Gang:
     """The link to the head; the head names the ends."""
 
-    is_away = False
+    is_headless = False
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -252,7 +252,7 @@ class Gang:
 
     def end(self) -> None: ...
 
-    def mark_going(self) -> None: ...
+    def mark_started(self) -> None: ...
 
 
 class Rank:

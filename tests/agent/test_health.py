@@ -118,7 +118,7 @@ def test_program_that_times_nothing_is_not_a_fault(
 
 
 @pytest.mark.parametrize("value", [None, "", "{", "[]", '{"gpus": "x", "refused": []}', '{"gpus": 1}'])
-def test_invalid_order_checks_nothing(value: str | None) -> None:
+def test_node_checks_nothing_if_the_order_is_invalid(value: str | None) -> None:
     assert agent_health.read_order({"envs": {} if value is None else {"BROKER_HEALTH": value}}) is None
 
 

@@ -139,7 +139,7 @@ def test_each_damage_of_a_part_is_found_before_a_file_is_moved(
             (nodes.root / "store" / name).unlink(missing_ok=True)
             if content is not None:
                 nodes.store.put(name, content)
-            with pytest.raises(archive.Torn):
+            with pytest.raises(archive.DamagedArchive):
                 archive.stage(manifest, nodes.store.get, second / ".broker" / "staged", "digest")
             assert archive.merge(second / ".broker" / "staged", second) == "" and describe(second) == before
         nodes.store.put(name, whole)
@@ -198,12 +198,12 @@ def test_files_that_were_staged_before_a_reboot_are_not_used(nodes: Nodes, monke
     "path", ["../out", "/etc/x", "a/../../x", ".ssh/authorized_keys", ".broker/lease.json", ".netrc", ""]
 )
 def test_archive_with_a_path_that_no_setup_has_is_refused(nodes: Nodes, path: str) -> None:
-    with pytest.raises(archive.Torn):
+    with pytest.raises(archive.DamagedArchive):
         archive.check_paths([files.Change(path, files.FILE)])
 
 
 def test_archive_with_a_file_below_its_own_link_is_refused() -> None:
-    with pytest.raises(archive.Torn):
+    with pytest.raises(archive.DamagedArchive):
         archive.check_paths([files.Change("a", files.LINK, target="/etc"), files.Change("a/passwd", files.FILE)])
 
 
@@ -216,7 +216,7 @@ def test_archive_with_a_file_below_its_own_link_is_refused() -> None:
     ],
 )
 def test_setup_that_writes_a_login_is_not_kept(nodes: Nodes, write: Callable[[Path], None], reason: str) -> None:
-    with pytest.raises(files.Unfit, match=reason):
+    with pytest.raises(files.NotCacheable, match=reason):
         nodes.pack(nodes.make("node"), write, secrets=(b"s3cr3t-value",))
     assert not (nodes.root / "store").exists()
 
@@ -227,7 +227,7 @@ def test_file_that_the_program_changes_while_it_is_packed_is_found(nodes: Nodes)
     (home / "x").write_bytes(b"1" * 100)
     entries, seen = files.list_changes(home, before)
     (home / "x").write_bytes(b"2" * 100)
-    with pytest.raises(files.Unfit, match="changed after setup"):
+    with pytest.raises(files.NotCacheable, match="changed after setup"):
         archive.pack(entries, home, seen, nodes.store.put)
 
 

@@ -24,7 +24,7 @@ def test_file_text_mapping_and_task_plan_the_same() -> None:
     assert broker.plan(FILE).choice == broker.plan(str(FILE)).choice
 
 
-def test_clouds_limit_the_plan() -> None:
+def test_plan_is_limited_to_the_given_clouds() -> None:
     made = broker.plan(TEXT, clouds=["gcp"])
     assert {each.placement.offer.cloud for each in made.estimates} == {"gcp"}
 
@@ -47,6 +47,6 @@ def test_unknown_names_are_attribute_errors() -> None:
     assert "plan" in dir(broker) and "launch" in dir(broker.jobs)
 
 
-def test_import_alone_loads_nothing() -> None:
+def test_import_of_broker_imports_none_of_its_modules() -> None:
     code = "import sys, broker; print([name for name in sys.modules if name.startswith(('broker.', 'typer', 'yaml'))])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"

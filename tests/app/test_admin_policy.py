@@ -11,7 +11,7 @@ import pytest
 from broker.app.admin_policy import govern, list_changed
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
-from broker.app.launching import ClusterTarget, Target, prepare
+from broker.app.launching import ClusterTarget, LaunchTarget, prepare
 from broker.app.planning import read_task
 from broker.app.schedules import RunLauncher
 from broker.app.verbs.account import plan_tasks
@@ -111,7 +111,7 @@ def test_policy_changes_what_is_planned(context: Context, choose: Set, notes: li
 def test_every_launch_uses_the_task_as_the_policy_left_it(context: Context, choose: Set, is_job: bool) -> None:
     choose("govern")
     task = read_task("resources: {accelerators: T4}\nrun: 'true'\n")
-    target: Target = JobTarget(context=context) if is_job else ClusterTarget.of(context, task, name="dev")
+    target: LaunchTarget = JobTarget(context=context) if is_job else ClusterTarget.of(context, task, name="dev")
     ready = prepare(context, [task], target, is_dryrun=True)
     assert ready.tasks[0].resources[0].labels == {"team": "research"}
 
@@ -177,7 +177,7 @@ def test_retry_obeys_the_policy_of_its_time(context: Context, choose: Set) -> No
     assert context.store.jobs.count() == 1
 
 
-def test_policy_sees_who_asks(home: Path, choose: Set) -> None:
+def test_policy_receives_the_user_and_project_of_a_request(home: Path, choose: Set) -> None:
     import sys
 
     govern(choose("govern"), Task(), Payee(user="ann", project="vision"), note=lambda text: None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from broker.app.advising import AdviceRequest, make_wish, read_shape
+from broker.app.advising import AdviceRequest, read_request, read_shape
 from broker.errors import UsageError
 
 
@@ -33,4 +33,4 @@ def test_less_than_a_sequence_is_refused(amounts: dict[str, str]) -> None:
     flag = "--batch 4K" if "batch" in amounts else "--tokens 4095"
     context: Any = None  # not needed before the amounts are read
     with pytest.raises(UsageError, match=f"`{flag}` is less than a sequence of 4,096 tokens"):
-        make_wish(context, AdviceRequest(params="1B", **amounts))
+        read_request(context, AdviceRequest(params="1B", **amounts))

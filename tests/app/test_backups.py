@@ -533,7 +533,7 @@ def test_restored_state_is_on_the_disk_before_its_database_is_in_place(
     assert unflushed == []
 
 
-def test_other_key_is_refused(
+def test_backup_encrypted_with_another_key_is_refused(
     tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
 ) -> None:
     old[1].write_if_changed()

@@ -40,7 +40,7 @@ def test_log_is_read_in_parts_and_from_any_of_them_on(context: Context) -> None:
 
 
 @pytest.mark.parametrize("is_following", [True, False])
-def test_followers_get_all_parts(context: Context, is_following: bool) -> None:
+def test_followers_of_a_log_get_all_of_its_parts(context: Context, is_following: bool) -> None:
     context.store.jobs.set_status(1, JobStatus.SUCCEEDED)
     seen: list[str] = []
     follow_log(context, job="1", on_chunk=lambda chunk: seen.extend(chunk.lines), is_following=is_following)

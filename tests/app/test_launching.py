@@ -12,14 +12,14 @@ import pytest
 
 from broker.app.container import Context, load_entry
 from broker.app.jobs import JobTarget
-from broker.app.launching import Callbacks, ClusterTarget, Target, match_alternative, prepare, start_cluster
+from broker.app.launching import Callbacks, ClusterTarget, LaunchTarget, match_alternative, prepare, start_cluster
 from broker.app.lazy_clouds import LazyClouds
 from broker.app.planning import read_task
 from broker.clouds.base import NeedsPrograms
 from broker.errors import StateError, UsageError
 from broker.types import Cluster, ClusterStatus, Goal, Plan, StorageMount, Task
 
-KINDS: tuple[Callable[[Context, Task], Target], ...] = (
+KINDS: tuple[Callable[[Context, Task], LaunchTarget], ...] = (
     lambda context, task: ClusterTarget.of(context, task, name="dev"),
     lambda context, task: JobTarget(context=context),
 )
@@ -74,7 +74,7 @@ def task(tmp_path: Path) -> Task:
 
 @pytest.mark.parametrize("make_target", KINDS)
 def test_price_is_confirmed_before_anything_is_sent(
-    context: Context, task: Task, make_target: Callable[[Context, Task], Target]
+    context: Context, task: Task, make_target: Callable[[Context, Task], LaunchTarget]
 ) -> None:
     recorder = Recorder(agrees=False)
     with pytest.raises(Refused):
@@ -84,7 +84,7 @@ def test_price_is_confirmed_before_anything_is_sent(
 
 @pytest.mark.parametrize("make_target", KINDS)
 def test_defaults_are_settled_before_the_plan_and_paths_are_absolute(
-    context: Context, task: Task, make_target: Callable[[Context, Task], Target]
+    context: Context, task: Task, make_target: Callable[[Context, Task], LaunchTarget]
 ) -> None:
     bare = replace(task, storage_mounts=())
     ready = prepare(context, [bare], make_target(context, bare))
@@ -94,7 +94,7 @@ def test_defaults_are_settled_before_the_plan_and_paths_are_absolute(
 
 @pytest.mark.parametrize("make_target", KINDS)
 def test_a_dry_run_ends_after_the_plan(
-    context: Context, task: Task, make_target: Callable[[Context, Task], Target]
+    context: Context, task: Task, make_target: Callable[[Context, Task], LaunchTarget]
 ) -> None:
     recorder = Recorder()
     prepare(context, [task], make_target(context, task), callbacks=recorder.make(), is_dryrun=True)
@@ -174,7 +174,7 @@ def test_a_task_on_a_cluster_of_another_is_matched_with_its_own_alternative(cont
     ],
 )
 def test_max_duration_that_limits_nothing_is_noted_once(
-    tmp_path: Path, task: Task, make_target: Callable[[Context, Task], Target], limit_s: float | None,
+    tmp_path: Path, task: Task, make_target: Callable[[Context, Task], LaunchTarget], limit_s: float | None,
     expected: str | None,
 ) -> None:  # fmt: skip
     notes: list[str] = []
@@ -197,7 +197,11 @@ def test_max_duration_that_limits_nothing_is_noted_once(
     ],
 )
 def test_a_budget_that_does_not_end_a_cluster_is_noted(
-    tmp_path: Path, task: Task, make_target: Callable[[Context, Task], Target], budget_usd: float | None, count: int
+    tmp_path: Path,
+    task: Task,
+    make_target: Callable[[Context, Task], LaunchTarget],
+    budget_usd: float | None,
+    count: int,
 ) -> None:
     notes: list[str] = []
     context = Context(tmp_path / "state", on_note=notes.append)
@@ -227,7 +231,7 @@ def test_a_workdir_around_the_state_folder_is_noted_once_that_it_is_not_sent(tmp
 
 @pytest.mark.parametrize("make_target", KINDS)
 def test_missing_ssh_is_reported_before_the_price_is_confirmed(
-    context: Context, task: Task, make_target: Callable[[Context, Task], Target], monkeypatch: pytest.MonkeyPatch
+    context: Context, task: Task, make_target: Callable[[Context, Task], LaunchTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of a cloud would be created and paid for, and nothing could reach them."""
     local = context.clouds["local"]

@@ -200,7 +200,7 @@ def test_task_from_a_pipe_is_a_task_with_overrides(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("Task train: 2 nodes\n")
 
 
-def test_dash_is_no_command() -> None:
+def test_dash_is_not_taken_as_a_command() -> None:
     with pytest.raises(UsageError, match="`-` is not a task file") as caught:
         read_task(["-"], Overrides())
     assert caught.value.hints == ("read a task from standard input with `/dev/stdin`",)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from broker.app.payers import NO_PROJECT, UNOWNED, Payer, find_payers
-from broker.app.spending import By, read_spending
+from broker.app.spending import Grouping, read_spending
 from broker.state.people import Owned
 from broker.state.store import Store
 from tests.clouds.beds import make_node
@@ -39,11 +39,11 @@ def test_requests_and_owners_pay_and_the_rest_belongs_to_this_machine(store: Sto
         admitted: Payer(user="ben", project="vision"),
     }
     clock.time_s += 3600
-    spent = {by: read_spending(store, by, clock.now_s()) for by in By}
-    assert {user: usd for user, (_, usd) in spent[By.USER].rows.items()} == pytest.approx(
+    spent = {by: read_spending(store, by, clock.now_s()) for by in Grouping}
+    assert {user: usd for user, (_, usd) in spent[Grouping.USER].rows.items()} == pytest.approx(
         {"ada": 61 / 60, UNOWNED: 61 / 60, "ben": 3.0}
     )
-    assert spent[By.PROJECT].rows["vision"] == pytest.approx((1.0, 3.0))
+    assert spent[Grouping.PROJECT].rows["vision"] == pytest.approx((1.0, 3.0))
     assert len({round(each.usd, 9) for each in spent.values()}) == 1, "every key sums to the same total"
 
 

@@ -187,7 +187,7 @@ def test_a_command_filters_lines_and_its_exit_code_counts(tmp_path: Path) -> Non
     assert map_worker.run_command(["true"], b"a\n", lambda: False) == []
     with pytest.raises(map_worker.ProgramError, match="exited with code 3"):
         map_worker.run_command(["sh", "-c", "exit 3"], b"", lambda: False)
-    with pytest.raises(map_worker.OverError):  # the shard was lost: the command is ended
+    with pytest.raises(map_worker.ShardLostError):  # the shard was lost: the command is ended
         map_worker.run_command(["sleep", "1000"], b"", lambda: True)
 
 
@@ -203,7 +203,7 @@ def test_a_worker_that_lost_its_shard_stops_working_on_it(tmp_path: Path) -> Non
         while not is_over():
             assert time.monotonic() < end_s, "the loss of the shard was not noticed"
             time.sleep(0.01)
-        raise map_worker.OverError
+        raise map_worker.ShardLostError
 
     thread = threading.Thread(target=run_worker, args=(place, wait_until_lost))
     thread.start()

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broker.lab.markets import Site, make_site
-from broker.lab.replay import DECISIONS_MAX, Case, Life, ReplayOutcome
+from broker.lab.replay import DECISIONS_MAX, Case, ReplayOutcome, ReplayState
 from broker.lab.traces import Trace, parse_trace
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import (
@@ -40,7 +40,7 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_fallback,
-    spare_hours,
+    find_spare_hours,
 )
 
 ONDEMAND_USD, SPOT_USD = 3.06, 0.9731
@@ -82,7 +82,7 @@ class Result:
     is_late: bool
 
 
-class TickedLife(Life):
+class TickedLife(ReplayState):
     """A replay in which decisions, changes and bills fall on ticks, and the evaluator may overrule the policy."""
 
     def __init__(self, case: Case, from_hour: float, gap_hours: float) -> None:
@@ -152,7 +152,11 @@ def finish(life: TickedLife, policy: SpotPolicy) -> ReplayOutcome:
             return life.sum_up()
         view, candidates = life.observe()
         decision, fallback = policy(view, candidates), find_fallback(view, candidates)
-        if isinstance(decision, Wait) and fallback and spare_hours(view, fallback) < life.gap_hours - EPSILON_HOURS:
+        if (
+            isinstance(decision, Wait)
+            and fallback
+            and find_spare_hours(view, fallback) < life.gap_hours - EPSILON_HOURS
+        ):
             decision = Move(target=fallback)
         life.follow(decision, candidates)
     raise AssertionError("the policy exceeds the limit of decisions")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
-from broker.lab.replay import DECISIONS_MAX, Case, Life, ReplayOutcome
+from broker.lab.replay import DECISIONS_MAX, Case, ReplayOutcome, ReplayState
 from broker.provision.refusals import CAPACITY_REFUSAL_S, REASK_S, REASK_S_MAX, REFUSAL_S_MAX
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, SpotPolicy, Wait
@@ -51,7 +51,7 @@ def replay_production(
     raise AssertionError("the policy exceeds the limit of decisions")
 
 
-class _Production(Life):
+class _Production(ReplayState):
     def __init__(self, case: Case, from_hour: float, *, keeps_machines: bool, probe: WhenToAsk) -> None:
         super().__init__(case, from_hour)
         self.keeps_machines, self.probe = keeps_machines, probe

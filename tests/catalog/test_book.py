@@ -32,7 +32,7 @@ def test_book_holds_eleven_clouds(book: Book) -> None:
     assert counts["aws"] == 48_169
 
 
-def test_known_price_is_found(book: Book) -> None:
+def test_book_has_the_listed_price_of_a_known_machine(book: Book) -> None:
     (offer,) = find(book, "{infra: verda/FIN-01, instance_type: 1A100.22V}")
     assert (offer.ondemand_usd_hour, offer.spot_usd_hour) == (1.29, 0.4515)
     assert (offer.accelerator, offer.accelerator_memory_gib, offer.vcpus) == ("A100-80GB", 80, 22)
@@ -159,7 +159,7 @@ def test_an_existing_place_without_a_match_is_not_an_unknown_name(book: Book) ->
     book.check_places(Resources(cloud="aws", region="af-south-1"))
 
 
-def test_names_ignore_case(book: Book) -> None:
+def test_names_of_accelerators_ignore_case(book: Book) -> None:
     assert find(book, "{infra: AWS/US-EAST-1, instance_type: P4D.24xlarge}") == find(
         book, "{infra: aws/us-east-1, instance_type: p4d.24xlarge}"
     )

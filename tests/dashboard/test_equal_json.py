@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.app.checks import record_overview
-from broker.app.spending import By
+from broker.app.spending import Grouping
 from broker.dashboard import content, people_page
 from broker.dashboard.chances import JobExpectation
 from broker.dashboard.jobs_page import JobFilter, read_jobs, show_list
@@ -254,7 +254,7 @@ def check_places(story: Story, ask: Ask) -> None:
 
 
 def check_cost(story: Story, ask: Ask) -> None:
-    for by in By:
+    for by in Grouping:
         page, told = Tables(content.make_cost(story.context, by)), ask("cost", "--by", by.value)
         rows = {row[by.value.capitalize()].partition(" ")[0]: row for row in page.tables["Cost"]}
         assert {key: (row["Node hours"], row["USD"]) for key, row in rows.items()} == {

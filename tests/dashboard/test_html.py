@@ -43,7 +43,7 @@ def test_markup_is_inserted_once_escaped() -> None:
     assert isinstance(join([]), Markup)
 
 
-def test_attributes_follow_html() -> None:
+def test_attributes_are_written_as_html_requires() -> None:
     made = element("input", type="hidden", class_="a", aria_label="x", disabled=True, checked=False, value=None)
     assert made == '<input type="hidden" class="a" aria-label="x" disabled>'
 

@@ -15,7 +15,7 @@ from broker.app.checks import CheckedItem, read_checks, record_findings, record_
 from broker.app.forecasts import list_paid
 from broker.app.gateways import GatewayLine
 from broker.app.services import describe_services, list_service_events
-from broker.app.spending import By, read_day_shares, read_spending
+from broker.app.spending import Grouping, read_day_shares, read_spending
 from broker.cli.main import main
 from broker.cli.serve_top import describe_service
 from broker.dashboard import content, pages
@@ -180,7 +180,7 @@ def test_service_page_shows_gateways_with_their_endpoints_jobs_and_reasons(froze
 
 def test_days_clouds_and_jobs_sum_to_the_cost_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
     shares = read_day_shares(frozen.store, frozen.now_s)
-    for by, key in ((By.DAY, "day"), (By.CLOUD, "cloud"), (By.JOB, "owner")):
+    for by, key in ((Grouping.DAY, "day"), (Grouping.CLOUD, "cloud"), (Grouping.JOB, "owner")):
         told = {row[by.value]: row["usd"] for row in read_json(capsys, "cost", "--by", by.value)["rows"]}  # type: ignore[index]
         sums: dict[str, float] = defaultdict(float)
         for share in shares:
@@ -192,8 +192,8 @@ def test_forecasts_are_compared_with_what_succeeded_jobs_cost(frozen: Story) -> 
     (found,) = list_paid(frozen.context)
     assert (found.job_id, found.forecast_usd) == (PLANNED_ID, 1.6)
     assert found.paid_usd == pytest.approx(2.0) and found.ratio == pytest.approx(1.25)
-    spending = read_spending(frozen.store, By.JOB, frozen.now_s)
-    shown = show_cost(By.JOB, spending, {PLANNED_ID: HOSTILE}, (), [found])
+    spending = read_spending(frozen.store, Grouping.JOB, frozen.now_s)
+    shown = show_cost(Grouping.JOB, spending, {PLANNED_ID: HOSTILE}, (), [found])
     assert ">1.25</td>" in shown and "<script" not in shown
 
 

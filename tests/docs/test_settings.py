@@ -32,6 +32,6 @@ def test_every_variable_of_this_machine_has_a_row() -> None:
     assert read <= read_first_cells("Environment variables")
 
 
-def test_example_is_valid() -> None:
+def test_example_configuration_is_valid() -> None:
     example = "\n".join(line[4:] for line in PAGE.splitlines() if line.startswith("    "))
     assert set(tomllib.loads(example)) <= set(SETTING_NAMES)

@@ -63,7 +63,7 @@ def test_crash_leaves_an_input_and_the_command_that_replays_it(
     assert f"python -m tests.fuzz yaml --input {kept}" in capsys.readouterr().out
 
 
-def test_hang_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_target_counts_as_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "HANG_S", 1)
 
     def hang(data: bytes) -> None:
@@ -74,7 +74,7 @@ def test_hang_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         try_input(hang, b"x")
 
 
-def test_one_input_is_replayed(tmp_path: Path) -> None:
+def test_recorded_input_can_be_replayed(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(b"run: x\n")
     command = [sys.executable, "-m", "tests.fuzz", "yaml", "--input", str(tmp_path / "input")]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "no crash\n"

@@ -16,7 +16,7 @@ import pytest
 
 from broker.app.backups import pack_state, unpack
 from broker.app.container import Context
-from broker.app.moving import MovedTo, read_moved, write_moved
+from broker.app.moving import MoveDestination, read_moved, write_moved
 from broker.clock import SystemClock
 from broker.errors import StateError, UsageError
 from broker.hosting import importing
@@ -242,8 +242,8 @@ def test_interrupted_move_to_a_server_that_got_work_leaves_the_jobs_here(
     context.store.jobs.add("ours", Task(run="true"))
     hosting = HostingInMemory(tmp_path)
     monkeypatch.setattr(importing, "call", hosting.call)
-    monkeypatch.setattr(Context, "keep_jobs_going", lambda self: hosting.verbs.append("daemon"))
-    write_moved(tmp_path, MovedTo(url="https://host:8471", word="w1"))
+    monkeypatch.setattr(Context, "ensure_live_jobs_driven", lambda self: hosting.verbs.append("daemon"))
+    write_moved(tmp_path, MoveDestination(url="https://host:8471", word="w1"))
     with pytest.raises(UsageError, match="only an empty one can take over"):
         importing.move(context, hosting)  # type: ignore[arg-type]
     assert hosting.verbs == ["status", "adopt", "bring_up", "daemon"], "the server and the daemon run again"
@@ -291,7 +291,7 @@ def test_fence_of_a_moved_state_is_on_the_disk_when_it_is_written(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    write_moved(tmp_path, MovedTo(url="https://server", word="w1"))
+    write_moved(tmp_path, MoveDestination(url="https://server", word="w1"))
     assert names == [["moved.json"]]
 
 

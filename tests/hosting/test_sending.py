@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.app.container import Context
-from broker.app.moving import MovedTo, read_moved
+from broker.app.moving import MoveDestination, read_moved
 from broker.hosting.importing import MOVING, _send_and_fence
 from broker.types import Task
 
-MOVED = MovedTo(url="http://127.0.0.1:1", word="w")
+MOVED = MoveDestination(url="http://127.0.0.1:1", word="w")
 
 
 def test_files_of_a_job_that_is_submitted_while_others_are_sent_follow(tmp_path: Path) -> None:

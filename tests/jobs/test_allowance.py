@@ -122,7 +122,7 @@ def make_small_plan() -> Plan:
     ("text", "expected_s"),
     [("12h", 12 * HOUR), ("90m", 1.5 * HOUR), ("15m", 900.0), ("1d", 24 * HOUR), ("2", 2 * HOUR), ("0.25", 900.0)],
 )
-def test_task_sets_its_allowance(text: str, expected_s: float) -> None:
+def test_task_overrides_the_default_allowance(text: str, expected_s: float) -> None:
     (task,) = load_tasks_text(f"run: x\nunattended: {text}\n", "task.yaml")
     assert task.unattended_s == expected_s
 

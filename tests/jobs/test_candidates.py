@@ -19,7 +19,7 @@ from broker.jobs.deadline import (
 )
 from broker.jobs.kinds import ONDEMAND_MAX, SPOT_MAX
 from broker.spot.durations import MET_HOURS, NOTHING_SEEN
-from broker.spot.interval import best_interval_s
+from broker.spot.interval import find_best_interval_s
 from broker.spot.policies.base import Candidate, Move
 from broker.state.refusals import Refusal
 from broker.types import (
@@ -199,7 +199,7 @@ def test_times_refer_to_the_remaining_work() -> None:
     assert find_margin_hours(GOAL) == 0.5
     assert find_margin_hours(replace(GOAL, deadline_hours=11.0)) == 0.25  # a quarter of the slack
     assert read(make_plan(SPOTS[0], goal=None)).view.work_left_hours == 10.0
-    save_s = best_interval_s(36.0, 0.2)
+    save_s = find_best_interval_s(36.0, 0.2)
     assert view.save_every_hours == pytest.approx((save_s + 36.0) / 3600)
 
 
@@ -240,9 +240,9 @@ def test_saves_are_as_frequent_as_the_first_spot_place_asks_for() -> None:
     assert read(make_plan(ONDEMANDS[0])).view.save_every_hours == pytest.approx(36.0 / 3600)
     asked = replace(TASK, checkpoint=CheckpointSpec(stall_s=36.0, every_s=100.0))
     assert read(make_plan(*calm), task=asked).view.save_every_hours == pytest.approx(136.0 / 3600)
-    assert advise_every_s(TASK, HAZARD_MIN / 2) == best_interval_s(36.0, HAZARD_MIN)
-    assert advise_every_s(TASK, 2 * HAZARD_MIN) == best_interval_s(36.0, 2 * HAZARD_MIN)
-    assert advise_every_s(replace(TASK, goal=None), HAZARD_MIN / 2) == best_interval_s(36.0, HAZARD_MIN / 2)
+    assert advise_every_s(TASK, HAZARD_MIN / 2) == find_best_interval_s(36.0, HAZARD_MIN)
+    assert advise_every_s(TASK, 2 * HAZARD_MIN) == find_best_interval_s(36.0, 2 * HAZARD_MIN)
+    assert advise_every_s(replace(TASK, goal=None), HAZARD_MIN / 2) == find_best_interval_s(36.0, HAZARD_MIN / 2)
 
 
 def test_a_plan_for_a_target_has_it_first_and_no_place_of_the_other_pricing() -> None:

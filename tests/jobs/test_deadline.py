@@ -31,10 +31,10 @@ from broker.jobs.deadline import (
 from broker.jobs.replanning import cut_to_rest
 from broker.jobs.setup_starts import RestoredStart, find_system
 from broker.optimizer.planner import make_plan
-from broker.spot.hazard import Observation, hazard_per_node_hour
-from broker.spot.interval import best_interval_s
+from broker.spot.hazard import Observation, find_hazard_per_node_hour
+from broker.spot.interval import find_best_interval_s
 from broker.spot.market_model import find_hazard
-from broker.spot.policies.base import Candidate, JobView, Move, Wait, finish_hours, have_one_speed
+from broker.spot.policies.base import Candidate, JobView, Move, Wait, find_finish_hours, have_one_speed
 from broker.state.history import HALF_LIFE_DAYS, SpotStay, StepRange, gather_durations, weigh_stays
 from broker.state.refusals import Refusal
 from broker.types import (
@@ -101,7 +101,7 @@ def test_on_demand_takes_as_long_as_in_the_plan_with_the_stalls_of_a_fixed_inter
     )
     ondemand = next(each for each in situation.candidates if not each.is_spot)
     told = next(each for each in plan.estimates if not each.placement.is_spot)
-    assert finish_hours(ondemand, situation.view.work_left_hours) == pytest.approx(told.expected_hours)
+    assert find_finish_hours(ondemand, situation.view.work_left_hours) == pytest.approx(told.expected_hours)
     assert told.expected_hours == pytest.approx(ondemand_hours)
     assert have_one_speed(situation.candidates, ondemand), "spot stalls as often"
     end = cut_to_rest(
@@ -274,7 +274,7 @@ def test_own_history_is_evidence_that_fades() -> None:
     ]
     assert known == sorted(known) and known[-1] > 3 * known[0], "quiet hours lower it, preemptions raise it"
     assert known[0] < estimate_hazard(placement, {}) < known[-1]
-    band = hazard_per_node_hour(None)  # of each node, in addition to what is known of markets
+    band = find_hazard_per_node_hour(None)  # of each node, in addition to what is known of markets
     assert estimate_hazard(placement, {}) - estimate_hazard(alone, {}) == pytest.approx(band)
     assert estimate_hazard(replace(placement, is_spot=False), {}) == 0.0
     assert sum(gather_durations([young], now_s=36000.0)[place].open_ends) == pytest.approx(1.0, abs=0.5)
@@ -283,10 +283,10 @@ def test_own_history_is_evidence_that_fades() -> None:
 
 def test_a_checkpoint_is_advised_by_hazard_and_deadline() -> None:
     free = replace(TASK, goal=None)
-    assert advise_every_s(free, 0.1) == pytest.approx(best_interval_s(1.0, 0.1))
+    assert advise_every_s(free, 0.1) == pytest.approx(find_best_interval_s(1.0, 0.1))
     assert advise_every_s(free, 0.0) is None
     assert advise_every_s(replace(free, checkpoint=CheckpointSpec(every_s=77.0)), 0.0) == 77.0
-    assert advise_every_s(TASK, 1e-6) == pytest.approx(best_interval_s(1.0, 0.1)), "a deadline adds caution"
+    assert advise_every_s(TASK, 1e-6) == pytest.approx(find_best_interval_s(1.0, 0.1)), "a deadline adds caution"
 
 
 def test_with_a_deadline_checkpoints_are_more_frequent_in_young_and_short_lived_markets() -> None:
@@ -305,7 +305,7 @@ def test_with_a_deadline_checkpoints_are_more_frequent_in_young_and_short_lived_
         return every_s
 
     met, young, old = advise(TASK, []), advise(TASK, [], since_s=now_s), advise(TASK, [], since_s=now_s - 2 * DAY_S)
-    assert young < met <= old == pytest.approx(best_interval_s(1.0, estimate_hazard(placement, {})))
+    assert young < met <= old == pytest.approx(find_best_interval_s(1.0, estimate_hazard(placement, {})))
     stays = [
         SpotStay(place=place, node_count=2, begin_s=end_s - 600.0, end_s=end_s, is_preempted=True)
         for end_s in (now_s - 3600.0, now_s - 7200.0, now_s - 10800.0)
@@ -512,5 +512,5 @@ def test_the_program_receives_its_checkpoint_interval(tmp_path: Path) -> None:
 
     world.gang.start = hear  # type: ignore[method-assign,assignment]
     run_to_end(world, "plain")
-    expected = best_interval_s(5.0, find_hazard() + 2 * hazard_per_node_hour(None))
+    expected = find_best_interval_s(5.0, find_hazard() + 2 * find_hazard_per_node_hour(None))
     assert heard == [pytest.approx(expected, rel=0.02)]  # its own first minute is observed already

@@ -186,7 +186,7 @@ def test_job_that_is_being_cancelled_is_not_displaced_as_well(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("text", ["preempt_lower_priority = 1", 'preempt_after = "soon"'])
-def test_invalid_setting_is_named(tmp_path: Path, text: str) -> None:
+def test_error_names_an_invalid_setting(tmp_path: Path, text: str) -> None:
     config = Config(home=tmp_path, owner=OWNER)
     (tmp_path / "config.toml").write_text('preempt_lower_priority = true\npreempt_after = "10m"\n')
     assert read_slot_limits(config).preempt_after_s == 600.0

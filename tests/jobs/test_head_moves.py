@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from broker.errors import TransientError
 from broker.jobs.head_moves import HeadMover, list_members
-from broker.jobs.health import HealthSignals, Verdict, can_go_on, classify, find_next_head
+from broker.jobs.health import HealthSignals, Verdict, can_continue, classify, find_next_head
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, ClusterStatus, GangHead, JobRecovery, NodeState, Placement, RunStatus, Task
 from tests.simulation.world import Report, make_offer
@@ -159,7 +159,7 @@ def test_gang_continues_without_its_head_only_if_every_program_does(
     stage.lose(0)
     signals = make_signals(statuses, followers, stage.cluster)
     assert find_next_head(signals) == expected
-    assert can_go_on(signals) == (expected is not None)
+    assert can_continue(signals) == (expected is not None)
     assert classify(signals) is (Verdict.LOST if expected is None else Verdict.RUNNING)
     assert classify(replace(signals, nodes_min=3)) is Verdict.LOST, "too few are left"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import CloudError, InvalidRequestError, ThrottledError, TransientError
-from broker.jobs.in_place import KEPT_S_MAX, Kept, has_ended
+from broker.jobs.in_place import KEPT_S_MAX, ReuseState, has_ended
 from broker.types import (
     Attempt,
     Cluster,
@@ -148,11 +148,11 @@ def test_new_nodes_are_kept_while_they_boot_and_not_where_the_files_of_the_task_
     assert world.clock.run(act) is is_kept
 
 
-def step_in_place(world: World, kept_s: float) -> Kept:
+def step_in_place(world: World, kept_s: float) -> ReuseState:
     """Take one step towards a restart on nodes that may be kept for `kept_s` from now."""
     controller = world.make_controller()
 
-    async def act() -> Kept:
+    async def act() -> ReuseState:
         cluster = await world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id)
         await world.gang.start(cluster, world.task, run_id=1, envs={"BROKER_JOB_ID": str(world.job_id)})
         attempt = Attempt(
@@ -162,7 +162,7 @@ def step_in_place(world: World, kept_s: float) -> Kept:
         return await controller._in_place.step(world.get_job(), attempt)
 
     kept = world.clock.run(act)
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, ReuseState)
     return kept
 
 
@@ -172,13 +172,13 @@ def step_in_place(world: World, kept_s: float) -> Kept:
 def test_nodes_are_kept_up_to_their_limit_and_not_for_longer_if_the_clock_was_set_back(
     tmp_path: Path, kept_s: float, is_kept: bool
 ) -> None:
-    assert (step_in_place(make_world(tmp_path), kept_s) is not Kept.GIVEN_UP) is is_kept
+    assert (step_in_place(make_world(tmp_path), kept_s) is not ReuseState.GIVEN_UP) is is_kept
 
 
 def test_nodes_of_a_job_without_money_are_not_kept(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.job_id = world.store.jobs.add("poor", replace(world.task, goal=Goal(budget_usd=1e-9))).id
-    assert step_in_place(world, 60.0) is Kept.GIVEN_UP
+    assert step_in_place(world, 60.0) is ReuseState.GIVEN_UP
 
 
 def test_no_node_replaces_a_lost_one_once_the_budget_is_used_up_in_the_meantime(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_no_node_replaces_a_lost_one_once_the_budget_is_used_up_in_the_meantime(
     world.job_id = world.store.jobs.add("poor", replace(world.task, goal=Goal(budget_usd=1.0))).id
     controller, create, asked = world.make_controller(), world.cloud.create_nodes, list[str]()
 
-    async def act() -> Kept:
+    async def act() -> ReuseState:
         cluster = await world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id)
 
         async def throttle(request: NodeRequest) -> Sequence[Node]:
@@ -201,12 +201,12 @@ def test_no_node_replaces_a_lost_one_once_the_budget_is_used_up_in_the_meantime(
         world.cloud.create_nodes = throttle  # type: ignore[method-assign]
         lost = replace(cluster, nodes=(cluster.nodes[0], replace(cluster.nodes[1], state=NodeState.TERMINATED)))
         kept = controller._in_place._replace(world.get_job(), lost)
-        while kept is Kept.WAITING:
+        while kept is ReuseState.WAITING:
             await world.clock.sleep(1.0)
             kept = controller._in_place._replace(world.get_job(), lost)
             if controller._in_place._replacing is None:
                 break
         return kept
 
-    assert world.clock.run(act) is Kept.GIVEN_UP
+    assert world.clock.run(act) is ReuseState.GIVEN_UP
     assert len(asked) == 1

@@ -261,7 +261,7 @@ def test_task_file_refuses_unusable_durations(text: str) -> None:
         load_tasks_text(f"run: x\nmax_duration: {text}", "t.yaml")
 
 
-def test_flag_overrides_the_file(tmp_path: Path) -> None:
+def test_max_duration_flag_overrides_the_task_file(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text("run: x\nmax_duration: 2h\n")
     found = [

@@ -58,7 +58,7 @@ def office(tmp_path: Path, clock: Hands) -> Office:
     return Office(tmp_path, clock)
 
 
-def test_margins_of_the_keeper() -> None:
+def test_lease_is_extended_twice_before_it_can_end() -> None:
     """The lease that the loop renewed last is extended twice before it can end."""
     assert SILENT_S + 2 * CHECK_EVERY_S < LEASE_S - BEAT_EVERY_S
     assert LEASE_S + BEAT_EVERY_S + SHARE_S < 15.0, "jobs of a process that died are taken over within 15 s"

@@ -76,7 +76,7 @@ def test_a_log_is_copied_as_it_grows_and_the_next_attempt_follows_it(stage: Stag
     assert stage.store.jobs.get_log_offset(stage.job_id) == LogOffset(attempt=2, source_bytes=4, file_bytes=14)
 
 
-def test_a_log_is_private(stage: Stage) -> None:
+def test_log_is_readable_by_its_owner_only(stage: Stage) -> None:
     before = os.umask(0)
     try:
         stage.copy(Head(b"1"))

@@ -244,7 +244,7 @@ def test_memory_is_bounded_and_damage_empties_it(memory: tuple[Store, VirtualClo
 
 
 @pytest.mark.parametrize(
-    ("count", "handle", "wish", "is_checked"),
+    ("count", "handle", "asked", "is_checked"),
     [
         (8, "user@host", None, True),
         (8, "user@host", False, False),
@@ -255,12 +255,12 @@ def test_memory_is_bounded_and_damage_empties_it(memory: tuple[Store, VirtualClo
     ],
 )
 def test_check_is_for_gpus_of_clouds_unless_the_task_says_otherwise(
-    memory: tuple[Store, VirtualClock], count: int, handle: str, wish: bool | None, is_checked: bool
+    memory: tuple[Store, VirtualClock], count: int, handle: str, asked: bool | None, is_checked: bool
 ) -> None:
     store, clock = memory
     provisioner = Provisioner({}, store, clock=clock, owner="me")
     health = NodeHealth(store, UnhealthyNodes(store, clock), provisioner, clock)
-    job = store.jobs.add("t", Task(run="true", recovery=JobRecovery(checks_health=wish)))
+    job = store.jobs.add("t", Task(run="true", recovery=JobRecovery(checks_health=asked)))
     envs = health.make_envs(job, make_cluster("i-1", accelerator_count=count, handle=handle))
     assert ("BROKER_HEALTH" in envs) is is_checked
     if is_checked:

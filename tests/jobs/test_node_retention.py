@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.errors import NoOfferError
-from broker.jobs.node_retention import RETENTION_S_MAX, Elsewhere, NodeRetention, is_at, measure_retention_s
+from broker.jobs.node_retention import RETENTION_S_MAX, Alternative, NodeRetention, is_at, measure_retention_s
 from broker.types import (
     Attempt,
     Cluster,
@@ -37,25 +37,27 @@ GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_co
 @pytest.mark.parametrize(
     ("lost", "elsewhere", "retention_s"),
     [
-        (1, Elsewhere(usd_hour=8.0), 140.0 * 4 / 3),
-        (1, Elsewhere(usd_hour=24.0), 140.0 * 4),  # the more expensive the others are, the longer
-        (1, Elsewhere(usd_hour=2400.0), RETENTION_S_MAX),
+        (1, Alternative(usd_hour=8.0), 140.0 * 4 / 3),
+        (1, Alternative(usd_hour=24.0), 140.0 * 4),  # the more expensive the others are, the longer
+        (1, Alternative(usd_hour=2400.0), RETENTION_S_MAX),
         (1, None, RETENTION_S_MAX),
-        (2, Elsewhere(usd_hour=8.0), 0.0),  # two come one after the other: over 280 s
-        (3, Elsewhere(usd_hour=8.0), 140.0 * 4),
-        (1, Elsewhere(usd_hour=8.0, saving_usd=5.0), 0.0),  # the rest of the job is cheaper there
-        (1, Elsewhere(usd_hour=1.0), 0.0),
+        (2, Alternative(usd_hour=8.0), 0.0),  # two come one after the other: over 280 s
+        (3, Alternative(usd_hour=8.0), 140.0 * 4),
+        (1, Alternative(usd_hour=8.0, saving_usd=5.0), 0.0),  # the rest of the job is cheaper there
+        (1, Alternative(usd_hour=1.0), 0.0),
     ],
 )
 def test_waiting_is_worth_what_a_start_elsewhere_costs(
-    lost: int, elsewhere: Elsewhere | None, retention_s: float
+    lost: int, elsewhere: Alternative | None, retention_s: float
 ) -> None:
     assert measure_retention_s(GANG, lost_count=lost, start_s=140.0, elsewhere=elsewhere) == pytest.approx(retention_s)
 
 
 def test_free_nodes_are_kept_while_waiting() -> None:
     free = replace(GANG, offer=make_offer("east1a", usd_hour=0.0))
-    assert measure_retention_s(free, lost_count=1, start_s=140.0, elsewhere=Elsewhere(usd_hour=8.0)) == RETENTION_S_MAX
+    assert (
+        measure_retention_s(free, lost_count=1, start_s=140.0, elsewhere=Alternative(usd_hour=8.0)) == RETENTION_S_MAX
+    )
 
 
 def test_a_location_is_identified_by_its_zone_even_among_several() -> None:

@@ -131,7 +131,7 @@ def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
     assert stage.attempt.lost_s == START_S + 30.0, "without a known time, it is now"
 
 
-def test_only_a_market_preempts(stage: Stage) -> None:
+def test_only_a_loss_on_spot_counts_as_a_preemption(stage: Stage) -> None:
     stage.store.jobs.put_attempt(replace(stage.attempt, placement=replace(PLACEMENT, is_spot=False)))
     stage.recorder.record_loss(stage.attempt, "node 0 gone", step=7)
     assert stage.attempt.outcome == Outcome(kind=OutcomeKind.NODE_LOST, detail="node 0 gone", step=7)

@@ -30,7 +30,7 @@ QUEUES = st.lists(
 USAGE = st.dictionaries(st.sampled_from(["", "vision", "speech", "other"]), st.floats(0.0, 1e4))
 
 
-def test_example_of_the_module() -> None:
+def test_queue_of_the_docstring_starts_in_the_stated_order() -> None:
     jobs = [wait(1, "vision"), wait(2, "vision"), wait(3, "vision"), wait(4, "speech"), wait(5, "speech")]
     assert order_queue(jobs, {"speech": 1.5}) == (1, 2, 4, 3, 5)
 

@@ -189,7 +189,7 @@ def test_clock_that_was_ahead_starts_no_due_time_twice(store: Store, launcher: L
     assert store.jobs.count() == 2
 
 
-def test_until_ends_the_schedule(store: Store, launcher: Launcher, clock: Hands) -> None:
+def test_schedule_ends_at_until(store: Store, launcher: Launcher, clock: Hands) -> None:
     spec = ScheduleSpec(cron="* * * * *", until="2027-01-15T08:01")
     store.schedules.add("j", TASK, spec, next_s=START_S)
     scheduler = Scheduler(store, launches=launcher)

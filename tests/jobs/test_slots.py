@@ -81,7 +81,7 @@ def test_limit_is_kept_and_an_end_admits_the_next(stage: Stage) -> None:
     assert stage.ask(*reversed(jobs[2:])) == [jobs[2]]
 
 
-def test_priority_precedes_submission(stage: Stage) -> None:
+def test_higher_priority_starts_before_an_earlier_submission(stage: Stage) -> None:
     low, high = stage.add(priority=-100), stage.add(priority=100)
     stage.limit = 1
     assert stage.ask(low, high) == [high]

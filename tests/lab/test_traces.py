@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.errors import SourceError
 from broker.lab.traces import Trace, make_default_traces, make_trace, measure_trace, parse_trace, write_trace
-from broker.spot.durations import AGES, HALF_LIFE_HOURS, MET_HOURS, NOTHING_SEEN, class_of, hours_in_classes
+from broker.spot.durations import AGES, HALF_LIFE_HOURS, MET_HOURS, NOTHING_SEEN, find_class, list_hours_by_class
 from broker.spot.prior import MEASURED, OLD, fit_prior, scale_hazards
 
 
@@ -87,7 +87,7 @@ def test_facts_of_a_trace_are_computed() -> None:
 
 @given(st.floats(0, 60), st.floats(0, 60))
 def test_a_period_is_split_over_the_classes_of_age_without_loss(begin: float, length: float) -> None:
-    parts = hours_in_classes(begin, begin + length)
+    parts = list_hours_by_class(begin, begin + length)
     assert sum(hours for _, hours in parts) == pytest.approx(length, abs=1e-9)
     assert all(hours >= 0 for _, hours in parts)
 
@@ -95,7 +95,7 @@ def test_a_period_is_split_over_the_classes_of_age_without_loss(begin: float, le
 def test_periods_are_counted_by_age_and_the_first_counts_as_an_old_one() -> None:
     seen = trace_of(1, 0, 0, 1, 1, 1, 0).count_periods()
     assert sum(seen.open_ends) == 2 and sum(seen.closed_ends) == 1
-    assert seen.open_ends[class_of(1.5)] == 1 and seen.open_ends[class_of(MET_HOURS + 0.5)] == 1
+    assert seen.open_ends[find_class(1.5)] == 1 and seen.open_ends[find_class(MET_HOURS + 0.5)] == 1
     assert sum(seen.open_hours) == pytest.approx(2.0) and sum(seen.closed_hours) == pytest.approx(1.5)
     assert (seen + NOTHING_SEEN) == seen
 
@@ -129,7 +129,7 @@ def test_a_recording_that_was_hardly_ever_closed_says_little_about_reopening() -
         usual = usual.with_period(6.0, is_open=False)
     blip = NOTHING_SEEN.with_period(46.0, is_open=True).with_period(5.0 + 30 / 3600, is_open=False, from_hours=5.0)
     alone, both = fit_prior([usual]), fit_prior([usual, blip])
-    index = class_of(5.5)
+    index = find_class(5.5)
     assert both.closed_hazards[index] < 2 * alone.closed_hazards[index]
 
 

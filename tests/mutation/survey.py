@@ -18,7 +18,7 @@ from tests.mutation.shadow import ROOT, Shadow, make_shadow
 CACHE = ROOT / "build" / "mutation" / "reach.json"
 FOLDERS = ("tests/jobs", "tests/provision", "tests/state")
 RUNTIME = ("tests/runtime", "tests/agent")  # real processes: run for mutants of these rooms only
-SLOW = ("tests/jobs/test_second_ring.py",)  # kills real daemons, a dozen seconds a test
+SLOW = ("tests/jobs/test_daemon_kills.py",)  # kills real daemons, a dozen seconds a test
 FAST_S = 5.0  # a slower test is not one of the fast ones
 RECORD_CPU_S_MAX = 1800.0
 NODE = "broker/clouds/local_machine.py "  # entered by tests that start nodes, which are not children of the test

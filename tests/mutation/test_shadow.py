@@ -287,7 +287,8 @@ def test_a_room_other_than_the_default_ones_is_surveyed_by_the_tests_that_mirror
 
 
 def test_readers_of_a_constant_are_found_in_a_room_other_than_the_default_ones() -> None:
-    assert "broker/spot/interval.py best_interval_s" in find_readers(find("broker/spot/interval.py", "1.0 -> 10.0"))
+    readers = find_readers(find("broker/spot/interval.py", "1.0 -> 10.0"))
+    assert "broker/spot/interval.py find_best_interval_s" in readers
 
 
 def test_a_test_that_starts_nodes_comes_after_those_that_only_compute() -> None:

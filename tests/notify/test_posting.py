@@ -51,11 +51,11 @@ def test_addresses_of_the_machine_and_of_its_cloud_are_refused(address: str) -> 
     "address",
     ["93.184.215.14", "10.0.0.7", "2606:2800:21f::1", "fd12::7", "64:ff9b::5db8:d70e", "::ffff:93.184.215.14"],
 )
-def test_other_addresses_are_reached(address: str) -> None:
+def test_addresses_that_are_not_private_are_reached(address: str) -> None:
     check_address(address)
 
 
-def test_operator_allows_a_network() -> None:
+def test_operator_may_allow_a_private_network() -> None:
     check_address("127.0.0.1", allowed=["::1/128", "127.0.0.0/24"])
     with pytest.raises(UsageError):
         check_address("127.0.1.1", allowed=["::1/128", "127.0.0.0/24"])

@@ -21,7 +21,7 @@ def test_missing_table_sends_no_notification(tmp_path: Path) -> None:
     assert read(tmp_path, "keep_days = 9\n") == NotifySettings()
 
 
-def test_whole_table_is_read(tmp_path: Path) -> None:
+def test_every_field_of_the_notify_table_is_read(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         '[notify]\non = ["failed"]\nwebhook = "https://x.example/h"\nslack = "env:BROKER_NOTIFY_SLACK"\n'

@@ -137,7 +137,7 @@ def test_egress_prices_have_no_effect_without_data() -> None:
         ("", None),
     ],
 )
-def test_scheme_names_the_seller(url: str, cloud: str | None) -> None:
+def test_url_scheme_determines_the_cloud_of_a_bucket(url: str, cloud: str | None) -> None:
     assert find_bucket_cloud(url) == cloud
 
 

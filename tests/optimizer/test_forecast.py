@@ -143,7 +143,7 @@ def test_spot_is_never_chosen_while_on_demand_would_cost_less() -> None:
         made = plan(f"resources: {{accelerators: H100:8}}\nnum_nodes: {draw.choice((1, 16))}\ngoal: {goal}", offers)
         found = forecast_plan(made)
         noted += found is not None
-        assert found is None or not found.is_dearer_than_on_demand(made.hour_value_usd or 0.0)
+        assert found is None or not found.is_costlier_than_on_demand(made.hour_value_usd or 0.0)
     assert 10 < noted < 60
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.optimizer.memory_model import Recompute, Sharding, estimate_memory, split_states, usable_bytes
+from broker.optimizer.memory_model import Recompute, Sharding, estimate_memory, find_usable_bytes, split_states
 from broker.optimizer.model_shape import ModelShape, guess_shape
 
 
@@ -48,16 +48,16 @@ def measure(name: str, *, recompute: Recompute, is_sequence_parallel: bool, pipe
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_published_megatron_runs_fit_an_80_gib_card(name: str) -> None:
-    assert measure(name, recompute="selective", is_sequence_parallel=True) <= usable_bytes(80)
+    assert measure(name, recompute="selective", is_sequence_parallel=True) <= find_usable_bytes(80)
 
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_the_same_runs_without_recomputation_do_not_fit(name: str) -> None:
-    assert measure(name, recompute="none", is_sequence_parallel=False) > usable_bytes(80)
+    assert measure(name, recompute="none", is_sequence_parallel=False) > find_usable_bytes(80)
 
 
 def test_half_the_pipeline_of_gpt3_does_not_fit() -> None:
-    assert measure("175B", recompute="selective", is_sequence_parallel=True, pipeline=4) > usable_bytes(80)
+    assert measure("175B", recompute="selective", is_sequence_parallel=True, pipeline=4) > find_usable_bytes(80)
 
 
 @pytest.mark.parametrize(

@@ -37,5 +37,5 @@ def test_layers_are_a_multiple_of_four_from_twelve_on_and_of_eight_from_sixty_on
         assert shape.heads % (8 if shape.heads >= 32 else 4 if shape.heads >= 8 else 1) == 0
 
 
-def test_given_layers_are_kept() -> None:
+def test_guessed_shape_keeps_a_given_number_of_layers() -> None:
     assert guess_shape(7e9, layers=31).layers == 31

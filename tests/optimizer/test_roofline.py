@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.optimizer.memory_model import Recompute, Sharding
 from broker.optimizer.model_shape import ModelShape, guess_shape
-from broker.optimizer.network import DEFAULT_GBITS, GBITS, network_gbs
+from broker.optimizer.network import DEFAULT_GBITS, GBITS, find_network_gbs
 from broker.optimizer.roofline import BANDWIDTH_EFFICIENCY, Hardware, StepTime, estimate_step, find_mfu
 from broker.types import AcceleratorFigures
 
@@ -169,11 +169,11 @@ def test_each_card_updates_only_its_share_of_a_sharded_optimizer() -> None:
 
 
 def test_network_speed_is_that_of_the_longest_beginning() -> None:
-    assert network_gbs("aws", "p5.48xlarge") == 400
-    assert network_gbs("aws", "p5.4xlarge") == 12.5
-    assert network_gbs("aws", "g5.48xlarge") == 12.5
-    assert network_gbs("aws", "g5.xlarge") == 1.25
-    assert network_gbs("nowhere", "x") == DEFAULT_GBITS / 8
+    assert find_network_gbs("aws", "p5.48xlarge") == 400
+    assert find_network_gbs("aws", "p5.4xlarge") == 12.5
+    assert find_network_gbs("aws", "g5.48xlarge") == 12.5
+    assert find_network_gbs("aws", "g5.xlarge") == 1.25
+    assert find_network_gbs("nowhere", "x") == DEFAULT_GBITS / 8
     assert all(gbits > 0 for gbits in GBITS.values())
 
 

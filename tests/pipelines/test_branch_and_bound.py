@@ -8,19 +8,19 @@ import random
 import pytest
 
 from broker.pipelines.bounds import CostField
-from broker.pipelines.branch_and_bound import Found, search
-from broker.pipelines.costs import Sums
+from broker.pipelines.branch_and_bound import SearchResult, search
+from broker.pipelines.costs import CostTotals
 
 PAIRS = list(itertools.combinations(range(6), 2))
 
 
-def draw_sums(seed: int) -> Sums:
+def draw_sums(seed: int) -> CostTotals:
     draw = random.Random(seed)
     unary = [[draw.random() for _ in range(3)] for _ in range(6)]
-    return Sums(unary, PAIRS, [[[draw.random() for _ in range(3)] for _ in range(3)] for _ in PAIRS])
+    return CostTotals(unary, PAIRS, [[[draw.random() for _ in range(3)] for _ in range(3)] for _ in PAIRS])
 
 
-def solve(sums: Sums, *, work_max: float = 1e7) -> Found:
+def solve(sums: CostTotals, *, work_max: float = 1e7) -> SearchResult:
     field = CostField(sums.unary, PAIRS, sums.tables)
     # without local moves the incumbent stays bad for long, and much must be proven
     return search(
@@ -28,7 +28,7 @@ def solve(sums: Sums, *, work_max: float = 1e7) -> Found:
     )
 
 
-def try_everything(sums: Sums) -> float:
+def try_everything(sums: CostTotals) -> float:
     return min(sums.add_up(choice) for choice in itertools.product(range(3), repeat=6))
 
 

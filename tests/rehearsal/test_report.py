@@ -25,8 +25,8 @@ from broker.rehearsal.report import (
 )
 from broker.rehearsal.result import find_gang_hazard, find_missing_module, read_last_words
 from broker.rehearsal.verdict import judge_interval, judge_losses, judge_notices, judge_resume, weigh_interval
-from broker.spot.hazard import hazard_per_node_hour
-from broker.spot.interval import best_interval_s
+from broker.spot.hazard import find_hazard_per_node_hour
+from broker.spot.interval import find_best_interval_s
 from broker.spot.market_model import find_hazard
 from broker.types import CheckpointSpec, Offer, Placement
 
@@ -165,7 +165,7 @@ def test_interrupted_run_is_compared_by_its_final_steps() -> None:
     assert compare_runs(broken, [make_trial(1, range(1, 20), loss_shift=1.0)]).equal == 0
 
 
-def test_nan_losses_are_equal() -> None:
+def test_nan_losses_of_both_runs_count_as_equal() -> None:
     trial = ReportedAttempt(number=1, lines=(make_line(1, loss=math.nan),))
     assert compare_runs([trial], [trial]).is_exact
 
@@ -189,7 +189,7 @@ def test_an_interval_is_weighed_at_the_hazard_of_the_place() -> None:
     found = weigh_interval(measures, work_hours=100.0, hazard=0.05, checkpoint=checkpoint)
     assert found is not None
     assert found.every_s == pytest.approx(3600.0)
-    assert found.best_s == pytest.approx(best_interval_s(60.0, 0.05))
+    assert found.best_s == pytest.approx(find_best_interval_s(60.0, 0.05))
     assert found.best_steps == round(found.best_s / 360) and found.hours >= found.best_hours
     often = weigh_interval(
         Measures(total=1000, last_step=1000, checkpoint_steps=1), work_hours=100.0, hazard=0.05, checkpoint=checkpoint
@@ -208,8 +208,8 @@ def test_interval_is_weighed_by_the_market_model_that_jobs_use_not_by_the_publis
     played = Placement(offer=offer, is_spot=True, node_count=2)
     hazard = find_gang_hazard(played, 8)
     assert hazard == estimate_hazard(replace(played, node_count=8), {})
-    assert hazard == pytest.approx(find_hazard() + 8 * hazard_per_node_hour(0))
-    assert hazard > 10 * 8 * hazard_per_node_hour(0), "a band is far below what recordings show"
+    assert hazard == pytest.approx(find_hazard() + 8 * find_hazard_per_node_hour(0))
+    assert hazard > 10 * 8 * find_hazard_per_node_hour(0), "a band is far below what recordings show"
     assert find_gang_hazard(replace(played, is_spot=False), 8) == 0
 
 

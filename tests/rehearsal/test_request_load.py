@@ -43,7 +43,7 @@ def send(
     return asyncio.run(play())
 
 
-def test_answers_are_counted() -> None:
+def test_request_sender_counts_answers_by_status() -> None:
     tally, _ = send()
     assert tally.sent == tally.answered >= 2 and not tally.failed and tally.median_s is not None
 

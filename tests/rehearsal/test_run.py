@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from broker.rehearsal.cloud import PreemptedNode
 from broker.rehearsal.driver import ForcedPreemption
-from broker.rehearsal.gang import Watched
+from broker.rehearsal.gang import WatchedProgram
 from broker.rehearsal.report import Line
 from broker.rehearsal.run import JobDriver
 from broker.rehearsal.service_watch import ReplicaWatch
@@ -17,7 +17,7 @@ from broker.rehearsal.uptime import ReadyCount
 
 def make_driver(*forced_preemptions: ForcedPreemption, preemptions: int = 1) -> JobDriver:
     attempts = {
-        number: Watched(number=number, started_s=0.0, source=Path("a"), progress_file=Path("b"), running_s=0.0)
+        number: WatchedProgram(number=number, started_s=0.0, source=Path("a"), progress_file=Path("b"), running_s=0.0)
         for number in range(1, len(forced_preemptions) + 2)
     }
     context = cast(Any, SimpleNamespace(program=SimpleNamespace(attempts=attempts)))

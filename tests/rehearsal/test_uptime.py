@@ -17,7 +17,7 @@ def lose(time_s: float, *replicas: int, counted: int, announced: int | None = No
     return ReplicaLoss(time_s=time_s, replicas=replicas, place="aws us-east-1a", announced=announced, counted=counted)
 
 
-def test_example_of_the_module() -> None:
+def test_uptime_of_the_docstring_example() -> None:
     counts = count((0, 0), (100, 2), (500, 1), (560, 2), (1100, 2))
     uptime = measure_uptime(counts, [lose(500, 1, counted=2)])
     assert (uptime.start_s, uptime.served_s, uptime.wanted) == (100, 1000, 2)

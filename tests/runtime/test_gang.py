@@ -202,7 +202,7 @@ def test_runs_take_turns_and_a_waiting_one_can_be_cancelled(rig: Rig) -> None:
     asyncio.run(act())
 
 
-def test_submitting_twice_runs_once(rig: Rig) -> None:
+def test_run_that_is_submitted_twice_runs_once(rig: Rig) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster(2)
         task = make_task("echo x >> ~/count; until [ -e ~/go ]; do sleep 0.05; done", num_nodes=2)
@@ -229,7 +229,9 @@ def test_submitting_twice_runs_once(rig: Rig) -> None:
         every=3,
     ),
 )
-def test_node_ends_itself(rig: Rig, rule: str, state: NodeState, reason: str) -> None:
+def test_node_shuts_down_at_the_end_of_its_lease_or_autostop(
+    rig: Rig, rule: str, state: NodeState, reason: str
+) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster()
         if rule == "lease":

@@ -96,7 +96,7 @@ class Stage:
             node.begin(self.port)
         for node in self.nodes:
             await_kind(node.heard, "go")
-            node.member.mark_going()
+            node.member.mark_started()
 
     def _listen(self) -> Any:
         return agent_link.listen("127.0.0.1", 3)
@@ -105,7 +105,7 @@ class Stage:
         self.nodes[0].member.end()
         self.first.close()
         for node in self.nodes[1:]:
-            await_that(lambda node=node: node.member.is_away or not node.heard.empty(), "the loss is not noticed")
+            await_that(lambda node=node: node.member.is_headless or not node.heard.empty(), "the loss is not noticed")
 
     def close(self) -> None:
         for node in self.nodes:
@@ -191,10 +191,10 @@ def test_member_that_does_not_learn_of_the_new_head_waits_and_then_ends(
     first, second = stage.nodes[1:]
     first.lead(1)
     await_that(lambda: set(first.coordinator._links) == {1}, "the head does not join itself")
-    assert second.member.is_away and second.heard.empty(), "it waits"
+    assert second.member.is_headless and second.heard.empty(), "it waits"
     monkeypatch.setattr(agent_member, "AWAY_S_MAX", 0.0)
     assert second.heard.get(timeout=300) == {"type": "lost"}
-    assert not second.member.is_away or second.member._is_over
+    assert not second.member.is_headless or second.member._is_over
 
 
 def test_survivor_that_does_not_reach_the_new_head_is_lost(stage: Stage) -> None:
@@ -230,7 +230,7 @@ def test_lost_connection_to_a_living_head_is_opened_again(stage: Stage) -> None:
     second = stage.nodes[2]
     old = stage.first._links[2]
     second.member._link._wire.close()
-    await_that(lambda: stage.first._links[2] is not old and not second.member.is_away, "it does not come back")
+    await_that(lambda: stage.first._links[2] is not old and not second.member.is_headless, "it does not come back")
     assert {each["type"] for each in second.heard.queue} <= {"go"} and stage.first._verdict is None
 
 

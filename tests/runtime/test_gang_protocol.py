@@ -425,7 +425,7 @@ def make_links(relay: Callable[[int], int] = lambda port: port) -> Sequence[tupl
         link.start()
 
     listener = agent_link.listen("127.0.0.1", 1)
-    door = agent_link.Door(listener, contexts[0], 1, admit)
+    door = agent_link.MemberListener(listener, contexts[0], 1, admit)
     door.start()
     port = relay(listener.getsockname()[1])
     client = agent_link.connect("127.0.0.1", port, contexts[1], 0, heard[1].put)

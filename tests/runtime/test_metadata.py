@@ -67,7 +67,7 @@ def test_a_request_gets_an_answer_or_none_or_raises_silence(notice: Any, server:
     server.answers = {"/a": (200, "words"), "/b": (500, "words")}
     assert notice.request_metadata("GET", "/a", {"X": "y"}) == "words"
     assert notice.request_metadata("GET", "/c", {}) is None
-    with pytest.raises(notice.Silence):
+    with pytest.raises(notice.NoValidAnswer):
         notice.request_metadata("GET", "/b", {})
     assert server.asked[0][2]["X"] == "y"
 
@@ -120,7 +120,7 @@ def test_a_valid_answer_resets_the_count_of_invalid_ones(notice: Any, monkeypatc
     def ask(*_: object, **__: object) -> str:
         answer = next(calls)
         if answer is None:
-            raise notice.Silence
+            raise notice.NoValidAnswer
         return answer
 
     monkeypatch.setattr(notice, "request_metadata", ask)

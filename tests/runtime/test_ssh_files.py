@@ -14,7 +14,7 @@ import pytest
 
 from broker.runtime.transports import ssh_files
 from broker.runtime.transports.local import copy
-from broker.runtime.transports.ssh_files import RSYNC_BYTES_MIN, Remote, list_remote, put_files
+from broker.runtime.transports.ssh_files import RSYNC_BYTES_MIN, RemoteFiles, list_remote, put_files
 from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
 
@@ -29,7 +29,7 @@ class Here:
         return Completed(returncode=0, stdout=done.stdout, stderr=done.stderr)
 
 
-def look(path: Path, *, is_folder: bool) -> Remote:
+def look(path: Path, *, is_folder: bool) -> RemoteFiles:
     return asyncio.run(list_remote(Here(), NODE, str(path), is_folder=is_folder))
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from broker.errors import StateError
 from broker.runtime.keys import GangKeys
-from broker.runtime.transports.ssh_files import Remote, is_changed, list_entries, rename, split_path
+from broker.runtime.transports.ssh_files import RemoteFiles, is_changed, list_entries, rename, split_path
 from broker.runtime.transports.ssh_options import (
-    Place,
+    SshAddress,
     make_options,
     name_control,
     parse_handle,
@@ -21,7 +21,7 @@ from broker.runtime.transports.ssh_options import (
 from broker.sites.openssh import escape, explain, make_control_folder
 
 KEYS = GangKeys(folder=Path("/keys of/c-1"), alias="broker-1")
-PLACE = Place(user="ubuntu", host="10.0.0.1", port=2222)
+PLACE = SshAddress(user="ubuntu", host="10.0.0.1", port=2222)
 
 
 @pytest.fixture
@@ -73,12 +73,12 @@ def test_paths_are_quoted_as_ssh_reads_them() -> None:
 @pytest.mark.parametrize(
     ("handle", "place"),
     [
-        ("ssh://u@h", Place(user="u", host="h", port=22)),
-        ("ssh://u.x-y@10.0.0.1:2222", Place(user="u.x-y", host="10.0.0.1", port=2222)),
-        ("ssh://u@[::1]:22", Place(user="u", host="::1", port=22)),
+        ("ssh://u@h", SshAddress(user="u", host="h", port=22)),
+        ("ssh://u.x-y@10.0.0.1:2222", SshAddress(user="u.x-y", host="10.0.0.1", port=2222)),
+        ("ssh://u@[::1]:22", SshAddress(user="u", host="::1", port=22)),
     ],
 )
-def test_a_handle_is_user_host_and_port(handle: str, place: Place) -> None:
+def test_a_handle_is_user_host_and_port(handle: str, place: SshAddress) -> None:
     assert parse_handle(handle) == place
 
 
@@ -90,8 +90,12 @@ def test_a_handle_that_could_be_an_option_is_refused(handle: str) -> None:
 
 def test_each_host_user_port_and_gang_has_a_socket_of_its_own(sockets: Path) -> None:
     keys = GangKeys(folder=Path("/keys of/c-2"), alias="broker-1")
-    places = [PLACE, Place(user="root", host="10.0.0.1", port=2222), Place(user="ubuntu", host="10.0.0.2", port=2222)]
-    names = {name_control(KEYS, place) for place in (*places, Place(user="ubuntu", host="10.0.0.1"))}
+    places = [
+        PLACE,
+        SshAddress(user="root", host="10.0.0.1", port=2222),
+        SshAddress(user="ubuntu", host="10.0.0.2", port=2222),
+    ]
+    names = {name_control(KEYS, place) for place in (*places, SshAddress(user="ubuntu", host="10.0.0.1"))}
     assert len(names | {name_control(keys, PLACE)}) == 5
     assert name_control(KEYS, PLACE) in names, "and always the same"
     assert all(len(str(name)) < 80 and name.parent.parent == sockets for name in names)
@@ -158,7 +162,7 @@ def test_files_of_the_same_size_and_time_are_not_sent_again(tmp_path: Path) -> N
 
     def changed(path: Path, known: tuple[int, float, str] | None) -> bool:
         files = {} if known is None else {"x": (*known, 0o644)}
-        return is_changed(path, "x", Remote(is_folder=True, has_rsync=False, files=files))
+        return is_changed(path, "x", RemoteFiles(is_folder=True, has_rsync=False, files=files))
 
     assert [changed(path, None) for path in (file, folder, link)] == [True, True, True]
     assert not changed(file, (5, 1000.0, "")) and not changed(file, (5, 1000.0 + 1e-6, ""))

@@ -19,12 +19,12 @@ def make_results(changes: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
     ]
 
 
-def test_accepted_findings_pass() -> None:
+def test_audit_passes_with_accepted_findings() -> None:
     assert check_code(make_results({})) == []
     assert all(why for _, why in ACCEPTED.values()) and all(TURNED_OFF.values())
 
 
-def test_new_finding_fails() -> None:
+def test_audit_fails_on_a_new_finding() -> None:
     (problem,) = check_code(make_results({("B602", "broker/api.py"): 1}))
     assert "B602" in problem and "broker/api.py:0" in problem
 
@@ -34,7 +34,7 @@ def test_reason_without_a_finding_fails() -> None:
     assert "mend `ACCEPTED`" in problem
 
 
-def test_vulnerable_package_fails() -> None:
+def test_audit_fails_on_a_vulnerable_package() -> None:
     packages = [
         {"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"]}]},
         {"name": "b", "version": "1", "vulns": []},
@@ -54,5 +54,5 @@ def test_missing_service_is_reported_and_passes(stdout: str, stderr: str, capsys
     assert "skipped" in capsys.readouterr().out
 
 
-def test_audit_that_breaks_fails() -> None:
+def test_audit_fails_if_its_tool_breaks() -> None:
     assert check_packages("", "Traceback: something else")

@@ -13,7 +13,7 @@ import pytest
 from broker.config import Config
 from broker.errors import StateError
 from broker.locks import hold_lock
-from broker.runtime.reports import Exchanged
+from broker.runtime.reports import ExchangeReply
 from broker.serve.canary import Canary, write_canary
 from broker.serve.controller import ServiceController
 from broker.serve.files import Load, LoadWindow, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
@@ -102,7 +102,7 @@ class World:
             write_program=self.write_program, folder=folder,
         )  # fmt: skip
 
-    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
+    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> ExchangeReply:
         raise AssertionError("only services with gateways have machines to exchange files with")
 
     def write_program(self, folder: ServiceFolder, *, is_here: bool) -> Path:
@@ -493,7 +493,7 @@ def change_probe(task: Task, **fields: Any) -> Task:
     return replace(task, service=replace(task.service, probe=ReadinessProbe(**fields)))
 
 
-def test_down_leaves_nothing(tmp_path: Path) -> None:
+def test_service_that_is_down_leaves_no_job_row_or_file(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.settle()
     world.store.services.request_down("web")

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from broker.errors import TransientError
-from broker.runtime.reports import Exchanged
+from broker.runtime.reports import ExchangeReply
 from broker.serve import gateways
 from broker.serve.files import Load, LoadTotals, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import SILENT_S_MAX, find_cluster, list_tries, read_loads, read_merged_load
@@ -54,14 +54,14 @@ class GatewayWorld(World):
     def launch_balancer(self, folder: ServiceFolder) -> bool:
         raise AssertionError("a service with gateways has no balancer next to its controller")
 
-    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
+    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> ExchangeReply:
         self.calls += 1
         if cluster.name in self.silent or self.store.clusters.get(cluster.name) is None:
             raise TransientError("no answer")
         held = self.files.setdefault(cluster.name, {})
         held.update(files)
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in held.items()}
-        return Exchanged(files={name: held[name] for name in read if name in held}, digests=digests)
+        return ExchangeReply(files={name: held[name] for name in read if name in held}, digests=digests)
 
     def play(self) -> None:
         super().play()
@@ -368,7 +368,7 @@ def counted_effects(world: GatewayWorld, patches: pytest.MonkeyPatch, kill_at: i
         count(kills.Killed)
         write(path, content)
 
-    async def guarded_exchange(*parts: Any) -> Exchanged:
+    async def guarded_exchange(*parts: Any) -> ExchangeReply:
         count(KilledInCall)
         return await exchange(*parts)
 

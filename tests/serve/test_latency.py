@@ -36,7 +36,7 @@ BUSY = Demand(qps=5, in_flight=3, settled_count=4, ready_count=4)
         (Demand(settled_count=4, ready_count=4), 1),  # no requests
     ],
 )
-def test_count_follows_the_latency(demand: Demand, expected: int) -> None:
+def test_number_of_replicas_follows_the_latency(demand: Demand, expected: int) -> None:
     assert count_replicas(POLICY, demand, wanted=4) == expected
 
 
@@ -117,7 +117,7 @@ run: serve
 """
 
 
-def test_task_states_the_targets() -> None:
+def test_latency_targets_are_read_from_the_task() -> None:
     (task,) = load_tasks_text(TASK, "task.yaml")
     policy = check_service(task).policy
     assert (policy.target_ttft_s, policy.target_tpot_s) == (0.5, 0.05)

@@ -23,7 +23,7 @@ from broker.errors import BrokerError, DeniedError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.server.authorisation import list_changed
 from broker.server.context import Policy, ServerContext
-from broker.server.running import Running
+from broker.server.running import RunningVerb
 from broker.state.people import Owned
 from broker.state.store import Store
 from broker.types import (
@@ -249,11 +249,11 @@ def test_map_of_another_user_is_not_continued(hosted: Hosted, other: ServerConte
     with open_context(hosted, "user") as own:
         owners = MapDriver(own, request)
         owners.begin()
-        (job,) = owners.submit(owners.read_view().crew)
+        (job,) = owners.submit(owners.read_view().workers)
         with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to user"):
             MapDriver(other, request).begin()
         again = MapDriver(own, request)
-        assert not again.begin() and again.read_view().crew.job_ids == (job.id,)
+        assert not again.begin() and again.read_view().workers.job_ids == (job.id,)
 
 
 def test_map_that_two_users_begin_at_once_has_one_owner(hosted: Hosted, other: ServerContext, tmp_path: Path) -> None:
@@ -263,13 +263,13 @@ def test_map_that_two_users_begin_at_once_has_one_owner(hosted: Hosted, other: S
     with open_context(hosted, "user") as own:
         owners, others = MapDriver(own, request), MapDriver(other, replace(request, workers=2))
         assert others.begin() and not owners.begin(), "no worker has an owner yet"
-        early = others.read_view().crew
-        (job,) = owners.submit(owners.read_view().crew)
+        early = others.read_view().workers
+        (job,) = owners.submit(owners.read_view().workers)
         with pytest.raises(DeniedError, match="used by another user"):
             others.submit(early)
         with pytest.raises(DeniedError, match=f"job `{job.id}` belongs to user"):
             others.read_view()
-        assert owners.read_view().crew.job_ids == (job.id,)
+        assert owners.read_view().workers.job_ids == (job.id,)
 
 
 def test_sweep_of_a_user_is_not_affected_by_jobs_of_others_unless_it_is_the_same_sweep(
@@ -313,13 +313,13 @@ def test_only_the_user_who_asked_answers_the_question_of_a_price(
 ) -> None:
     refused: list[int] = []
     ids: list[str] = []
-    run = Running.run
+    run = RunningVerb.run
 
-    def run_noted(self: Running) -> None:
+    def run_noted(self: RunningVerb) -> None:
         ids.append(self._request.id)
         run(self)
 
-    monkeypatch.setattr(Running, "run", run_noted)
+    monkeypatch.setattr(RunningVerb, "run", run_noted)
 
     def let_another_answer(plans: object) -> None:
         path = f"/v1/answers/{ids[0]}"

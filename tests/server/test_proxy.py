@@ -76,7 +76,7 @@ def test_header_without_the_secret_is_refused(proxied: Hosted, headers: dict[str
     assert proxied.ask("/v1/handshake", headers=headers)[0] == 401
 
 
-def test_token_still_admits(proxied: Hosted) -> None:
+def test_token_is_still_accepted_behind_a_proxy(proxied: Hosted) -> None:
     assert proxied.ask("/v1/handshake", token=proxied.tokens["user"])[0] == 200
 
 
@@ -93,7 +93,7 @@ def test_other_addresses_are_not_the_proxy() -> None:
         assert found is not None and found.user == "ada"
 
 
-def test_options_are_checked(tmp_path: Path) -> None:
+def test_contradictory_proxy_options_are_refused(tmp_path: Path) -> None:
     secret, short = tmp_path / "secret", tmp_path / "short"
     secret.write_text(SECRET + "\n")
     short.write_text("abc")

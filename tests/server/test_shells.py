@@ -163,7 +163,7 @@ def test_command_returns_its_output_as_bytes_and_its_exit_code(hosted: Hosted, c
 
 @pytest.mark.parametrize("wrong", [UserTerminal(term="x y", size=ScreenSize()),
                                    UserTerminal(term="x", size=ScreenSize(rows=70_000))])  # fmt: skip
-def test_terminal_is_checked(hosted: Hosted, cluster: str, wrong: UserTerminal) -> None:
+def test_invalid_terminal_size_is_refused(hosted: Hosted, cluster: str, wrong: UserTerminal) -> None:
     with pytest.raises(UsageError, match=r"invalid .* of (the )?terminal"):
         Typing(hosted.open("user"), []).open(terminal=wrong)
     with pytest.raises(InvalidRequestError):

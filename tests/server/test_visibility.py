@@ -104,7 +104,7 @@ def test_cluster_of_a_job_is_listed_for_the_owner_of_the_job(team: Hosted, ask: 
         store.clusters.delete("of-job")
 
 
-def test_json_names_the_owner(ask: Ask) -> None:
+def test_json_of_all_users_names_each_owner(ask: Ask) -> None:
     (job,) = json.loads(ask("other", "jobs", "queue", "--json"))
     assert (job["name"], job["user"]) == ("of-other", "other")
     clusters = json.loads(ask("other", "status", "--all-users", "--json"))["clusters"]

@@ -17,7 +17,7 @@ import pytest
 
 from broker.app.verbs.watching import watch_jobs
 from broker.server.files import SYNCED_MAX, FileStore
-from broker.server.running import Running
+from broker.server.running import RunningVerb
 from broker.types import JobStatus, Task
 from tests.server.conftest import Hosted
 
@@ -123,14 +123,14 @@ def test_client_that_follows_without_a_stream_and_leaves_keeps_no_thread(
     """Nothing is sent to it before the end, so no write fails, and the job would be followed to its end."""
     monkeypatch.setattr("broker.server.http.BEAT_S", 0.05)
     begun, ended = threading.Event(), threading.Event()
-    run = Running.run
+    run = RunningVerb.run
 
-    def run_watched(self: Running) -> None:
+    def run_watched(self: RunningVerb) -> None:
         begun.set()
         run(self)
         ended.set()
 
-    monkeypatch.setattr(Running, "run", run_watched)
+    monkeypatch.setattr(RunningVerb, "run", run_watched)
     hosted = Hosted(tmp_path)
     job = hosted.context.store.jobs.add("train", Task(run="true"))
     try:

@@ -13,11 +13,11 @@ from broker.lab.markets import make_site
 from broker.lab.replay import Case, replay
 from broker.lab.traces import make_default_traces
 from broker.spot.durations import AGES, NOTHING_SEEN, Durations
+from broker.spot.evaluation import BEHIND_GAIN_HOURS, SPOT, MarketEvaluation
 from broker.spot.forecast import read_market
 from broker.spot.policies import load_policy
-from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, safe_hours
+from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, find_safe_hours
 from broker.spot.prior import MEASURED, fit_prior
-from broker.spot.scale import BEHIND_GAIN_HOURS, SPOT, Scale
 from tests.spot.test_policies import make_candidate, view_of
 
 SURE = make_candidate(is_spot=False)
@@ -98,7 +98,7 @@ def test_a_job_may_stay_on_spot_until_on_demand_must_start(
     exposed: float, starting: float, speed: float, left: float, hours: float
 ) -> None:
     view = view_of(10, left, save_every_hours=exposed, starting_hours=starting)
-    found = safe_hours(view, replace(OPEN, speed=speed), SURE)
+    found = find_safe_hours(view, replace(OPEN, speed=speed), SURE)
     assert found == pytest.approx(hours)
 
 
@@ -152,7 +152,7 @@ def test_the_price_of_an_hour_of_work_has_losses_and_the_move_spread_over_the_st
     market = read_market(read(age_hours=9.0, move_usd=2.0), SURE, MEASURED)
     without = market.rate(0.0, 1e-3)
     assert without == pytest.approx(0.5 + 2.0 / 0.1), "a stay counts as a tenth of an hour at least"
-    assert market.rate(0.0, 1.0) == pytest.approx(0.5 + 2.0 / min(market.stint_hours, 1.0))
+    assert market.rate(0.0, 1.0) == pytest.approx(0.5 + 2.0 / min(market.stay_hours, 1.0))
     assert market.rate(3.0, 1.0) - market.rate(0.0, 1.0) == pytest.approx(3 * market.hazard)
 
 
@@ -241,7 +241,7 @@ def test_on_spot_a_job_awaits_the_cheapest_closed_place_below_its_own_price_and_
         here = sell("here", 0.5, 1.0, is_open=is_open)
         values: Any = SimpleNamespace(find=lambda market, *, is_alone: is_alone)
         unread: Any = None
-        scale = Scale(
+        scale = MarketEvaluation(
             view=unread, fallback=unread, markets=(here, sell("dear", 0.4, 0.9, is_open=True), *closed),
             values=values, best=here, basis=here, spare=1.0, work=work,
         )  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_start_considers_the_cheapest_for_all_the_work_and_the_cheapest_near_t
         candidate = SimpleNamespace(name=name, is_open=is_open, age_hours=age, speed=1.0)
         return SimpleNamespace(price=price, move_price=move, candidate=candidate)
 
-    class Weighing(Scale):
+    class Weighing(MarketEvaluation):
         """Notes the places that are weighed."""
 
         def _weigh_options(self, current: Any, ahead: float) -> dict[str, float]:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.lab.markets import make_site
-from broker.lab.replay import Case, Life, replay
+from broker.lab.replay import Case, ReplayState, replay
 from broker.lab.traces import Trace
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import (
@@ -54,7 +54,7 @@ def view_of(left: float, time_left: float, **facts: object) -> JobView:
 
 def record(case: Case) -> list[tuple[object, ...]]:
     """Replay a case, and list its decisions, each with the place of its target."""
-    life, found = Life(case, 0.0), []
+    life, found = ReplayState(case, 0.0), []
     while not life.is_over:
         view, candidates = life.observe()
         decision = DECIDE(view, candidates)

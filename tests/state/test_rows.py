@@ -98,7 +98,7 @@ def test_requests_are_found_by_their_id_alone(store: Store) -> None:
     )
 
 
-def test_live_and_unfinished_jobs(store: Store) -> None:
+def test_ended_job_with_an_attempt_or_a_cluster_is_unfinished(store: Store) -> None:
     live, ended, open_attempt, has_cluster, _ = (store.jobs.add(name, Task()) for name in "abcde")
     store.jobs.put_attempt(make_attempt(live.id))
     store.jobs.put_attempt(make_attempt(open_attempt.id))

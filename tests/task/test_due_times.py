@@ -238,7 +238,7 @@ def test_schedule_of_a_task_from_python_is_checked() -> None:
             check_task(Task(run="x", schedule=spec))
 
 
-def test_reasons_name_the_field() -> None:
+def test_reason_for_an_invalid_cron_names_the_field() -> None:
     assert explain_cron("0 2 * * *") is None
     assert explain_cron("0 25 * * *") == "hour is out of range or malformed"
     assert "6 fields" in (explain_cron("0 0 2 * * *") or "")

@@ -71,7 +71,7 @@ def check(text: str) -> None:
 @example("\ufeff\ufeffrun: x")
 @example("--- |\n text")
 @example("%YAML 1.1\n---\nrun: yes")
-def test_any_text(text: str) -> None:
+def test_any_text_is_loaded_or_refused_with_a_position(text: str) -> None:
     check(text)
 
 

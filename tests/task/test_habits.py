@@ -162,7 +162,9 @@ def test_broken_yaml_is_explained_by_its_cause(text: str, position: tuple[int, i
         ("file_mounts: {/x: {source: s3://b}, /x/y: .}", (2, 37), "the bucket mounted later at `/x` hides", True),
     ],
 )
-def test_a_surprise_is_noted(text: str, position: tuple[int, int], message: str, blocks_launch: bool) -> None:
+def test_value_that_yaml_changes_is_noted(
+    text: str, position: tuple[int, int], message: str, blocks_launch: bool
+) -> None:
     (notice,) = load(text).notices
     assert (notice.origin.line, notice.origin.column) == position
     assert message in notice.message and notice.blocks_launch is blocks_launch

@@ -86,7 +86,7 @@ def test_any_of_inherits_the_common_fields() -> None:
     ]
 
 
-def test_amounts_durations_and_sizes() -> None:
+def test_amounts_durations_and_sizes_are_converted_to_their_units() -> None:
     task = load(
         "resources: {cpus: 4+, memory: 32GB+, disk_size: 1TB, autostop: {idle_minutes: 10, down: true}}\n"
         "goal: {work: {hours: 100, on: A100:8}, deadline: 1d12h, budget: 50, confidence: 0.95}\n"

@@ -226,7 +226,7 @@ def test_gateway_requires_the_balancer_that_reads_requests(text: str, setting: s
 def test_grpc_service_is_ready_when_it_accepts_a_connection_and_keeps_the_times_of_its_probe() -> None:
     spec = load("service: {protocol: grpc, readiness_probe: {initial_delay_seconds: 30}}").service
     assert spec is not None and spec.probe == ReadinessProbe(path="", initial_delay_s=30)
-    assert spec.protocol is ServiceProtocol.GRPC and not spec.has_keys
+    assert spec.protocol is ServiceProtocol.GRPC and not spec.can_check_keys
     assert load("service: {protocol: tcp, tls: passthrough}").service == ServiceSpec(
         probe=ReadinessProbe(path=""), protocol=ServiceProtocol.TCP, is_tls_passed=True
     )

@@ -22,7 +22,7 @@ from trainers.compile_cache import (
     place_kernel,
 )
 from trainers.config import Config, TrainConfig, parse_config
-from trainers.manifest import Damage
+from trainers.manifest import DamagedFile
 from trainers.restore_progress import LocalCounter
 from trainers.storage import FolderStorage
 
@@ -120,16 +120,16 @@ def test_failure_of_torch_or_the_storage_does_not_end_the_run(
 
 def test_kernel_is_not_written_outside_of_the_cache(tmp_path: Path) -> None:
     for name in ("../a.so", "/a.so", "b/../../a.so"):
-        with pytest.raises(Damage, match="outside"):
+        with pytest.raises(DamagedFile, match="outside"):
             place_kernel(tmp_path / "cache", name, b"code")
     assert not list(tmp_path.iterdir())
 
 
 def test_archive_names_what_is_different() -> None:
     content = make_archive({**ABOUT, "keys": []}, b"", {})
-    with pytest.raises(Damage, match="compiled for another torch"):
+    with pytest.raises(DamagedFile, match="compiled for another torch"):
         open_archive(content, {**ABOUT, "torch": "2.14.0"})
-    with pytest.raises(Damage, match="missing"):
+    with pytest.raises(DamagedFile, match="missing"):
         open_archive(None, ABOUT)
 
 

@@ -190,7 +190,9 @@ def test_unreadable_data_is_an_error_with_the_reason(
 
 
 @pytest.mark.parametrize(("package", "call"), [("tiktoken", "tokenizer"), ("pyarrow", "parquet")])
-def test_missing_package_is_named(tmp_path: Path, package: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_missing_package(
+    tmp_path: Path, package: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(TrainerError, match=f"needs the package {package}: `pip install {package}`"):
@@ -218,7 +220,7 @@ def test_document_is_split_at_the_boundary_between_characters(text: str, place: 
 
 
 @given(text=st.text(max_size=100))
-def test_pieces_split_no_character(text: str) -> None:
+def test_pieces_of_text_never_split_a_character(text: str) -> None:
     assert "".join(piece.decode() for piece in prepare.cut(text.encode(), 7)) == text
 
 

@@ -11,7 +11,7 @@ from tests.fuzz.targets_gang import await_that, come, open_rendezvous
 from trainers import elastic
 from trainers.elastic import ElasticMember
 from trainers.preemption import PreemptionNotice
-from trainers.rendezvous_search import Past
+from trainers.rendezvous_search import PreviousWorld
 from trainers.wire import Credential, Wire
 
 from .test_elastic import come_back, gather
@@ -86,7 +86,7 @@ def test_survivor_comes_back_though_it_has_a_preemption_notice(tmp_path: Path, m
     prepare_member(monkeypatch)
     monkeypatch.setattr(elastic, "SEARCH_S", 0.01)
     monkeypatch.setattr(ElasticMember, "restart", lambda self: None)
-    for name, value in Past(generation=1, members=("0.a", "0.b")).write().items():
+    for name, value in PreviousWorld(generation=1, members=("0.a", "0.b")).write().items():
         monkeypatch.setenv(name, value)
     (tmp_path / "notice").touch()
     with open_rendezvous(2, credential=SECRET) as (rendezvous, server):

@@ -107,7 +107,7 @@ def test_host_does_not_wait_for_the_numbers_of_labels() -> None:
     assert report.step == 1 and report.reading is None
 
 
-def test_wait_would_be_noticed() -> None:
+def test_wait_for_the_device_would_be_detected() -> None:
     """A mixture of experts waits for the numbers of rows."""
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         next(take_steps(["--model.experts", "4"]))

@@ -154,7 +154,7 @@ def test_checkpoint_of_a_newer_version_is_neither_skipped_nor_removed(tmp_path: 
     with pytest.raises(CheckpointError, match="another version of the trainers"):
         make_manager(storage).restore()
     path.write_text(json.dumps({**content, "seal": "0" * 64}))
-    with pytest.raises(module.Damage):
+    with pytest.raises(module.DamagedFile):
         read_manifest(storage, name)
     assert make_manager(storage).restore() is None
 

@@ -23,7 +23,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(width, 16)
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TrainerError, match="pip install torchao"):
         convert_linears(Blocks(), CPU, ("shard",))

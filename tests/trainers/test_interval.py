@@ -90,7 +90,7 @@ def test_every_rank_follows_the_first(clock: list[float]) -> None:
     assert list_saves(other, clock, 3000, step_s=0.7, stall_s=9.0) == saves
 
 
-def test_flag_fixes_the_steps(clock: list[float]) -> None:
+def test_every_steps_flag_fixes_the_interval(clock: list[float]) -> None:
     for every_steps, expected in ((7, [7, 14, 21, 28]), (0, [])):
         pacer = Pacer(every_steps, Environment(checkpoint_every_s=1.0), lambda value: value)
         assert list_saves(pacer, clock, 30, step_s=5.0, stall_s=0.1) == expected

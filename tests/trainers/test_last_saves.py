@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 
 from tests.trainers.test_checkpoint import ALONE, Counter
-from tests.trainers.test_laws import FullDisk
+from tests.trainers.test_reference_results import FullDisk
 from trainers.checkpoint import FAILURES_MAX, CheckpointManager, find_newest
 from trainers.config import EvaluateConfig, LogConfig, RunConfig, TrainConfig
 from trainers.elastic import Elastic
 from trainers.errors import CheckpointError
 from trainers.gc_control import GcControl
-from trainers.loop import Reading, StepReport
+from trainers.loop import DeviceReading, StepReport
 from trainers.metrics import Meter, MetricFiles
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.progress import Progress
@@ -60,7 +60,7 @@ def drive(checkpoints: CheckpointManager, folder: Path, *, steps: int, is_stop_a
         ranks=ALONE,
         node_times=cast(Any, None),
     )
-    reading = Reading(loss=1.0, norm=1.0, skipped_steps=(), is_stop_asked=is_stop_asked)
+    reading = DeviceReading(loss=1.0, norm=1.0, skipped_steps=(), is_stop_asked=is_stop_asked)
     # Without entering the control, which would collect the garbage of the whole test run.
     code = supervisor._drive(iter([StepReport(step=STEP, learning_rate=0.1, reading=reading)]), GcControl())
     return code, (folder / "progress.jsonl").read_text()

@@ -35,7 +35,7 @@ from trainers.errors import TrainerError
 from trainers.gang_file import find_epoch, read_leader
 from trainers.launch import PEM_MISSING, Plan, serve_rendezvous
 from trainers.rendezvous import SILENT_POLLS, Member, Rendezvous
-from trainers.rendezvous_search import Past, Places
+from trainers.rendezvous_search import PreviousWorld, RendezvousAddresses
 from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
 
@@ -159,20 +159,20 @@ def test_worker_finds_the_leader_that_is_named_and_keeps_to_it(gang_file: Path) 
     ):
         text = ",".join(f"127.0.0.1:{server.port}" for server in (old, new))
         write_leader(gang_file, epoch=1, rank=1, addresses=2)
-        places = Places(text, Past(leader=0, generation=1, members=("a", "b")))
+        places = RendezvousAddresses(text, PreviousWorld(leader=0, generation=1, members=("a", "b")))
         assert places._find_named()[0] is not None and places.epoch == 1 and not places.find_better(1)
-        past = Past(leader=1, generation=2, members=("a", "b"), epoch=1)
+        past = PreviousWorld(leader=1, generation=2, members=("a", "b"), epoch=1)
         write_leader(gang_file, epoch=0, rank=0, addresses=2)
-        assert Places(text, past)._find_named()[0] is None, "an older name"
+        assert RendezvousAddresses(text, past)._find_named()[0] is None, "an older name"
         gang_file.write_text('{"epoch": 1, "ra')
-        assert Places(text, past)._find_named()[0] is None, "half a name"
+        assert RendezvousAddresses(text, past)._find_named()[0] is None, "half a name"
         write_leader(gang_file, epoch=1, rank=1, addresses=2)
         leaders[1] = None
-        assert Places(text, past)._find_named()[0] is None, "its launcher does not know yet that it leads"
+        assert RendezvousAddresses(text, past)._find_named()[0] is None, "its launcher does not know yet that it leads"
         leaders[0], places.epoch = 2, 1
         write_leader(gang_file, epoch=2, rank=0, addresses=2)
         assert places.find_better(1), "a higher epoch calls a waiting worker away"
-        place, wire = Places(text, past).connect()
+        place, wire = RendezvousAddresses(text, past).connect()
         assert place == 0
         wire.close()
 
@@ -181,7 +181,7 @@ def test_worker_dials_the_present_address_of_a_replaced_node(gang_file: Path) ->
     with open_rendezvous(is_movable=True, find_epoch=lambda: 1) as (_, server):
         text = f"192.0.2.1:{server.port},192.0.2.2:{server.port}"  # none of these exists now
         write_leader(gang_file, epoch=1, rank=1, addresses=2)
-        place, wire = Places(text, Past()).connect()
+        place, wire = RendezvousAddresses(text, PreviousWorld()).connect()
         assert place == 1
         wire.close()
 

@@ -22,7 +22,7 @@ from trainers import watchdog as watchdog_module
 from trainers.checkpoint import CheckpointManager
 from trainers.errors import CheckpointError
 from trainers.launch import find_free_port
-from trainers.manifest import Damage, Seal, check_seal, divide
+from trainers.manifest import DamagedFile, FileChecksum, check_seal, divide
 from trainers.progress import Progress
 from trainers.ranks import Ranks, join_ranks, leave_ranks
 from trainers.restore_progress import LocalCounter, RestoreProgress, RestoreStatus
@@ -302,7 +302,7 @@ def test_each_file_is_read_once(tmp_path: Path) -> None:
 
 def test_parts_are_cut_out_of_chunks_of_any_size_and_the_rest_is_hashed() -> None:
     content = bytes(range(256)) * 4
-    seal = Seal(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+    seal = FileChecksum(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
     for size in (1, 7, 256, 2000):
         chunks = (content[begin : begin + size] for begin in range(0, len(content), size))
         file = HashedFile(chunks, note_read=lambda count: None, check=lambda found: check_seal("f", seal, found))
@@ -313,7 +313,7 @@ def test_parts_are_cut_out_of_chunks_of_any_size_and_the_rest_is_hashed() -> Non
     short = HashedFile(
         iter([content[:100]]), note_read=lambda count: None, check=lambda found: check_seal("f", seal, found)
     )
-    with pytest.raises(Damage, match="`f` does not match its checksum"):
+    with pytest.raises(DamagedFile, match="`f` does not match its checksum"):
         short.read_part(50, 100)
 
 

@@ -33,6 +33,6 @@ def test_report_measures_strong_and_weak_scaling(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.exhaustive
-def test_failed_run_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_a_failed_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--scale-report", "--data.path", "/missing"]) == 1
     assert "`/missing` does not exist" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from .strategies.conftest import TOTAL, Worlds
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_gradients_equal_those_without() -> None:
+def test_scaled_gradients_equal_unscaled_ones() -> None:
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     scaling = LossScale("float16")
     (weight.square().sum() * scaling.factor).backward()

@@ -38,7 +38,7 @@ def hand_over_in_child(path: str, variables: dict[str, str], contents: list[byte
 
 
 @pytest.mark.parametrize("contents", [[b"state" * 1000], [b"a", b"bc", b"d"], []], ids=["state", "parts", "no state"])
-def test_variables_and_state_arrive(tmp_path: Path, contents: list[bytes]) -> None:
+def test_standby_receives_variables_and_state(tmp_path: Path, contents: list[bytes]) -> None:
     path = tmp_path / "socket"
     received: list[tuple[dict[str, str], list[int]]] = []
     standby = threading.Thread(target=lambda: received.append(receive(path)))

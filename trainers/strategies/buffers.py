@@ -1,5 +1,6 @@
-"""Buffers that forward passes change, such as BatchNorm's statistics: every rank takes those of the first one
-that computes with the same model.
+"""Synchronise buffers that forward passes change, such as BatchNorm's statistics.
+
+Every rank takes those of the first rank that computes with the same model.
 
 Each rank's passes change its own. If they stayed different, a checkpoint would hold those of one rank or another, and
 a resumed run would evaluate with other statistics than an uninterrupted one.

@@ -92,7 +92,7 @@ class ParameterServer(Strategy):
             return super().shared_state(model, optimizer)
         is_server = self.ranks.is_first
         return {
-            "model": HeldByOne(Settled(model, self._group), is_holder=is_server),
+            "model": HeldByOne(SynchronizedModel(model, self._group), is_holder=is_server),
             "optimizer": HeldByOne(optimizer, is_holder=is_server),
         }
 
@@ -206,7 +206,7 @@ class ServerRole:
         _unflatten(gradient, [_gradient(tensor) for tensor in self._parameters])
 
 
-class Settled:
+class SynchronizedModel:
     """A model whose parameters become those of the server, on every rank, before they are saved."""
 
     def __init__(self, model: nn.Module, group: Any) -> None:

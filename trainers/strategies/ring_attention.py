@@ -171,8 +171,9 @@ def find_runs(query: Tensor, rows: slice, keys: Tensor) -> Iterator[slice]:
 
 
 def score(query: Tensor, keys: Tensor, *, is_causal: bool, first: int) -> Tensor:
-    """Return scaled scores `[batch, heads, queries, keys]` in float32; `first` is the position of the first query
-    among the keys.
+    """Return scaled scores `[batch, heads, queries, keys]` in float32.
+
+    `first` is the position of the first query among the keys.
 
     Matrix products have the dtype of the inputs, as in torch's own attention.
     """

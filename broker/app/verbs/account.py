@@ -12,7 +12,7 @@ from broker.app.container import Context
 from broker.app.forecasts import list_judged, score_own_forecasts
 from broker.app.planning import check_notices, check_plans, plan_launch
 from broker.app.reporting import Report, read_month, read_report
-from broker.app.spending import By, Share, Spending, read_day_shares, read_spending
+from broker.app.spending import Grouping, Share, Spending, read_day_shares, read_spending
 from broker.clouds.findings import InspectsTypes, TypeCheckResult
 from broker.errors import UsageError
 from broker.frozen import frozen
@@ -33,16 +33,16 @@ class CostReport:
     shares: tuple[Share, ...] = ()
 
 
-def show_cost(context: Context, *, by: By) -> CostReport:
+def show_cost(context: Context, *, by: Grouping) -> CostReport:
     """Sum all bills up to now."""
-    context.keep_jobs_going()
+    context.ensure_live_jobs_driven()
     store = context.store
-    names = {job.id: job.name for job in store.jobs.list_lines(on_damage=context.warn)} if by is By.JOB else {}
+    names = {job.id: job.name for job in store.jobs.list_lines(on_damage=context.warn)} if by is Grouping.JOB else {}
     now_s = context.clock.now_s()
     return CostReport(
         spending=read_spending(store, by, now_s, on_damage=context.warn),
         names=names,
-        shares=tuple(read_day_shares(store, now_s, on_damage=context.warn)) if by is By.DAY else (),
+        shares=tuple(read_day_shares(store, now_s, on_damage=context.warn)) if by is Grouping.DAY else (),
     )
 
 

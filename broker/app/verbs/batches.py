@@ -94,7 +94,7 @@ def run_map(
             f"changed since {driver.plan.group} began: {', '.join(driver.changed_files)}; finished shards keep their "
             "results, and `--output` with a new folder computes all of them again"
         )
-    driver.submit(driver.read_view().crew)
+    driver.submit(driver.read_view().workers)
     begun = driver.read_view()
     on_begin(_describe_map(driver, begun))
     if is_detached:
@@ -128,8 +128,8 @@ def _describe_map(driver: MapDriver, view: MapView, result: MapResult | None = N
         shards_done=len(view.tally.parts),
         shards_failed=tuple(sorted(view.tally.failed)),
         items=result.items if result else sum(view.tally.items.values()),
-        jobs=view.crew.job_ids,
-        live_workers=len(view.crew.live),
+        jobs=view.workers.job_ids,
+        live_workers=len(view.workers.live),
         usd=view.usd,
         usd_per_million_items=result.usd_per_million_items if result else None,
         manifest=result.manifest if result else None,

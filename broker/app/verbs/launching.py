@@ -19,7 +19,7 @@ Show = Callable[[Sequence[Plan]], None]
 
 
 @frozen
-class Started:
+class StartedCluster:
     """A cluster that is up; `run_id` is None for a task with nothing to run, and after a dry run."""
 
     cluster: str
@@ -44,7 +44,7 @@ def launch(
     confirm: Show,
     on_stage: Callable[[str], None],
     track_upload: TrackUpload = launching.ignore_upload,
-) -> Started:
+) -> StartedCluster:
     """Plan, confirm and start a cluster with a task on it. `confirm` raises to refuse the price."""
     target = ClusterTarget.of(context, task, name=cluster, autostop=autostop)
 
@@ -57,12 +57,12 @@ def launch(
     demand = LaunchSize(kind=Owned.CLUSTER, names=(target.name,))
     ready = prepare(context, [task], target, callbacks=callbacks, is_dryrun=is_dryrun, demand=demand)
     if is_dryrun:
-        return Started(cluster=target.name)
+        return StartedCluster(cluster=target.name)
     on_stage(f"starting `{target.name}`")
     starting = launching.start_cluster(
         context, target, ready, hedge=hedge, retry_until_up=retry_until_up, on_stage=on_stage
     )
-    return Started(cluster=target.name, run_id=asyncio.run(context.run_paid(starting)))
+    return StartedCluster(cluster=target.name, run_id=asyncio.run(context.run_paid(starting)))
 
 
 def describe_interrupted(context: Context, *, cluster: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ Show = Callable[[Sequence[Plan]], None]
 
 
 @frozen
-class ServiceStory:
+class ServiceExplanation:
     """A service with its events, oldest first."""
 
     line: ServiceLine
@@ -75,15 +75,15 @@ def update_service(
 
 def list_services(context: Context, *, names: tuple[str, ...] = ()) -> tuple[ServiceLine, ...]:
     """Describe these services, or all. Raises UsageError for an unknown name."""
-    context.keep_jobs_going()
+    context.ensure_live_jobs_driven()
     return tuple(services.describe_services(context, names))
 
 
-def explain_service(context: Context, *, service: str) -> ServiceStory:
+def explain_service(context: Context, *, service: str) -> ServiceExplanation:
     """Explain the status of a service. Raises UsageError."""
-    context.keep_jobs_going()
+    context.ensure_live_jobs_driven()
     (line,) = services.describe_services(context, [service])
-    return ServiceStory(line=line, events=tuple(services.list_service_events(context, service)))
+    return ServiceExplanation(line=line, events=tuple(services.list_service_events(context, service)))
 
 
 def wait_for_service(context: Context, *, service: str) -> None:

@@ -196,8 +196,10 @@ def parse_advisor(body: bytes) -> Mapping[Key, float]:
 
 
 def parse_product(text: str | Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return (instance type, USD per hour) of one price list entry; None if it is not priced by the hour. Raises
-    SourceError."""
+    """Return (instance type, USD per hour) of one price list entry; None if it is not priced by the hour.
+
+    Raises SourceError.
+    """
     try:
         product = json.loads(text) if isinstance(text, str) else text
         instance_type = product["product"]["attributes"]["instanceType"]

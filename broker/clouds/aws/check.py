@@ -1,5 +1,7 @@
-"""`broker check` for AWS: login, regions, network, permissions, quotas; each failure comes with the command that fixes
-it."""
+"""`broker check` for AWS: login, regions, network, permissions, quotas.
+
+Each failure comes with the command that fixes it.
+"""
 
 from __future__ import annotations
 
@@ -174,8 +176,10 @@ async def _may(clients: Clients, region: str, service: str, operation: str, aske
 
 
 async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[CheckResult]:
-    """Return one line per family of machines, on-demand and spot. None prevents launches: other families and clouds
-    remain."""
+    """Return one line per family of machines, on-demand and spot.
+
+    None prevents launches: other families and clouds remain.
+    """
     try:
         listed = await asyncio.gather(*(_list_quotas(clients, each) for each in regions))
     except ApiError as refusal:

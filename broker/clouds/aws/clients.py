@@ -1,5 +1,7 @@
-"""The interface to boto3: one client per region, calls in a bounded set of threads, every error as one
-exception type."""
+"""The interface to boto3: one client per region, and calls in a bounded set of threads.
+
+Every error is raised as one exception type.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ class Clients:
         return await self._in_thread(self._call, service, region, operation, parameters, 1)
 
     async def change(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Make an EC2 call that creates or deletes something: sent once, so that the caller decides what a lost
-        response means."""
+        """Make an EC2 call that creates or deletes something.
+
+        It is sent once, so that the caller decides what a lost response means.
+        """
         return await self._in_thread(self._call, "ec2", region, operation, parameters, 1)
 
     async def read_all(self, region: str, operation: str, key: str, **parameters: Any) -> list[Any]:

@@ -80,8 +80,10 @@ class AwsCloud:
     extends_gangs: ClassVar[bool] = True
 
     def is_search_worth(self, spec: MachineSpec, *, zone_count: int) -> bool:
-        """Return whether a fleet is worth its overhead: a launch template, created and deleted. Its machines have one
-        network card."""
+        """Return whether a fleet is worth its overhead: a launch template, created and deleted.
+
+        Its machines have one network card.
+        """
         return zone_count >= SEARCHED_ZONES_MIN and spec.network_tier != "best"
 
     def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
@@ -253,8 +255,10 @@ class AwsCloud:
         return [replace(node, account=account) for node in nodes]
 
     async def _find_made(self, request: NodeRequest, refusal: ApiError) -> Sequence[Mapping[str, Any]]:
-        """Return what this token created before. EC2 reports the token as used if a parameter differs (a newer image),
-        or if all its instances have ended."""
+        """Return what this token created before.
+
+        EC2 reports the token as used if a parameter differs (a newer image), or if all its instances have ended.
+        """
         filters = tags.match_tags(owner=request.owner, token=request.token)
         instances = await self._launcher.find_instances(request.placement.offer.region, filters)
         if not instances:
@@ -285,8 +289,11 @@ class AwsCloud:
                     raise result
 
     async def _change_region(self, region: str, operation: str, ids: Sequence[str]) -> None:
-        """Change nodes of a region. EC2 refuses a whole call for one id that is unknown, that the login's policy does
-        not cover, or that a user has protected from termination, so the ids then go one by one."""
+        """Change nodes of a region.
+
+        EC2 refuses a whole call for one id that is unknown, that the login's policy does not cover, or that a user has
+        protected from termination, so the ids then go one by one.
+        """
         try:
             await self._clients.change(region, operation, InstanceIds=list(ids))
         except ApiError as refusal:

@@ -39,8 +39,9 @@ class Fleets:
     async def create(
         self, request: NodeRequest, resources: GangResources, data: bytes, site: RegionNetwork
     ) -> Sequence[Instance]:
-        """Create all nodes, or raise CapacityError, QuotaError or InvalidRequestError with none created. Raises
-        ApiError too.
+        """Create all nodes, or raise CapacityError, QuotaError or InvalidRequestError with none created.
+
+        Raises ApiError too.
 
         A fleet takes its parameters from a launch template only, which is named after the token.
         """

@@ -21,8 +21,10 @@ CANONICAL_NAMES = {"x86_64": "amd64", "arm64": "arm64"}
 
 @frozen
 class ImageRule:
-    """A rule: machine types that begin with one of `families` boot `parameter`. If AWS publishes no image with a driver
-    for their accelerator, `why` gives the reason."""
+    """A rule: machine types that begin with one of `families` boot `parameter`.
+
+    If AWS publishes no image with a driver for their accelerator, `why` gives the reason.
+    """
 
     families: tuple[str, ...]
     parameter: str = ""

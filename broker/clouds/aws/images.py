@@ -56,7 +56,10 @@ class Images:
             )
         answer = await self._clients.read("ec2", region, "describe_images", ImageIds=[wanted])
         if not answer.get("Images"):
-            raise InvalidRequestError(f"{region} has no image {wanted}")
+            raise InvalidRequestError(
+                f"{region} has no image {wanted}",
+                hints=("an image exists in one region: name one of this region in `image_id`, or set `region`",),
+            )
         image = answer["Images"][0]
         root = image.get("RootDeviceName") or "/dev/sda1"
         disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in image.get("BlockDeviceMappings", ())}

@@ -87,8 +87,9 @@ class NodeLauncher:
         return await self._network.ensure_placement_group(request, offer.region)
 
     async def _count_efa(self, request: NodeRequest) -> int:
-        """Count Elastic Fabric Adapters to attach: none unless requested; one per card if nodes have no public address,
-        else one.
+        """Count the Elastic Fabric Adapters to attach.
+
+        None unless requested; one per network card if nodes have no public address, otherwise one.
 
         A fleet that searches for a zone supports one card only.
         """

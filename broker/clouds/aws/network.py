@@ -268,8 +268,10 @@ def _allow_ports(first: int, last: int, blocks: Sequence[str], description: str 
 
 
 def _hint_subnet(region: str, zone: str | None, vpc: str | None) -> str:
-    """Return the command that creates a subnet: by hand in the user's own VPC, whose address ranges only its owner
-    assigns."""
+    """Return the command that creates a subnet.
+
+    In the user's own VPC, it must be run by hand, because only its owner assigns address ranges.
+    """
     if vpc is None:
         verb = f"create-default-subnet --region {region}"
     else:

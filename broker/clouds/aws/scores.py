@@ -57,8 +57,9 @@ class Scores:
         return scores
 
     async def refuse_unlikely(self, placement: Placement) -> None:
-        """Raise CapacityError for a zone with the lowest score while another zone of the region scores well: machines
-        there would soon be preempted.
+        """Raise CapacityError for a zone with the lowest score while another zone of the region scores well.
+
+        Machines there would soon be preempted.
 
         A caller that asks again has no alternative, and may try.
         """

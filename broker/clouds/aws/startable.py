@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
@@ -11,7 +12,7 @@ from broker.clouds.aws.errors import translated
 from broker.clouds.aws.images import Images
 from broker.clouds.aws.quotas import Quota, Quotas
 from broker.clouds.aws.settings import Settings
-from broker.clouds.findings import TypeCheckResult, group_offers
+from broker.clouds.findings import TypeCheckResult, describe_offer, group_offers
 from broker.errors import CloudError, InvalidRequestError
 from broker.types import MachineSpec, Offer
 
@@ -59,24 +60,16 @@ class _Judge:
         return max(results, key=lambda each: len(each.ways))
 
     async def _judge_in(self, name: str, offer: Offer) -> TypeCheckResult:
-        def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
-            return TypeCheckResult(
-                accelerator=name,
-                instance_type=offer.instance_type,
-                ways=ways,
-                region=offer.region,
-                why=why,
-                command=command,
-            )
+        judge = partial(describe_offer, name, offer)
 
         try:
             async with self._reads:
                 with translated():
                     await self._images.find(offer, MachineSpec())
         except InvalidRequestError as error:
-            return find((), f"image: {error.message.rpartition(': ')[2]}")
+            return judge((), f"image: {error.message.rpartition(': ')[2]}")
         except CloudError as error:
-            return find((), f"region: {error.message}")
+            return judge((), f"region: {error.message}")
         ways: list[str] = []
         whys: list[str] = []
         command = ""
@@ -88,9 +81,9 @@ class _Judge:
             elif price is not None:
                 ways.append(way)
         if whys:
-            return find(tuple(ways), f"quota: {', '.join(whys)}", command)
+            return judge(tuple(ways), f"quota: {', '.join(whys)}", command)
         has_many = offer.instance_type.startswith(MANY_CARDS) and not self._settings.uses_private_addresses
-        return find(tuple(ways), f"network: {ONE_CARD}" if has_many else "")
+        return judge(tuple(ways), f"network: {ONE_CARD}" if has_many else "")
 
     async def _read_quota(self, offer: Offer, *, is_spot: bool) -> Quota | None:
         async with self._reads:

@@ -30,8 +30,10 @@ def make_tags(request: NodeRequest) -> dict[str, str]:
 
 
 def make_cluster_tags(request: NodeRequest) -> dict[str, str]:
-    """Make the tags of resources that a cluster's nodes share, including the user's labels: some accounts require
-    tags."""
+    """Make the tags of resources that the nodes of a cluster share.
+
+    They include the user's labels, because some accounts require tags.
+    """
     return {**request.spec.labels, OWNER: request.owner, CLUSTER: request.cluster}
 
 

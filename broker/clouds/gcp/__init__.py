@@ -1,2 +1,4 @@
-"""Google Compute Engine. One file per resource; `cloud.py` joins them. Importing them does not import Google's
-library."""
+"""Google Compute Engine.
+
+One file per resource; `cloud.py` joins them. Importing them does not import Google's library.
+"""

@@ -1,5 +1,7 @@
-"""`broker check` for Google: login, project, API, permissions, quotas; each failure comes with the command that fixes
-it."""
+"""`broker check` for Google: login, project, API, permissions, quotas.
+
+Each failure comes with the command that fixes it.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def write_policy(config: Config) -> str:
 
 
 async def inspect_project(sdk: Sdk) -> Sequence[CheckResult]:
-    """Check in order of dependency, stopping at the first failure. Raises CloudError only if Google cannot be
-    reached."""
+    """Check in order of dependency, stopping at the first failure.
+
+    Raises CloudError only if Google cannot be reached.
+    """
     login = sdk.login
     try:
         await sdk.call(_refresh)
@@ -162,8 +166,10 @@ def _refresh(clients: Clients) -> None:
 
 
 def _list_permissions(clients: Clients) -> frozenset[str]:
-    """List which of our permissions the login has:
-    https://cloud.google.com/resource-manager/reference/rest/v1/projects."""
+    """List which of our permissions the login has.
+
+    API: https://cloud.google.com/resource-manager/reference/rest/v1/projects.
+    """
     import google.api_core.exceptions as api
 
     url = f"{clients.login.resource_manager_url}/v1/projects/{clients.login.project}:testIamPermissions"

@@ -1,5 +1,7 @@
-"""Google Compute Engine as a cloud: four verbs, and stopping. The calls to Google are in the other files of this
-folder."""
+"""Google Compute Engine as a cloud: four verbs, and stopping.
+
+The calls to Google are in the other files of this folder.
+"""
 
 from __future__ import annotations
 
@@ -117,8 +119,10 @@ class GcpCloud:
         return self._login.project
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List nodes, and delete those that shut themselves down: only their disk is left, which is billed. A node that
-        its host took down is stopped, and can be started again."""
+        """List nodes, and delete those that shut themselves down: only their disk is left, which is billed.
+
+        A node that its host took down is stopped, and can be started again.
+        """
         project = await self.find_account()
         found_by_google, unseen_zones = await self._list_all(owner)
         listed = {node.id: node for node in found_by_google}
@@ -180,8 +184,10 @@ class GcpCloud:
         return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
-        """Delete firewall rules, the only resource that outlives a gang; disks and addresses are deleted with their
-        instance."""
+        """Delete firewall rules, the only resources that outlive a gang.
+
+        Disks and addresses are deleted with their instance.
+        """
         nodes = await self.list_nodes(owner)
         if nodes.unseen:
             return 0  # rules of a gang in a zone that did not respond must stay
@@ -200,8 +206,10 @@ class GcpCloud:
         await self._sdk.call(lambda clients: act(clients, where), does_change=True)
 
     def _find_dead(self, request: NodeRequest) -> Sequence[Node]:
-        """Return the nodes of a token that was used: Google has forgotten them, and would recreate them after
-        an hour."""
+        """Return the nodes that this token has created, if all of them have ended.
+
+        Google forgets a request after an hour, and would then create them again.
+        """
         nodes = [node for node in self._state_file.read().values() if node.token == request.token]
         is_dead = nodes and all(node.state is NodeState.TERMINATED for node in nodes)
         return sorted(nodes, key=lambda node: node.rank) if is_dead else ()
@@ -266,8 +274,10 @@ class GcpCloud:
             return node
 
     async def _read_endings(self, project: str, owner: str) -> tuple[Mapping[NodeId, Ending], frozenset[str]]:
-        """Read why nodes ended, and which zones did not respond. A refusal is only logged because the reason is
-        informational."""
+        """Read why nodes ended, and which zones did not respond.
+
+        A refusal is only logged because the reason is informational.
+        """
         try:
             return await self._sdk.call(lambda clients: read_endings(clients, project, owner))
         except AuthError as error:

@@ -182,8 +182,10 @@ HINTS: tuple[tuple[type[CloudError], str], ...] = (
 
 
 def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ...] = ()) -> CloudError:
-    """Make the error by the table, else by HTTP status, else by class: 4xx is our mistake, all others may be
-    transient."""
+    """Make the error by the table, otherwise by HTTP status, otherwise by class.
+
+    A 4xx status is our mistake; all others may be transient.
+    """
     kind = CODES.get(code) or STATUSES.get(status)
     if kind is None:
         kind = InvalidRequestError if 400 <= status < 500 else TransientError
@@ -195,8 +197,11 @@ def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ..
 
 
 def read_operation_error(operation: Any) -> CloudError | None:
-    """Read the error of an operation that is DONE; a capacity error takes precedence over the errors that follow from
-    it, and a refusal over the statement that the gang is incomplete: other zones would refuse it, too."""
+    """Read the error of an operation that is DONE.
+
+    A capacity error takes precedence over the errors that follow from it, and a refusal over the statement that the
+    gang is incomplete, because other zones would refuse it, too.
+    """
     errors = [
         (error.code, make_error(error.code, error.message or error.code, hints=_find_quota_hint(error)))
         for error in operation.error.errors
@@ -223,8 +228,10 @@ def _find_quota_hint(error: Any) -> tuple[str, ...]:
 
 
 def translate(error: Exception, *, does_change: bool) -> CloudError | None:
-    """Translate an exception of Google's library; None if the cause is not external. A response lost after a call that
-    changes something is an UnknownOutcomeError."""
+    """Translate an exception of Google's library; None if the cause is not external.
+
+    A response lost after a call that changes something is an UnknownOutcomeError.
+    """
     import google.api_core.exceptions as api
     import google.auth.exceptions as auth
     import requests
@@ -246,8 +253,11 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
 
 
 def _read_answer(error: Any) -> tuple[str, str]:
-    """Read code and message. The newer `reason` is more specific (a project without billing is only `forbidden` in the
-    older one); the library puts method and URL before the older message."""
+    """Read code and message.
+
+    The newer `reason` is more specific (a project without billing is only `forbidden` in the older one); the library
+    puts method and URL before the older message.
+    """
     entries = [each for each in error.errors or () if isinstance(each, Mapping)]
     codes = [str(error.reason or ""), *(str(each.get("reason") or "") for each in entries)]
     code = next((each for each in codes if each in CODES), next(filter(None, codes), ""))

@@ -1,5 +1,7 @@
-"""Firewall rules of a gang: ssh from its creator, all traffic between its nodes and from those of its job group, and
-public access to the requested ports.
+"""Firewall rules of a gang.
+
+They admit ssh from its creator, all traffic between its nodes and from those of its job group, and public access to the
+requested ports.
 
 The rules belong to one gang, are named after it and are deleted with it. One more rule per owner denies all other ssh,
 which the default network would allow; it is free of charge and stays.
@@ -53,8 +55,11 @@ def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> li
 
 
 def open_rules(clients: Clients, request: NodeRequest, callers: Sequence[str]) -> list[Any]:
-    """Request all rules of a gang; existing ones stay. Returns the input of `await_rules`, so that the machines can be
-    requested meanwhile. No request ids: Google would answer a retry with the first call's failure."""
+    """Request all rules of a gang; existing ones stay.
+
+    Returns the input of `await_rules`, so that the machines can be requested meanwhile. No request ids: Google would
+    answer a retry with the first call's failure.
+    """
     network = find_network(clients)
     operations = [_insert(clients, rule) for rule in make_rules(request, callers, network)]
     return [operation for operation in operations if operation is not None]
@@ -110,8 +115,10 @@ def list_rules(clients: Clients, owner: str, *, project: str = "") -> list[Any]:
 
 
 def find_rules_project(clients: Clients, project: str = "") -> str:
-    """Return the project of the rules: that of the network, which may be shared by another project (Shared VPC). If the
-    settings name none, it is `project`, or the login's."""
+    """Return the project of the rules: that of the network, which may be shared by another project (Shared VPC).
+
+    If the settings name none, it is `project`, or the login's.
+    """
     path = clients.login.settings.network
     named = path.partition("projects/")[2].partition("/")[0]
     return named or project or clients.login.project

@@ -129,8 +129,10 @@ def read_node(instance: Any) -> Node | None:
 
 
 def delete(clients: Clients, where: NodeId) -> None:
-    """Start deleting; already gone or being deleted is success. No request id: Google would answer a retry with the
-    first call's failure."""
+    """Start deleting; already gone or being deleted is success.
+
+    No request id: Google would answer a retry with the first call's failure.
+    """
     try:
         clients.get("Instances").delete_unary(
             project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
@@ -168,8 +170,10 @@ def start(clients: Clients, where: NodeId) -> None:
 
 
 def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> Any:
-    """Replace the labels; return the instance before that. Raises BusyError if another writer changed them
-    meanwhile."""
+    """Replace the labels; return the instance before that.
+
+    Raises BusyError if another writer changed them meanwhile.
+    """
     client = clients.get("Instances")
     instance = client.get(project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S)
     labels = {key: value for key, value in instance.labels.items() if key != STOP_LABEL}

@@ -48,8 +48,10 @@ class NodeLauncher:
         self._identities[cluster] = service_account
 
     async def launch(self, request: NodeRequest) -> list[Node]:
-        """Return every node of the gang by rank, created now or by an earlier call. Raises the errors of
-        `Cloud.create_nodes`."""
+        """Return every node of the gang by rank, created now or by an earlier call.
+
+        Raises the errors of `Cloud.create_nodes`.
+        """
         zones = await self._sdk.call(lambda clients: list_zones(clients, request.placement.offer))
         zone = await self._find_zone(request, zones)
         if zone is None:
@@ -96,8 +98,10 @@ class NodeLauncher:
         return next((zone for zone, node in zip(zones, gangs, strict=True) if node is not None), None)
 
     async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
-        """Return the zone that took the gang. Raises the last zone's error, and CapacityError only after all zones were
-        tried."""
+        """Return the zone that took the gang.
+
+        Raises the last zone's error, and CapacityError only after all zones were tried.
+        """
         image, _ = await asyncio.gather(
             self._sdk.call(lambda clients: find_image(clients, request)), self._check_quotas(request)
         )

@@ -1,5 +1,6 @@
-"""Names and labels of our resources at Google, derived from the request alone, so that a retry finds the first try's
-work.
+"""Names and labels of our resources at Google.
+
+They are derived from the request alone, so that a retry finds the resources of the first try.
 
 An instance is named b-OWNER-GANG-RANK. Text that labels cannot hold unchanged is in its description, as JSON.
 """

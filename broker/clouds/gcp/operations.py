@@ -62,8 +62,9 @@ def wait_global(clients: Clients, project: str, operation: Any) -> None:
 
 
 def read_endings(clients: Clients, project: str, owner: str) -> tuple[Mapping[NodeId, Ending], frozenset[str]]:
-    """Read how instances of `owner` ended, as far back as Google keeps it (14 days), in one call; also return the zones
-    that did not respond.
+    """Read in one call how instances of `owner` ended, as far back as Google keeps it (14 days).
+
+    Also return the zones that did not respond.
 
     The newest operation counts, but a preemption is the reason of the deletion that follows it.
     """

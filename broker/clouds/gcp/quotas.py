@@ -103,8 +103,10 @@ def read_project_quotas(clients: Clients) -> Mapping[str, Quota]:
 
 
 def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
-    """List needs from project-wide quotas. On-demand GPUs of any kind share one limit; for spot machines Google does
-    not document it."""
+    """List needs from project-wide quotas.
+
+    On-demand GPUs of any kind share one limit; for spot machines Google does not document it.
+    """
     offer, count = request.placement.offer, request.placement.node_count
     if not offer.accelerator or request.placement.is_spot:
         return []

@@ -18,8 +18,10 @@ IMAGE_KINDS = ("gpu", "cpu", "arm")
 
 @frozen
 class Settings:
-    """`network`: a name, or the path of a network or subnetwork. `ssh_from`: address blocks that may log in; empty:
-    this machine's current address."""
+    """`network`: a name, or the path of a network or subnetwork.
+
+    `ssh_from`: address blocks that may log in; empty: this machine's current address.
+    """
 
     project: str = ""  # empty: gcloud's project
     network: str = "default"

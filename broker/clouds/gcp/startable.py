@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from broker.clouds.findings import TypeCheckResult, group_offers
+from broker.clouds.findings import TypeCheckResult, describe_offer, group_offers
 from broker.clouds.gcp.images import find_image, list_families
 from broker.clouds.gcp.instances import as_cloud_error
 from broker.clouds.gcp.machine import HYPERDISK_MACHINES, RDMA_MACHINES, check_request
@@ -52,29 +53,20 @@ def _judge_in(
     images: dict[Families, str],
 ) -> TypeCheckResult:
     """Judge one region. `images`: results for each list of families, shared between machines."""
-
-    def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
-        return TypeCheckResult(
-            accelerator=name,
-            instance_type=offer.instance_type,
-            ways=ways,
-            region=offer.region,
-            why=why,
-            command=command,
-        )
+    judge = partial(describe_offer, name, offer)
 
     if offer.region not in regions:
-        return find((), "region: this project has none of its quotas")
+        return judge((), "region: this project has none of its quotas")
     request = _make_request(offer, is_spot=False)
     try:
         check_request(request)
     except InvalidRequestError as error:
-        return find((), f"machine: {error.message}")
+        return judge((), f"machine: {error.message}")
     families = list_families(request)
     if families not in images:
         images[families] = _judge_image(clients, request)
     if images[families]:
-        return find((), f"image: {images[families]}")
+        return judge((), f"image: {images[families]}")
     ways: list[str] = []
     whys: list[str] = []
     command = ""
@@ -90,7 +82,7 @@ def _judge_in(
         except QuotaError as error:
             whys.append(f"{way} {error.message}")
             command = command or error.hints[0].partition("`")[2].rstrip("`")
-    return find(tuple(ways), f"quota: {'; '.join(whys)}" if whys else _note(offer), command)
+    return judge(tuple(ways), f"quota: {'; '.join(whys)}" if whys else _note(offer), command)
 
 
 def _judge_image(clients: Clients, request: NodeRequest) -> str:

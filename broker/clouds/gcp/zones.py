@@ -9,8 +9,10 @@ from broker.types import Offer
 
 
 def list_zones(clients: Clients, offer: Offer) -> list[str]:
-    """List zones in a fixed order of trial. Raises InvalidRequestError if there is none, TransientError if no
-    zone responds."""
+    """List zones in a fixed order of trial.
+
+    Raises InvalidRequestError if there is none, TransientError if no zone responds.
+    """
     if offer.zone:
         return [offer.zone]
     name = machine_type(offer)

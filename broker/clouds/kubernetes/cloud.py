@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -22,6 +21,7 @@ from broker.clouds.kubernetes.api import KubernetesApi, RunKubectl, call_all, tr
 from broker.clouds.kubernetes.manifest import find_pool, make_pod, name_gang, read_record
 from broker.clouds.kubernetes.nodes import count_room
 from broker.clouds.kubernetes.states import find_obstacle, find_state, is_kept, is_outlived
+from broker.clouds.sent_source import read_source
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -89,7 +89,9 @@ class KubernetesCloud:
         contexts, pools = self._read_files()
         region = request.placement.offer.region
         if region not in contexts or contexts[region].is_off:
-            raise InvalidRequestError(f"`kubernetes.yaml` has no context `{region}`")
+            raise InvalidRequestError(
+                f"`kubernetes.yaml` has no context `{region}`", hints=("restore its entry, or plan again",)
+            )
         api = self._make_api(contexts[region])
         pool = find_pool(pools.get(region, ()), request)
         nodes = self._make_nodes(api.context, await api.list_pods(gang=name_gang(request)))
@@ -303,9 +305,3 @@ def raise_first(results: Sequence[object]) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
-
-
-@cache
-def read_source(path: str) -> str:
-    """Return the source of a module that is sent to the nodes; each file is read once per process."""
-    return Path(path).read_text(encoding="utf-8")

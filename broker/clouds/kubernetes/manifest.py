@@ -37,8 +37,10 @@ VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 
 
 def name_gang(request: NodeRequest) -> str:
-    """Return the common part of the pods' names; equal for one owner, token and attempt, so that a repeated create
-    collides with the first one."""
+    """Return the common part of the names of a gang's pods.
+
+    It is equal for one owner, token and attempt, so that a repeated create collides with the first one.
+    """
     digest = hashlib.sha256(f"{request.owner}\0{request.token}".encode()).hexdigest()[:12]
     cluster = re.sub(r"[^a-z0-9]+", "-", request.cluster.lower()).strip("-")[:30].strip("-")
     return f"broker-{cluster or 'c'}-{request.attempt}-{digest}"
@@ -72,8 +74,11 @@ def make_pod(
 
 
 def _read_settings(text: str) -> Mapping[str, Any]:
-    """Read `pod_config`. Raises InvalidRequestError for parts that a file would have been refused for: a task made in
-    Python, or by another client of a server, has no notices."""
+    """Read `pod_config`.
+
+    Raises InvalidRequestError for parts that a file would have been refused for: a task made in Python, or by another
+    client of a server, has no notices.
+    """
     try:
         settings = json.loads(text)
     except ValueError:

@@ -124,8 +124,10 @@ def find_error(stderr: str, context: str) -> CloudError:
 
 
 def _explain_denial(message: str, stderr: str, context: str) -> CloudError:
-    """Return the error for a refused request: the server has one reason for missing permissions, limits and policies,
-    and none for a policy of a webhook."""
+    """Return the error for a refused request.
+
+    The server has one reason for missing permissions, limits and policies, and none for the policy of a webhook.
+    """
     for text, kind, hint in DENIALS:
         if text in stderr:
             return kind(message, hints=(hint.format(context=context),))
@@ -145,8 +147,9 @@ def _guess_kind(stderr: str) -> type[CloudError] | None:
 
 
 def find_state(pod: Mapping[str, Any], *, is_spot: bool) -> tuple[NodeState, str, float | None]:
-    """Return the node's state, why it ended, and when. Only our container's end makes a node TERMINATED, or the word of
-    an administrator that its silent host is off.
+    """Return the node's state, why it ended, and when.
+
+    Only our container's end makes a node TERMINATED, or the word of an administrator that its silent host is off.
 
     A cluster may add containers of its own to a pod, such as the proxy of a service mesh, which run on.
     """
@@ -177,8 +180,11 @@ def _is_given_up(pod: Mapping[str, Any]) -> bool:
 
 
 def find_reason(pod: Mapping[str, Any], ended: Mapping[str, Any] | None, *, is_spot: bool) -> str:
-    """Return why a pod ended: the cluster's disruption, the machine's exit code (of `ended`, the end of our container),
-    or the request to delete it."""
+    """Return why a pod ended.
+
+    The reason is a disruption by the cluster, the exit code of the machine (in `ended`, the end of our container), or
+    the request to delete the pod.
+    """
     status = pod.get("status", {})
     disruption = next((each for each in _list_conditions(pod, "DisruptionTarget")), {})
     code = ended.get("exitCode") if ended else None

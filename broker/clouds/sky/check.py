@@ -1,5 +1,7 @@
-"""`broker check` for clouds behind SkyPilot: whether it is installed, its server responds, and which clouds are
-enabled."""
+"""`broker check` for clouds behind SkyPilot.
+
+Whether it is installed, whether its server responds, and which clouds are enabled.
+"""
 
 from __future__ import annotations
 

@@ -142,8 +142,10 @@ class SkyCloud:
         return NodeList(nodes=tuple(nodes), unseen=unseen)
 
     async def _tidy(self, broken: Sequence[str], spot: Sequence[Node]) -> None:
-        """Take down the remains of failed launches, and refresh spot clusters. The next list repeats what fails: one
-        cluster that cannot be taken down must not hide all others."""
+        """Take down the remains of failed launches, and refresh spot clusters.
+
+        The next list repeats what fails: one cluster that cannot be taken down must not hide all others.
+        """
         try:
             for name in broken:
                 await self._engine.end(name)
@@ -180,8 +182,10 @@ class SkyCloud:
                 await self._engine.stop(name)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
-        """Launch again, which also starts the keeper; SkyPilot's own start would leave nodes that cannot end
-        themselves."""
+        """Launch again, which also starts the keeper.
+
+        SkyPilot's own start would leave nodes that cannot end themselves.
+        """
         for name in self._list_names(ids):
             gang = self._state_file.read().get(name)
             observed = await self._engine.fetch_state(name, [])
@@ -263,8 +267,10 @@ class SkyCloud:
         return reason
 
     def _adopt_strangers(self, owner: str, observed: ServerState) -> dict[str, SkyGang]:
-        """Adopt clusters that are ours by name but not recorded: the state folder was lost, or a command died
-        mid-call."""
+        """Adopt clusters that are ours by name but not recorded.
+
+        The state folder was lost, or a command died during a call.
+        """
         names = {cluster.name for cluster in observed.clusters}
         names |= {request.cluster for request in observed.requests if observed.is_launching(request.cluster)}
         ours = [name for name in names if (found := NAME.fullmatch(name)) and found["cloud"] == self.name]
@@ -272,8 +278,10 @@ class SkyCloud:
         return {gang.name: replace(gang, account=observed.account) for gang in adopted if gang is not None}
 
     async def _refresh(self, spot: Sequence[Node]) -> None:
-        """Refresh spot clusters: SkyPilot queries the clouds about each cluster once a minute, which is late
-        for spot."""
+        """Refresh spot clusters.
+
+        SkyPilot queries the clouds about each cluster once a minute, which is late for spot.
+        """
         now_s = self._clock.now_s()
         if spot and now_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = now_s

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from broker.clock import within
 from broker.clouds.sky.errors import SkyError, translate
-from broker.clouds.sky.gangs import Request, Seen, ServerState
+from broker.clouds.sky.gangs import Request, ServerState, SkyClusterRow
 from broker.errors import AuthError, TransientError, UnknownOutcomeError
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class WorkerEngine:
     async def fetch_state(self, prefix: str, request_ids: Sequence[str]) -> ServerState:
         """Return the server's clusters and requests by one call to the worker."""
         reply = await self._call("fetch_state", prefix=prefix, request_ids=list(request_ids))
-        clusters = [Seen(**each) for each in reply["clusters"]]
+        clusters = [SkyClusterRow(**each) for each in reply["clusters"]]
         requests = [Request(**each) for each in reply["requests"]]
         return ServerState(clusters=clusters, requests=requests, account=str(reply.get("account", "")))
 
@@ -186,8 +186,10 @@ class WorkerEngine:
         return call_id, answer
 
     def _ensure(self) -> subprocess.Popen[str]:
-        """Start the worker if needed, with the lock held. A process is kept until its reader has notified all waiters
-        of its end."""
+        """Start the worker if needed, with the lock held.
+
+        A process is kept until its reader has notified all waiters of its end.
+        """
         if self._process is None:
             try:
                 self._process = subprocess.Popen(

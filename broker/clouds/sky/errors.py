@@ -186,8 +186,10 @@ class SkyError:
 
 
 def translate(fault: SkyError, *, does_change: bool = False) -> CloudError:
-    """Translate by the cloud's own code, else by the table. An unknown error may be transient and may have had its
-    effect."""
+    """Translate by the cloud's own code, else by the table.
+
+    An unknown error may be transient and may have had its effect.
+    """
     kind = _find_kind(fault)
     said = [each for each in fault.history if each.message or each.codes]
     clearest = next((each for each in said if _find_kind(each) in CLEAR), said[-1] if said else None)

@@ -43,7 +43,7 @@ class SkyGang:
     created_s: float = 0.0
     request_id: str = ""
     task: dict[str, Any] = field(default_factory=dict)
-    reached_at: float = 0.0  # the `Seen.launched_at` for which its nodes' addresses are known
+    reached_at: float = 0.0  # the `SkyClusterRow.launched_at` for which its nodes' addresses are known
     was_seen: bool = False
     was_up: bool = False
     addresses: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class SkyGang:
 
 
 @frozen
-class Seen:
+class SkyClusterRow:
     """A row of SkyPilot's table of clusters."""
 
     name: str
@@ -82,11 +82,11 @@ class Request:
 class ServerState:
     """SkyPilot's clusters and requests at one moment. `account`: the API server and the user that they belong to."""
 
-    clusters: Sequence[Seen] = ()
+    clusters: Sequence[SkyClusterRow] = ()
     requests: Sequence[Request] = ()
     account: str = ""
 
-    def find(self, name: str) -> Seen | None:
+    def find(self, name: str) -> SkyClusterRow | None:
         """Return the cluster of this name; None if SkyPilot has none."""
         return next((cluster for cluster in self.clusters if cluster.name == name), None)
 
@@ -139,7 +139,7 @@ def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> Sk
     )
 
 
-def adopt(name: str, owner: str, seen: Seen | None) -> SkyGang | None:
+def adopt(name: str, owner: str, seen: SkyClusterRow | None) -> SkyGang | None:
     """Make a record, from name and labels, for a gang of ours that has none."""
     match = NAME.fullmatch(name)
     if match is None:

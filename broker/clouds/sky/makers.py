@@ -17,8 +17,10 @@ ENABLED = "enabled.json"  # below `sky` in the state folder; `broker check` writ
 
 
 def make_cloud(name: str, config: Config, *, clock: Clock) -> SkyCloud | None:
-    """Make the cloud; None without a file that names it, so that users without SkyPilot pay for one file access
-    only."""
+    """Make the cloud; None without a file that names it.
+
+    Users without SkyPilot therefore pay for one file access only.
+    """
     if not (config.home / "sky" / ENABLED).is_file():
         return None
     from broker.clouds.sky.state_file import SkyStateFile

@@ -31,8 +31,10 @@ exit 1
 
 
 def make_task(request: NodeRequest) -> dict[str, Any]:
-    """Make the input of `sky.Task.from_yaml_config`. Raises InvalidRequestError for features that no cloud behind
-    SkyPilot has."""
+    """Make the input of `sky.Task.from_yaml_config`.
+
+    Raises InvalidRequestError for features that no cloud behind SkyPilot has.
+    """
     keeper = KEEPER.replace("@LOOKS@", str(UNCLAIMED_MINUTES * 60 // KEEPER_POLL_S))
     return {
         "name": "broker-keeper",
@@ -93,8 +95,10 @@ def make_machine(offer: Offer) -> dict[str, Any]:
 
 
 def is_tpu(offer: Offer) -> bool:
-    """Return whether the offer is a TPU slice. The price book uses SkyPilot's name, such as `tpu-v5litepod-8`, host
-    included."""
+    """Return whether the offer is a TPU slice.
+
+    The price book uses SkyPilot's name, such as `tpu-v5litepod-8`, host included.
+    """
     return offer.cloud == "gcp" and offer.instance_type.startswith("tpu-")
 
 

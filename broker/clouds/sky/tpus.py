@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | TpuCloud | None:
-    """Make the cloud for the registry. Without SkyPilot, or if it has not enabled Google, TPUs are refused with
-    a hint."""
+    """Make the cloud for the registry.
+
+    Without SkyPilot, or if it has not enabled Google, TPUs are refused with a hint.
+    """
     own = make_own(config, clock=clock)
     behind = make_behind("gcp", config, clock=clock) if own is not None else None
     return own if own is None or behind is None else TpuCloud(own, behind)

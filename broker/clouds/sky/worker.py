@@ -59,8 +59,10 @@ def main() -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Describe an error by types and codes, on which the client decides; `history` has the error of each place
-    tried."""
+    """Describe an error by the types and codes on which the client decides.
+
+    `history` has the error of each place tried.
+    """
     codes = [str(each.get("code", "")) for each in getattr(error, "errors", None) or () if isinstance(each, dict)]
     kind = getattr(error, "error_type", None)
     if getattr(error, "cloud_provider", None) == "azure":
@@ -128,8 +130,10 @@ def is_valid(task: dict[str, Any]) -> bool:
 
 
 def fetch_state(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
-    """Return clusters and live requests whose cluster name has the prefix, the status of these requests, and the
-    account."""
+    """Return the clusters and live requests whose cluster name has the prefix.
+
+    Also return the status of these requests, and the account.
+    """
     from sky.client import sdk
 
     clusters = [read_cluster(each) for each in sdk.get(sdk.status()) if each["name"].startswith(prefix)]

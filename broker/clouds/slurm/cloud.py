@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cache
-from pathlib import Path
 from typing import ClassVar
 
 from broker.clock import Clock
 from broker.clouds import local_machine, usual_python
+from broker.clouds.sent_source import read_source
 from broker.clouds.slurm import node_program
 from broker.clouds.slurm.commands import (
     QueuedJob,
@@ -91,7 +90,9 @@ class SlurmCloud:
         clusters, partitions = self._read_files()
         region = request.placement.offer.region
         if region not in clusters or clusters[region].is_off:
-            raise InvalidRequestError(f"`slurm.yaml` has no cluster `{region}`")
+            raise InvalidRequestError(
+                f"`slurm.yaml` has no cluster `{region}`", hints=("restore its entry, or plan again",)
+            )
         cluster = clusters[region]
         name = name_job(request.owner, request.token)
         jobs = await list_jobs(self._run, cluster, name=name)
@@ -308,14 +309,10 @@ class SlurmCloud:
 
 
 def read_handle(node: Node) -> tuple[str, int | None]:
-    """Return cluster and job of a node, from `slurm://CLUSTER/JOB/HOST/NODE`. Without a job it is not a node of this
-    cloud."""
+    """Return cluster and job of a node, from `slurm://CLUSTER/JOB/HOST/NODE`.
+
+    Without a job it is not a node of this cloud.
+    """
     cluster, _, rest = node.handle.removeprefix("slurm://").partition("/")
     job = rest.partition("/")[0]
     return cluster, int(job) if job.isdigit() else None
-
-
-@cache
-def read_source(path: str) -> str:
-    """Return the source of a module that is sent to the nodes; each file is read once per process."""
-    return Path(path).read_text(encoding="utf-8")

@@ -40,8 +40,10 @@ class QueuedJob:
 
 
 async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> Completed:
-    """Run a command on the machine that has the cluster's commands. Raises TransientError, or AuthError for a refused
-    login."""
+    """Run a command on the machine that has the cluster's commands.
+
+    Raises TransientError, or AuthError for a refused login.
+    """
     if cluster.login is not None:
         return await cluster.login.run(join_command(argv), stdin=stdin, timeout_s=CALL_S)
     env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
@@ -94,8 +96,9 @@ async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None 
 
 
 def parse_line(line: str) -> QueuedJob | None:
-    """Parse one line of `squeue`; None for a line that cannot be of a job of ours. Times that Slurm does not know are
-    N/A.
+    """Parse one line of `squeue`; None for a line that cannot be of a job of ours.
+
+    Times that Slurm does not know are N/A.
 
     The list has all jobs of the user: tasks of arrays (`7_3`, `7_[1-9%2]`), parts of heterogeneous jobs (`7+1`), and
     comments of several lines.

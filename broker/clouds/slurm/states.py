@@ -213,6 +213,8 @@ def is_hopeless(word: str) -> bool:
 
 
 def find_state(state: str) -> tuple[NodeState, str]:
-    """Return a job's state and reason. An unknown state (of a newer Slurm) counts as running, as it may not have
-    ended."""
+    """Return a job's state and reason.
+
+    An unknown state (of a newer Slurm) counts as running, as it may not have ended.
+    """
     return STATES.get(state.split()[0] if state else "", (NodeState.RUNNING, ""))

@@ -128,8 +128,10 @@ class SshCloud:
                 raise removal
 
     def find_removal(self, region: str, node: Node | None = None) -> CloudError | None:
-        """Return an AuthError for a pool, or for the host of a node, that `ssh_pools.yaml` does not list, or that it
-        reaches as another user than the node's: each user's claims are in their home folder."""
+        """Return an AuthError for a pool, or for the host of a node, that `ssh_pools.yaml` does not list.
+
+        Also for a host that it reaches as another user than the node's: each user's claims are in their home folder.
+        """
         hosts = self._read_file()
         if node is None:
             return None if any(host.pool == region for host in hosts) else make_removal(f"pool `{region}`")
@@ -193,8 +195,9 @@ class SshCloud:
     async def _claim(
         self, request: NodeRequest, hosts: Sequence[Host], ranks: Mapping[int, Node]
     ) -> tuple[dict[int, Node], list[str]]:
-        """Claim hosts for the missing ranks, and others where a host is taken; return the nodes by rank, and the
-        holders.
+        """Claim hosts for the missing ranks, and others where a host is taken.
+
+        Return the nodes by rank, and the holders of the taken hosts.
 
         Hosts are claimed in the order of the file, so that two calls with one token claim the same hosts.
         """

@@ -55,8 +55,10 @@ def main(request: dict[str, object], machine: str) -> None:
 
 
 def claim(root: str, request: dict[str, object], machine: str) -> object:
-    """Claim the host for a node and boot it; an existing claim of the node is returned unchanged. `taken`: the
-    holder."""
+    """Claim the host for a node and boot it; an existing claim of the node is returned unchanged.
+
+    `taken`: the holder.
+    """
     record = request["record"]
     assert isinstance(record, dict)
     folder = os.path.join(root, str(record["id"]))
@@ -265,8 +267,10 @@ def send(pid: int, number: int) -> None:
 
 
 def read_json(path: str) -> dict[str, object] | None:
-    """Read a JSON object; None if the file is missing or damaged. Raises OSError if it cannot be read: a claim that is
-    not listed counts as gone."""
+    """Read a JSON object; None if the file is missing or damaged.
+
+    Raises OSError if it cannot be read: a claim that is not listed counts as gone.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)

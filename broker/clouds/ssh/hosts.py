@@ -6,12 +6,11 @@ import asyncio
 import json
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from broker.clock import within
 from broker.clouds import local_machine, usual_python
+from broker.clouds.sent_source import read_source
 from broker.clouds.ssh import host_program
 from broker.errors import TransientError
 from broker.sites.host_python import NO_PYTHON, make_python_argv
@@ -27,8 +26,10 @@ RunOnHost = Callable[[Host, bytes, float], Awaitable[Completed]]
 
 
 async def run_by_ssh(host: Host, program: bytes, timeout_s: float) -> Completed:
-    """Run the program over ssh. Raises TransientError if the host does not answer, AuthError if it refuses the
-    login."""
+    """Run the program over ssh.
+
+    Raises TransientError if the host does not answer, AuthError if it refuses the login.
+    """
     return await host.login.run(COMMAND, stdin=program, timeout_s=timeout_s)
 
 
@@ -55,12 +56,6 @@ def make_program(request: Mapping[str, object]) -> bytes:
     machine = read_source(local_machine.__file__) if request["verb"] == "claim" else ""
     program = "\n".join(read_source(str(each.__file__)) for each in (host_program, usual_python))
     return f"{program}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
-
-
-@cache
-def read_source(path: str) -> str:
-    """Return the source of a module that is sent to hosts; each file is read once per process."""
-    return Path(path).read_text(encoding="utf-8")
 
 
 async def fence(host: Host) -> bool:

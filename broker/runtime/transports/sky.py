@@ -10,7 +10,7 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh import PATIENCE_S, SshTransport
-from broker.runtime.transports.ssh_options import Route
+from broker.runtime.transports.ssh_options import SshRoute
 from broker.sites.openssh import ALIVE_COUNT_MAX, ALIVE_INTERVAL_S, escape, make_control_folder
 from broker.types import Node
 
@@ -30,7 +30,7 @@ class SkyTransport(SshTransport):
         super().__init__(Keys(config.keys), clock=clock, patience_s=patience_s)
         self._folder = config.home / "sky" / "ssh"
 
-    def _find(self, node: Node) -> Route:
+    def _find(self, node: Node) -> SshRoute:
         """Find the route. Raises StateError if SkyPilot's file was not fetched or the handle is not SkyPilot's."""
         name, slash, rank = node.handle.removeprefix(SCHEME).partition("/")
         if not node.handle.startswith(SCHEME) or not slash or not rank.isdigit():
@@ -56,7 +56,7 @@ class SkyTransport(SshTransport):
         words = ["-F", str(path)]
         for option, value in pairs.items():
             words += ["-o", f"{option}={value}"]
-        return Route(options=tuple(words), host=host, control=control, connect_s_max=CONNECT_S + 10.0)
+        return SshRoute(options=tuple(words), host=host, control=control, connect_s_max=CONNECT_S + 10.0)
 
 
 def _digest(path: Path, host: str) -> str:

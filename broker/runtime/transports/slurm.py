@@ -56,7 +56,10 @@ def _read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
 
 
 def list_removals(environment: Iterable[str]) -> list[str]:
-    """Return the options of `env` that remove Slurm's variables: broker may run inside an allocation of its own, whose
-    GPUs and environment (`SLURM_GPUS`, `SLURM_EXPORT_ENV`) srun would request for the step, and fail."""
+    """Return the options of `env` that remove Slurm's variables.
+
+    Broker may run inside an allocation of its own. With `SLURM_GPUS`, `SLURM_EXPORT_ENV` and the like, srun would
+    request the GPUs and the environment of that allocation for the step, and fail.
+    """
     names = [name for name in sorted(environment) if name.startswith("SLURM") and name != "SLURM_CONF"]
     return [word for name in names for word in ("-u", name)]

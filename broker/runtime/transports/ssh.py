@@ -20,7 +20,7 @@ from broker.runtime.base import Shell
 from broker.runtime.keys import Keys
 from broker.runtime.streams import Stream, open_program
 from broker.runtime.transports.ssh_files import put_files
-from broker.runtime.transports.ssh_options import Route, make_options, name_control, parse_handle
+from broker.runtime.transports.ssh_options import SshRoute, make_options, name_control, parse_handle
 from broker.sites.openssh import ALIVE_COUNT_MAX, ALIVE_INTERVAL_S, PERSIST_S, Completed, call, explain, find_program
 from broker.types import Node
 
@@ -187,7 +187,7 @@ class SshTransport:
                 with contextlib.suppress(OSError):  # the keys may have been forgotten meanwhile
                     route.mark.touch(mode=0o600)
 
-    async def _try_connect(self, node: Node, route: Route) -> str | None:
+    async def _try_connect(self, node: Node, route: SshRoute) -> str | None:
         """Connect; return None on success, else the reason."""
         master = ["-o", "ControlMaster=yes", "-o", f"ControlPersist={PERSIST_S}", "-f", "-N"]
         argv = [find_program("ssh"), "-T", *route.options, *master, route.host]
@@ -197,7 +197,7 @@ class SshTransport:
             return f": {error.message}"
         return explain(result.stderr) if result.returncode else None
 
-    def _find(self, node: Node) -> Route:
+    def _find(self, node: Node) -> SshRoute:
         keys = self._keys.find(node.cluster, node.token)
         if keys is None:
             raise StateError(
@@ -207,7 +207,7 @@ class SshTransport:
         place = parse_handle(node.handle)
         control = name_control(keys, place)
         options = tuple(make_options(keys, place, control))
-        return Route(options=options, host=place.host, control=control, mark=keys.folder / f"reached-{control.name}")
+        return SshRoute(options=options, host=place.host, control=control, mark=keys.folder / f"reached-{control.name}")
 
 
 def is_listening(control: Path) -> bool:

@@ -49,7 +49,7 @@ Existing = tuple[int, float, str, int]  # size in bytes, mtime in s, target of a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
+class RemoteFiles:
     """A node's files below the target."""
 
     is_folder: bool
@@ -71,7 +71,7 @@ async def put_files(
         if remote.is_folder:
             remote = await list_remote(streams, node, path, is_folder=True)
         else:
-            remote = Remote(is_folder=False, has_rsync=remote.has_rsync, files=rename(remote.files, name))
+            remote = RemoteFiles(is_folder=False, has_rsync=remote.has_rsync, files=rename(remote.files, name))
         entries = {name: source}
     else:
         folder = path
@@ -99,7 +99,7 @@ def rename(files: Mapping[str, Existing], name: str) -> dict[str, Existing]:
     return {name: files[""]} if "" in files else {}
 
 
-async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: bool) -> Remote:
+async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: bool) -> RemoteFiles:
     """List what exists at `path` on the node, with sizes, times and links, by one `find`. Raises TransientError.
 
     rsync cannot talk to a host whose login shell prints something of its own.
@@ -113,7 +113,7 @@ async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: boo
         if record.count("\t") >= 4:
             name, size, time_s, mode, link = record.rsplit("\t", 4)
             files[name] = (int(size), float(time_s), link, int(mode, 8))
-    return Remote(is_folder=is_there == "D", has_rsync=rsync == "R" and not noise, files=files)
+    return RemoteFiles(is_folder=is_there == "D", has_rsync=rsync == "R" and not noise, files=files)
 
 
 def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
@@ -125,7 +125,7 @@ def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
             yield str((folder / name).relative_to(source)), folder / name
 
 
-def is_changed(file: Path, name: str, remote: Remote) -> bool:
+def is_changed(file: Path, name: str, remote: RemoteFiles) -> bool:
     """Return whether to send the file. Times are compared in microseconds: tar and `find` lose finer differences.
 
     `chmod +x` changes neither size nor time.

@@ -18,7 +18,7 @@ HANDLE = re.compile(r"ssh://(?P<user>\w[\w.-]*)@(?P<host>\[[0-9a-fA-F:.]+\]|\w[\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SshAddress:
     """The address of a node's sshd."""
 
     user: str
@@ -27,7 +27,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class SshRoute:
     """The ssh options, the host name for them, and the shared connection's socket.
 
     `connect_s_max`: limit for a host that accepts a connection and then stays silent. `mark`: a file that exists once
@@ -41,17 +41,19 @@ class Route:
     mark: Path | None = None
 
 
-def parse_handle(handle: str) -> Place:
+def parse_handle(handle: str) -> SshAddress:
     """Parse `ssh://user@host:port`, an IPv6 host in brackets. Raises StateError."""
     match = HANDLE.fullmatch(handle)
     if not match:
         raise StateError(f"invalid node handle `{handle}`", hints=("the format is `ssh://USER@HOST:PORT`",))
-    return Place(user=match["user"], host=match["host"].strip("[]"), port=int(match["port"] or 22))
+    return SshAddress(user=match["user"], host=match["host"].strip("[]"), port=int(match["port"] or 22))
 
 
-def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
-    """Return the options for ssh and rsync's ssh. The user's own ssh configuration is ignored because the nodes are
-    ours."""
+def make_options(keys: GangKeys, place: SshAddress, control: Path) -> list[str]:
+    """Return the options for ssh and rsync's ssh.
+
+    The user's own ssh configuration is ignored because the nodes are ours.
+    """
     pairs = {
         "BatchMode": "yes",
         "IdentityFile": escape(keys.login_path),
@@ -80,7 +82,7 @@ def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
     return words
 
 
-def name_control(keys: GangKeys, place: Place) -> Path:
+def name_control(keys: GangKeys, place: SshAddress) -> Path:
     """Return the path of the shared connection's socket; short, because macOS limits it to 104 bytes."""
     text = f"{keys.folder}\0{place.user}\0{place.host}\0{place.port}"
     return make_control_folder() / f"ssh-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from broker.spot.evaluation import SPOT, MarketEvaluation, is_beside
 from broker.spot.forecast import read_market
 from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN, weigh_without_deadline
 from broker.spot.policies.base import (
@@ -21,16 +22,15 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_fallback,
-    finish_hours,
+    find_finish_hours,
+    find_safe_hours,
+    find_spare_hours,
     have_one_speed,
     is_same_speed,
     list_reserves,
-    safe_hours,
-    spare_hours,
     take_fallback,
 )
 from broker.spot.prior import MEASURED, Prior
-from broker.spot.scale import SPOT, Scale, is_beside
 
 # Counted for an hour on every place if one costs nothing, as own machines may: costs are multiples of on-demand's.
 FREE_USD_HOUR = 0.01
@@ -53,13 +53,13 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
         more_usd, view = FREE_USD_HOUR, replace(view, hour_value_usd=None)  # waiting has its default price
     if not more_usd:
         return _weigh_all(view, candidates, prior)
-    dearer = [_add_price(each, more_usd) for each in candidates]
+    raised = [_add_price(each, more_usd) for each in candidates]
     if view.spent_usd is not None and view.deadline_hours is not None and view.time_left_hours is not None:
         passed_hours = view.deadline_hours - view.time_left_hours
         view = replace(view, spent_usd=view.spent_usd + worth_usd * passed_hours)
-    decision = _weigh_all(view, dearer, prior)
+    decision = _weigh_all(view, raised, prior)
     return (
-        replace(decision, target=candidates[dearer.index(decision.target)]) if isinstance(decision, Move) else decision
+        replace(decision, target=candidates[raised.index(decision.target)]) if isinstance(decision, Move) else decision
     )
 
 
@@ -68,8 +68,8 @@ def _add_price(candidate: Candidate, usd_hour: float) -> Candidate:
     placement = candidate.placement
     offer, more = placement.offer, usd_hour / placement.node_count
     prices = {"spot_usd_hour": offer.spot_usd_hour, "ondemand_usd_hour": offer.ondemand_usd_hour}
-    dearer = {name: None if usd is None else usd + more for name, usd in prices.items()}
-    offer = replace(offer, spot_usd_hour=dearer["spot_usd_hour"], ondemand_usd_hour=dearer["ondemand_usd_hour"])
+    raised = {name: None if usd is None else usd + more for name, usd in prices.items()}
+    offer = replace(offer, spot_usd_hour=raised["spot_usd_hour"], ondemand_usd_hour=raised["ondemand_usd_hour"])
     return replace(candidate, placement=replace(placement, offer=offer))
 
 
@@ -98,9 +98,11 @@ def _weigh_on_spot(
     view: JobView, current: Candidate, reserve: Candidate, spots: Sequence[Candidate], prior: Prior
 ) -> float:
     """Return the expected USD to the end of a job on spot with this reserve, which may have to start now."""
-    if safe_hours(view, current, reserve) <= 0:
-        return reserve.move_usd + finish_hours(reserve, view.sure_left_hours) * reserve.placement.usd_hour
-    return Scale.of(view, reserve, [read_market(each, reserve, prior) for each in spots], prior).find_run_usd(current)
+    if find_safe_hours(view, current, reserve) <= 0:
+        return reserve.move_usd + find_finish_hours(reserve, view.sure_left_hours) * reserve.placement.usd_hour
+    return MarketEvaluation.of(
+        view, reserve, [read_market(each, reserve, prior) for each in spots], prior
+    ).find_run_usd(current)
 
 
 def _weigh_on_demand(
@@ -113,7 +115,7 @@ def _weigh_on_demand(
     assert view.time_left_hours is not None
     spots = [each for each in candidates if each.is_spot]
     if _is_late(view, current):
-        timely = [each for each in reserves if finish_hours(each, view.work_left_hours) <= view.time_left_hours]
+        timely = [each for each in reserves if find_finish_hours(each, view.work_left_hours) <= view.time_left_hours]
         if not timely:
             return Stay(reason="on-demand, already late")
         return Move(target=timely[0], reason="on-demand here would be late")
@@ -126,8 +128,8 @@ def _weigh_on_demand(
     ):
         return Move(target=reserves[0], reason="on-demand is cheaper elsewhere, including the move")
     elif spots:
-        scale = Scale.of(view, current, [read_market(each, current, prior) for each in spots], prior)
-        kept = scale.find_entry(current).choose(current)
+        evaluation = MarketEvaluation.of(view, current, [read_market(each, current, prior) for each in spots], prior)
+        kept = evaluation.find_entry(current).choose(current)
     else:
         kept = Stay(reason="spot is not offered")
     if not kept.weighed:
@@ -135,8 +137,8 @@ def _weigh_on_demand(
     least, best = _find_least_usd(kept), kept
     for each in reserves:
         if each.speed > current.speed and not is_same_speed(each, current):
-            scale = Scale.of(view, each, [read_market(spot, each, prior) for spot in spots], prior)
-            decision = scale.find_entry(current).choose(current)
+            evaluation = MarketEvaluation.of(view, each, [read_market(spot, each, prior) for spot in spots], prior)
+            decision = evaluation.find_entry(current).choose(current)
             usd = dict(decision.weighed).get(SPOT, math.inf)
             if isinstance(decision, Move) and usd < least:
                 least, best = usd, decision
@@ -158,27 +160,27 @@ def _weigh(view: JobView, candidates: Sequence[Candidate], fallback: Candidate |
     if fallback is None or view.time_left_hours is None:
         return weigh_without_deadline(view, current, [read_market(each, fallback, prior) for each in spots])
     if current is not None and current.is_spot:
-        hours = safe_hours(view, current, fallback)
+        hours = find_safe_hours(view, current, fallback)
         if hours <= 0:
             return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
-        if len(spots) == 1 and not _is_dearer(view, current, fallback):
+        if len(spots) == 1 and not _is_costlier(view, current, fallback):
             return Stay(hours=hours, reason="on spot")
     elif current is not None and _is_late(view, current):
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
-    scale = Scale.of(view, fallback, markets, prior)
+    evaluation = MarketEvaluation.of(view, fallback, markets, prior)
     if current is not None and current.is_spot:
-        return _choose_on_spot(scale, current)
+        return _choose_on_spot(evaluation, current)
     if current is not None and _may_be_cheaper_elsewhere(view, current, fallback):
         if _is_cheaper_elsewhere(view, current, fallback, spots, prior):
             return Move(target=fallback, reason="on-demand is cheaper elsewhere, including the move")
-        decision = scale.find_entry(current).choose(current)
+        decision = evaluation.find_entry(current).choose(current)
         return replace(decision, hours=min(decision.hours, DECISION_HOURS_MAX))
     near = _find_near_fallback(view, candidates, fallback, current)
     if near is None:
-        return scale.find_entry(current).choose(current)
-    beside = Scale.of(view, near, [read_market(each, near, prior) for each in spots], prior)
-    entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
+        return evaluation.find_entry(current).choose(current)
+    beside = MarketEvaluation.of(view, near, [read_market(each, near, prior) for each in spots], prior)
+    entries = [each.find_entry(current) for each in (beside, replace(evaluation, has_near=True))]
     return min(entries, key=lambda each: each.find_usd(current)).choose(current)
 
 
@@ -189,16 +191,16 @@ def _is_late(view: JobView, current: Candidate) -> bool:
     return left > view.time_left_hours + EPSILON_HOURS
 
 
-def _choose_on_spot(scale: Scale, current: Candidate) -> Decision:
+def _choose_on_spot(evaluation: MarketEvaluation, current: Candidate) -> Decision:
     """Stay, move to another place, or continue on-demand if spot, whose price has risen, costs more than that."""
-    decision = scale.choose_on_spot(current)
+    decision = evaluation.choose_on_spot(current)
     place = decision.target if isinstance(decision, Move) else current
-    if _is_dearer(scale.view, place, scale.fallback) and scale.is_fallback_cheaper(current):
-        return Move(target=scale.fallback, reason="on-demand is cheaper than spot, including the move")
+    if _is_costlier(evaluation.view, place, evaluation.fallback) and evaluation.is_fallback_cheaper(current):
+        return Move(target=evaluation.fallback, reason="on-demand is cheaper than spot, including the move")
     return decision
 
 
-def _is_dearer(view: JobView, current: Candidate, fallback: Candidate) -> bool:
+def _is_costlier(view: JobView, current: Candidate, fallback: Candidate) -> bool:
     """Return whether work on spot costs more than on-demand that has a price: own machines without one may be busy."""
     free_usd_hour = view.hour_value_usd or FREE_USD_HOUR  # `weigh` has added it
     return current.usd_work_hour > fallback.usd_work_hour and fallback.placement.usd_hour > free_usd_hour
@@ -218,7 +220,7 @@ def _find_near_fallback(
     near = [
         each
         for each in candidates
-        if not each.is_spot and each.move_usd <= 0 and finish_hours(each, view.sure_left_hours) <= limit
+        if not each.is_spot and each.move_usd <= 0 and find_finish_hours(each, view.sure_left_hours) <= limit
     ]
     return min(near, key=lambda each: each.usd_work_hour, default=None)
 
@@ -229,7 +231,7 @@ def _may_be_cheaper_elsewhere(view: JobView, current: Candidate, there: Candidat
     return (
         saving > MOVE_GAIN * _price_move(there)
         and view.starting_hours <= 0
-        and spare_hours(view, there) > EPSILON_HOURS
+        and find_spare_hours(view, there) > EPSILON_HOURS
     )
 
 
@@ -246,8 +248,8 @@ def _is_cheaper_elsewhere(
         return False
     moved = [replace(each, move_usd=0.0 if is_beside(each, there) else there.move_usd) for each in spots]
     home = replace(there, move_usd=0.0)
-    here = Scale.of(view, current, [read_market(each, current, prior) for each in spots], prior)
-    away = Scale.of(view, home, [read_market(each, home, prior) for each in moved], prior)
+    here = MarketEvaluation.of(view, current, [read_market(each, current, prior) for each in spots], prior)
+    away = MarketEvaluation.of(view, home, [read_market(each, home, prior) for each in moved], prior)
     move_usd = there.move_usd + away.find_entry(None).weigh_fallback() * there.placement.usd_hour
     return here.find_entry(current).find_usd(current) - move_usd > (MOVE_GAIN - 1) * _price_move(there)
 

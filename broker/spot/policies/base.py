@@ -132,8 +132,10 @@ class SpotPolicy(Protocol):
 
 
 def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the cheapest on-demand fallback that finishes in time, else the fastest, and of equals the cheapest; None
-    without on-demand."""
+    """Return the cheapest on-demand fallback that finishes in time, otherwise the fastest.
+
+    Of equally fast ones, the cheapest; None without on-demand.
+    """
     ondemand = [each for each in candidates if not each.is_spot]
     work, limit = view.sure_left_hours, view.time_left_hours
     if len(ondemand) < 2:
@@ -143,10 +145,10 @@ def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate |
     def price(each: Candidate) -> float:
         return each.usd_work_hour * work + each.move_usd
 
-    timely = [each for each in ondemand if finish_hours(each, work) <= reach]
+    timely = [each for each in ondemand if find_finish_hours(each, work) <= reach]
     if timely:
         return min(timely, key=price)
-    return min(ondemand, key=lambda each: (finish_hours(each, work), price(each)))
+    return min(ondemand, key=lambda each: (find_finish_hours(each, work), price(each)))
 
 
 def list_reserves(view: JobView, candidates: Sequence[Candidate], fallback: Candidate) -> list[Candidate]:
@@ -158,7 +160,7 @@ def list_reserves(view: JobView, candidates: Sequence[Candidate], fallback: Cand
     reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
     found = {round_speed(1.0): fallback}
     for each in candidates:
-        if each.is_spot or finish_hours(each, work) > reach:
+        if each.is_spot or find_finish_hours(each, work) > reach:
             continue
         best = found.setdefault(round_speed(each.speed / fallback.speed), each)
         if best is not fallback and _price_run(each, work) < _price_run(best, work):
@@ -172,7 +174,7 @@ def list_reserves(view: JobView, candidates: Sequence[Candidate], fallback: Cand
 
 
 def _price_run(candidate: Candidate, work_hours: float) -> float:
-    return candidate.move_usd + candidate.placement.usd_hour * finish_hours(candidate, work_hours)
+    return candidate.move_usd + candidate.placement.usd_hour * find_finish_hours(candidate, work_hours)
 
 
 def round_speed(ratio: float) -> float:
@@ -190,28 +192,28 @@ def have_one_speed(candidates: Sequence[Candidate], fallback: Candidate) -> bool
     return all(is_same_speed(each, fallback) for each in candidates)
 
 
-def finish_hours(candidate: Candidate, work_hours: float) -> float:
+def find_finish_hours(candidate: Candidate, work_hours: float) -> float:
     """Return the hours that `work_hours` take if started there now and never interrupted."""
     return candidate.start_hours + work_hours / candidate.speed
 
 
-def spare_hours(view: JobView, fallback: Candidate) -> float:
+def find_spare_hours(view: JobView, fallback: Candidate) -> float:
     """Return how long the job may idle before on-demand must start to be in time; infinite without a deadline.
 
     The worst case is assumed: the running machines are lost at once, with all unsaved work unless a notice saves it.
     """
     if view.time_left_hours is None:
         return math.inf
-    return view.time_left_hours - view.look_hours - finish_hours(fallback, view.sure_left_hours)
+    return view.time_left_hours - view.look_hours - find_finish_hours(fallback, view.sure_left_hours)
 
 
-def idle_hours(view: JobView, target: Candidate) -> float:
+def find_idle_hours(view: JobView, target: Candidate) -> float:
     """Return the part of a start there during which nothing works: running machines continue through the first part."""
     is_working = view.current is not None and view.starting_hours <= 0
     return target.start_hours - target.overlap_hours if is_working else target.start_hours
 
 
-def exposed_hours(view: JobView, target: Candidate, fallback: Candidate) -> float:
+def find_exposed_hours(view: JobView, target: Candidate, fallback: Candidate) -> float:
     """Return the most time that a preemption there can cost, beyond the start.
 
     A program that saves after a fixed number of steps takes longer from one checkpoint to the next where it is slower.
@@ -222,7 +224,8 @@ def exposed_hours(view: JobView, target: Candidate, fallback: Candidate) -> floa
 def is_safe_to_start(view: JobView, target: Candidate, fallback: Candidate) -> bool:
     """Return whether on-demand is still in time after a start on spot that is lost just before its first checkpoint."""
     return (
-        spare_hours(view, fallback) >= idle_hours(view, target) + exposed_hours(view, target, fallback) - EPSILON_HOURS
+        find_spare_hours(view, fallback)
+        >= find_idle_hours(view, target) + find_exposed_hours(view, target, fallback) - EPSILON_HOURS
     )
 
 
@@ -238,20 +241,20 @@ def is_affordable(
     if view.spent_usd is None:
         return True
     rate, work = fallback.placement.usd_hour, max(view.work_hours, view.work_left_hours)
-    exposed = exposed_hours(view, target, fallback)
+    exposed = find_exposed_hours(view, target, fallback)
     lost = target.move_usd + (target.start_hours + exposed) * target.placement.usd_hour
-    worst = view.spent_usd + lost + rate * finish_hours(fallback, view.sure_left_hours)
-    ondemand = rate * finish_hours(fallback, work)
+    worst = view.spent_usd + lost + rate * find_finish_hours(fallback, view.sure_left_hours)
+    ondemand = rate * find_finish_hours(fallback, work)
     failed = lost + max(move_usd - target.move_usd, 0.0) + rate * fallback.start_hours
     return worst <= ondemand + max(share * ondemand, failures * failed)
 
 
-def safe_hours(view: JobView, current: Candidate, fallback: Candidate) -> float:
+def find_safe_hours(view: JobView, current: Candidate, fallback: Candidate) -> float:
     """Return how long the job may continue on spot before the next decision; 0: on-demand must start now.
 
     Where no work is ever lost, spare time falls only during a start and as far as spot is slower than on-demand.
     """
-    spare = spare_hours(view, fallback)
+    spare = find_spare_hours(view, fallback)
     if view.exposed_hours > 0:
         return spare if spare > EPSILON_HOURS else 0.0
     if spare < view.starting_hours - EPSILON_HOURS:
@@ -263,14 +266,14 @@ def safe_hours(view: JobView, current: Candidate, fallback: Candidate) -> float:
     return left if left > EPSILON_HOURS else 0.0
 
 
-def hours_after_start(view: JobView, target: Candidate, fallback: Candidate) -> float:
+def find_hours_after_start(view: JobView, target: Candidate, fallback: Candidate) -> float:
     """Return how long a decision to start there holds: where spot is slower than on-demand, it uses up spare time."""
     if not target.is_spot or target.speed >= fallback.speed:
         return math.inf
-    return safe_hours(replace(view, starting_hours=target.start_hours), target, fallback)
+    return find_safe_hours(replace(view, starting_hours=target.start_hours), target, fallback)
 
 
-def cheapest_open_spot(candidates: Sequence[Candidate]) -> Candidate | None:
+def find_cheapest_open_spot(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the open spot candidate with the cheapest work; among equals, the one with the cheapest move."""
     open_ones = [each for each in candidates if each.is_spot and each.is_open]
     return min(open_ones, key=lambda each: (each.usd_work_hour, each.move_usd), default=None)

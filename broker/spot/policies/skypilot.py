@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker.spot.policies import on_demand
-from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait, cheapest_open_spot
+from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait, find_cheapest_open_spot
 
 
 def decide_failover(view: JobView, candidates: Sequence[Candidate]) -> Decision:
@@ -33,10 +33,10 @@ def _recover(view: JobView, candidates: Sequence[Candidate], *, is_eager: bool) 
         same = [each for each in spots if _region(each) == _region(lost)]
         others = [each for each in spots if _region(each) != _region(lost)]
         for group in ([], others, same) if is_eager else ([lost], same, others):
-            target = cheapest_open_spot(group)
+            target = find_cheapest_open_spot(group)
             if target is not None:
                 return Move(target=target, reason="next location in the recovery order")
-    target = cheapest_open_spot(spots)
+    target = find_cheapest_open_spot(spots)
     return Wait(reason="spot is unavailable") if target is None else Move(target=target, reason="spot is available")
 
 

@@ -19,12 +19,12 @@ from broker.spot.policies.base import (
     Move,
     Stay,
     Wait,
-    cheapest_open_spot,
+    find_cheapest_open_spot,
     find_fallback,
-    hours_after_start,
+    find_hours_after_start,
+    find_safe_hours,
+    find_spare_hours,
     is_safe_to_start,
-    safe_hours,
-    spare_hours,
     take_fallback,
 )
 
@@ -48,13 +48,13 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
         return greedy.decide(view, candidates)
     current = None if view.current is None else candidates[view.current]
     if current is not None and current.is_spot:
-        hours = safe_hours(view, current, fallback)
+        hours = find_safe_hours(view, current, fallback)
         if hours <= 0:
             return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
         return Stay(hours=hours, reason="on spot")
-    spare = spare_hours(view, fallback)
+    spare = find_spare_hours(view, fallback)
     is_ondemand = current is not None
-    spot = cheapest_open_spot(
+    spot = find_cheapest_open_spot(
         [each for each in candidates if not is_choosy or _pays(each, fallback, is_ondemand=is_ondemand)]
     )
     if spot is not None and is_safe_to_start(view, spot, fallback):
@@ -62,7 +62,7 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
             fallback.start_hours if is_ondemand else 0.0
         )  # on-demand is running: its start is already paid
         if not is_ondemand or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
-            return Move(target=spot, hours=hours_after_start(view, spot, fallback), reason="spot is available")
+            return Move(target=spot, hours=find_hours_after_start(view, spot, fallback), reason="spot is available")
     behind = _behind_hours(view)
     if current is not None:
         # When ahead of the line again, on-demand is given up only for spot: its start has been paid.

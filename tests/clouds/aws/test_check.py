@@ -136,7 +136,7 @@ def aws() -> Iterator[FakeAws]:
 
 
 @pytest.mark.long
-def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
+def test_check_command_shows_login_quota_and_policy(aws: FakeAws, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.environment |= aws.environment
     aws.account.quotas = {("us-east-1", "L-417A185B"): 0.0}

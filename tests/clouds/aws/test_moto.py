@@ -89,7 +89,7 @@ def test_moto_takes_a_gang_from_its_launch_to_the_sweep(bed: MotoBed, zone: str 
     asyncio.run(act())
 
 
-def test_moto_takes_the_login(bed: MotoBed) -> None:
+def test_login_is_accepted_by_moto(bed: MotoBed) -> None:
     asyncio.run(bed.cloud.check())
 
 

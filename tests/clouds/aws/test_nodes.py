@@ -38,7 +38,7 @@ def read(*instances: Mapping[str, Any]) -> list[Node]:
     return list(read_nodes(instances, region="eu-central-1", user="ec2-user"))
 
 
-def test_every_field_is_read() -> None:
+def test_node_has_every_field_of_its_instance() -> None:
     tags = {"broker-usd-hour": "1.25"}
     (node,) = read(make_instance(4, tags=tags, InstanceLifecycle="spot", PublicIpAddress="198.51.100.4"))
     assert node == Node(

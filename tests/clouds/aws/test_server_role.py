@@ -43,7 +43,7 @@ def test_role_may_only_look_until_the_server_has_an_id(bed: AwsBed, roles: Serve
     assert set(read_policy(bed)) == {"Look", "ReadBuckets", "UseObjects", "GrantNodes"}
 
 
-def test_repeating_updates_the_permissions(bed: AwsBed, roles: ServerRoles) -> None:
+def test_repeated_creation_of_the_role_updates_its_permissions(bed: AwsBed, roles: ServerRoles) -> None:
     asyncio.run(roles.ensure(ROLE))
     asyncio.run(roles.ensure(replace(ROLE, buckets=("runs",), nodes_profile="reader")))
     policy = read_policy(bed)
@@ -58,7 +58,7 @@ def test_repeating_updates_the_permissions(bed: AwsBed, roles: ServerRoles) -> N
 @pytest.mark.parametrize(
     "operation", ["CreateRole", "PutRolePolicy", "CreateInstanceProfile", "AddRoleToInstanceProfile"]
 )
-def test_interrupted_calls_are_completed(bed: AwsBed, roles: ServerRoles, operation: str) -> None:
+def test_interrupted_creation_of_the_role_is_completed(bed: AwsBed, roles: ServerRoles, operation: str) -> None:
     bed.account.fail(operation, "AccessDenied", status=403)
     with pytest.raises(DeniedError) as caught:
         asyncio.run(roles.ensure(ROLE))
@@ -68,7 +68,7 @@ def test_interrupted_calls_are_completed(bed: AwsBed, roles: ServerRoles, operat
 
 
 @pytest.mark.parametrize("step_count", range(5))
-def test_deleting_leaves_nothing(bed: AwsBed, roles: ServerRoles, step_count: int) -> None:
+def test_deleting_the_role_leaves_no_resource(bed: AwsBed, roles: ServerRoles, step_count: int) -> None:
     """Also what an interrupted deletion has left."""
     steps = ["RemoveRoleFromInstanceProfile", "DeleteInstanceProfile", "DeleteRolePolicy", "DeleteRole"]
     asyncio.run(roles.ensure(ROLE))

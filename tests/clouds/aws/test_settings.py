@@ -20,7 +20,7 @@ def test_without_a_file_all_is_left_to_the_account(tmp_path: Path) -> None:
     assert load_settings(tmp_path) == Settings()
 
 
-def test_every_key_is_accepted(tmp_path: Path) -> None:
+def test_every_documented_key_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "aws.toml").write_text(
         """
         regions = ["us-east-1", "eu-central-1"]
@@ -87,13 +87,13 @@ def test_missing_login_disables_the_cloud(bare: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", LOGIN_VARIABLES)
-def test_variable_is_enough(bare: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_credentials_in_variables_are_a_login(bare: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "x")
     assert isinstance(make(bare), AwsCloud)
 
 
 @pytest.mark.parametrize("path", LOGIN_FILES.values())
-def test_file_is_enough(bare: Path, path: str) -> None:
+def test_credentials_in_a_file_are_a_login(bare: Path, path: str) -> None:
     (bare / path).parent.mkdir()
     (bare / path).touch()
     assert isinstance(make(bare), AwsCloud)

@@ -30,7 +30,7 @@ def inspect(bench: Any, **changes: Any) -> dict[str, Any]:
     return {each.name: each for each in bench.run(check.inspect_project(Sdk(login)))}
 
 
-def test_all_checks_pass(bench: Any) -> None:
+def test_all_checks_pass_in_a_complete_project(bench: Any) -> None:
     findings = inspect(bench)
     assert [findings[each].is_ok for each in ("credentials", "project", "api", "permissions")] == [True] * 4
     assert findings["project"].note == "pretend"

@@ -228,7 +228,7 @@ def test_the_next_command_sees_a_preemption_and_takes_the_rest_down(life: Life) 
     assert [name for name in life.bed.gce.firewalls if not name.endswith("-shut")] == []
 
 
-def test_stopped_and_started_again(life: Life) -> None:
+def test_stopped_node_can_be_started_again(life: Life) -> None:
     plan = make_plan(life.bed.offer, ["us-central1-a"], is_spot=False)
     first = life.run(life.provisioner.up("c", plan))
     life.run(life.reopen().stop("c"))

@@ -85,7 +85,7 @@ def test_kubeconfig_without_a_current_context_is_explained(
     assert not result.is_ok and result.command == "kubectl config use-context NAME"
 
 
-def test_invalid_file_is_named(tmp_path: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_an_invalid_file(tmp_path: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = check(tmp_path, server, "test: {nodes: 3}\n", monkeypatch)
     assert not result.is_ok and "kubernetes.yaml" in result.command
 

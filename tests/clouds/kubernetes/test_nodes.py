@@ -49,7 +49,7 @@ def find_pools(*nodes: Any, pods: Any = (), context: KubernetesContext = CONTEXT
     ("text", "value"),
     [("7910m", 7.91), ("16Gi", 2**34), ("2", 2.0), ("1e3", 1000.0), ("129M", 129e6), ("?", 0.0), (3, 3.0)],
 )
-def test_quantities_are_numbers(text: str, value: float) -> None:
+def test_quantities_of_kubernetes_are_parsed_to_numbers(text: str, value: float) -> None:
     assert parse_quantity(text) == pytest.approx(value)
 
 

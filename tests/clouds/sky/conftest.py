@@ -13,7 +13,7 @@ import pytest
 
 from broker.clouds.sky.cloud import SkyCloud
 from broker.clouds.sky.errors import SkyError, translate
-from broker.clouds.sky.gangs import Request, Seen, ServerState
+from broker.clouds.sky.gangs import Request, ServerState, SkyClusterRow
 from broker.clouds.sky.state_file import SkyStateFile
 from broker.errors import CloudError, UnknownOutcomeError
 from broker.types import Node, Offer
@@ -45,7 +45,7 @@ class FakeEngine:
         self.clock, self.folder = clock, folder
         self.enabled = list(enabled)
         self.jobs: list[Job] = []
-        self.clusters: dict[str, Seen] = {}
+        self.clusters: dict[str, SkyClusterRow] = {}
         self.launched: list[tuple[str, Mapping[str, Any]]] = []
         self.refreshed: list[Sequence[str]] = []
         self.refusal: SkyError | None = None  # of every launch from now on
@@ -156,7 +156,7 @@ class FakeEngine:
         cloud, _, region = resources["infra"].partition("/")
         nodes = task["num_nodes"]
         is_new = before is None or before.status == "STOPPED"
-        self.clusters[name] = Seen(
+        self.clusters[name] = SkyClusterRow(
             name=name,
             status=status,
             cloud=cloud,

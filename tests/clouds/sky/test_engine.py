@@ -94,7 +94,7 @@ def test_a_query_to_a_worker_that_dies_may_be_repeated(make: Make) -> None:
         asyncio.run(make("sys.exit(1)").list_enabled())
 
 
-def test_silence_ends_the_session(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_worker_ends_the_session(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make("pass")
 
     async def give_up(work: object, limit_s: float) -> None:

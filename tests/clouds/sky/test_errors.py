@@ -44,7 +44,7 @@ def unavailable(*history: SkyError) -> SkyError:
         (SkyError(type="ConcurrentWorkerExhaustedError"), ThrottledError),
     ],
 )
-def test_errors_are_distinguished(fault: SkyError, kind: type[CloudError]) -> None:
+def test_errors_of_skypilot_are_distinguished(fault: SkyError, kind: type[CloudError]) -> None:
     for does_change in (False, True):
         assert type(translate(fault, does_change=does_change)) is kind
 

@@ -34,7 +34,7 @@ def write_program(path: Path, first: str) -> Path:
     return path
 
 
-def test_progress_may_be_absent(no_skypilot: Path) -> None:
+def test_login_works_without_progress_reports(no_skypilot: Path) -> None:
     assert find_python() is None
     write_program(no_skypilot / "sky", "#!/bin/sh")
     assert find_python() is None

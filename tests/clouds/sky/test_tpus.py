@@ -77,7 +77,7 @@ def test_slices_go_through_skypilot_and_machines_do_not(bed: Any, cloud: TpuClou
     assert states == {OWN.id: NodeState.RUNNING, node.id: NodeState.TERMINATED}
 
 
-def test_partial_list_fails(cloud: TpuCloud, own: Own) -> None:
+def test_partial_list_of_tpus_raises_an_error(cloud: TpuCloud, own: Own) -> None:
     own.fails = True
     with pytest.raises(TransientError):
         asyncio.run(cloud.list_nodes(OWNER))

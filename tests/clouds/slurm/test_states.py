@@ -104,7 +104,7 @@ def test_every_state_of_the_library_is_in_the_table() -> None:
         ("", UnknownOutcomeError),
     ],
 )
-def test_message_becomes_its_class(text: str, kind: type[Exception]) -> None:
+def test_each_message_of_slurm_raises_its_error(text: str, kind: type[Exception]) -> None:
     error = find_error(text)
     assert type(error) is kind
     assert "Batch job submission failed" not in error.message

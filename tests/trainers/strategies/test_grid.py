@@ -33,7 +33,7 @@ def place(rank: int, world_size: int) -> Ranks:
         ("2x*x2", ("pipeline", "shard", "tensor"), 12, 1, (2, 3, 2)),
     ],
 )
-def test_mesh_is_laid_out(
+def test_ranks_of_a_mesh_are_laid_out_as_documented(
     text: str, axes: tuple[str, ...], world_size: int, node: int, expected: tuple[int, ...]
 ) -> None:
     assert parse_mesh(text, axes, world_size, node) == expected

@@ -7,7 +7,7 @@ import pytest
 from broker.batch.plan_file import MapPlan, list_changed_files
 from broker.batch.splitting import SHARD_BYTES_MIN, split
 from broker.batch.tally import read
-from broker.batch.workers import plan_crew
+from broker.batch.workers import plan_workers
 from broker.storage.base import StoredKey
 from broker.types import Job, JobStatus, Task
 
@@ -38,8 +38,8 @@ def test_cancelled_workers_are_replaced_by_the_next_command_only(
         )
         for number, (status, ended_s) in jobs.items()
     }
-    crew = plan_crew("map", 2, known.get, left=2, retries_from=retries_from)
-    assert [each.name for each in crew.submissions] == due
+    workers = plan_workers("map", 2, known.get, left=2, retries_from=retries_from)
+    assert [each.name for each in workers.submissions] == due
 
 
 def make_keys(*sizes: tuple[str, int]) -> list[StoredKey]:
@@ -47,16 +47,19 @@ def make_keys(*sizes: tuple[str, int]) -> list[StoredKey]:
 
 
 def test_no_more_workers_are_started_than_shards_are_left() -> None:
-    crew = plan_crew("map", 8, lambda request_id: None, left=3, retries_from=1)
-    assert [each.name for each in crew.submissions] == ["map-1", "map-2", "map-3"]
+    workers = plan_workers("map", 8, lambda request_id: None, left=3, retries_from=1)
+    assert [each.name for each in workers.submissions] == ["map-1", "map-2", "map-3"]
 
 
 def test_shards_that_live_workers_may_take_start_no_further_worker() -> None:
     running = Job(id=1, name="w", status=RUNNING, task=Task(), submitted_s=0.0, uid="u1")
     find = {"map/1/1": running}.get
-    assert [each.name for each in plan_crew("map", 8, find, left=3, retries_from=1).submissions] == ["map-2", "map-3"]
-    assert plan_crew("map", 8, find, left=1, retries_from=1).submissions == ()
-    assert plan_crew("map", 1, find, left=3, retries_from=1).submissions == ()
+    assert [each.name for each in plan_workers("map", 8, find, left=3, retries_from=1).submissions] == [
+        "map-2",
+        "map-3",
+    ]
+    assert plan_workers("map", 8, find, left=1, retries_from=1).submissions == ()
+    assert plan_workers("map", 1, find, left=3, retries_from=1).submissions == ()
 
 
 def test_small_inputs_are_split_into_shards_that_are_worth_a_request() -> None:

@@ -1,4 +1,4 @@
-"""Files as strangers write them for SkyPilot: odd but valid forms load, and other files are refused in one sentence."""
+"""Files that others wrote for SkyPilot: unusual but valid forms load, and other files are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_text_that_is_not_a_mapping_gets_a_hint_about_its_colon() -> None:
     assert caught.value.issues[0].hint == "put a space after the colon: `run: ...`"
 
 
-def test_empty_alternatives_are_none() -> None:
+def test_empty_list_of_alternatives_counts_as_none() -> None:
     (found,) = load("run: x\nresources: {cpus: 2, any_of: []}").resources
     assert found.cpus is not None and found.cpus.value == 2
 

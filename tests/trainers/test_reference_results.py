@@ -25,7 +25,7 @@ from trainers.errors import CheckpointError, TrainerError
 from trainers.manifest import (
     MANIFEST_VERSION,
     CheckpointName,
-    Damage,
+    DamagedFile,
     check_seal,
     divide,
     find_newest,
@@ -317,28 +317,28 @@ def test_a_manifest_is_refused_for_each_part_that_is_not_what_was_written(tmp_pa
         other = {"version": version, "files": {}, "new": 1}
         with pytest.raises(CheckpointError, match=f"version {version}, not {MANIFEST_VERSION}"):
             read(30 + version, other, seal_manifest(other))
-        with pytest.raises(Damage):
+        with pytest.raises(DamagedFile):
             read(40 + version, {**good, "version": version}, seal_manifest(good))
     for number, (key, value) in enumerate({"world_size": 3, "shared": [], "own": [], "about": {}, "files": {}}.items()):
-        with pytest.raises(Damage, match="does not match"):
+        with pytest.raises(DamagedFile, match="does not match"):
             read(3 + number, {**good, key: value}, seal_manifest(good))
-    with pytest.raises(Damage, match="does not match"):
+    with pytest.raises(DamagedFile, match="does not match"):
         read(20, good, None)
     missing = {key: value for key, value in good.items() if key != "files"}
-    with pytest.raises(Damage, match="cannot be read"):
+    with pytest.raises(DamagedFile, match="cannot be read"):
         read(21, missing, seal_manifest(missing))
 
 
 def test_a_file_is_whole_only_with_its_checksum_and_its_size() -> None:
-    from trainers.manifest import Seal
+    from trainers.manifest import FileChecksum
 
     sha256 = hashlib.sha256(b"abc").hexdigest()
-    check_seal("f", Seal(sha256=sha256, size=3), (sha256, 3))
+    check_seal("f", FileChecksum(sha256=sha256, size=3), (sha256, 3))
     for actual in ((sha256, 4), ("0" * 64, 3)):
-        with pytest.raises(Damage, match="`f` does not match its"):
-            check_seal("f", Seal(sha256=sha256, size=3), actual)
-    with pytest.raises(Damage, match="`f` is missing"):
-        check_seal("f", Seal(sha256=sha256, size=3), None)
+        with pytest.raises(DamagedFile, match="`f` does not match its"):
+            check_seal("f", FileChecksum(sha256=sha256, size=3), actual)
+    with pytest.raises(DamagedFile, match="`f` is missing"):
+        check_seal("f", FileChecksum(sha256=sha256, size=3), None)
 
 
 class FullDisk(FolderStorage):

@@ -1,4 +1,4 @@
-"""Ways from a node of the grid to the next one: what they cost, and the events that may happen on them.
+"""Transitions from a node of the grid to the next one: their cost, and the events that may happen on the way.
 
 As in `broker.spot.rows`, the loops over the age classes are written out.
 """
@@ -16,7 +16,7 @@ from broker.spot.starts import AGEING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Transition:
     """The chances from one node to the next during an open or a closed period, by its age class, the oldest first.
 
     `ahead` has for each class: the price of the mean time until an event or the next node, the probability of no event,
@@ -27,8 +27,8 @@ class Way:
     ahead: Chances
     here: Chances
 
-    def lead(self, following: Row, ended_next: float) -> Row:
-        """Return the part of the value of continuing that depends on the next node alone.
+    def evaluate_next(self, following: Row, ended_next: float) -> Row:
+        """Return the part of the value of continuing that depends only on the next node, by age class.
 
         `following` is the row of the next node, and `ended_next` the value after the end of the period there.
         """
@@ -49,9 +49,9 @@ class Way:
             p8 + s8 * f8 + e8 * ended_next + a8 * f7,
         ]
 
-    def go_on(self, lead: Row, ended: float) -> Row:
-        """Return the value of continuing, from `lead` and the value after the end of the period at this node."""
-        l0, l1, l2, l3, l4, l5, l6, l7, l8 = lead
+    def evaluate_continuing(self, ahead_values: Row, ended: float) -> Row:
+        """Return the value of continuing, given that part and the value after the end of the period at this node."""
+        l0, l1, l2, l3, l4, l5, l6, l7, l8 = ahead_values
         e0, _, e1, a1, e2, a2, e3, a3, e4, a4, e5, a5, e6, a6, e7, a7, e8, a8 = self.here
         g0 = l0 + e0 * ended
         g1 = l1 + e1 * ended + a1 * g0
@@ -63,9 +63,9 @@ class Way:
         g7 = l7 + e7 * ended + a7 * g6
         return [g0, g1, g2, g3, g4, g5, g6, g7, l8 + e8 * ended + a8 * g7]
 
-    def go_on_or_change(self, lead: Row, ended: float, others: Row) -> tuple[Row, Row]:
+    def evaluate_best(self, ahead_values: Row, ended: float, others: Row) -> tuple[Row, Row]:
         """Return the value of the best action, and of continuing; `others` are the values of the alternatives."""
-        l0, l1, l2, l3, l4, l5, l6, l7, l8 = lead
+        l0, l1, l2, l3, l4, l5, l6, l7, l8 = ahead_values
         e0, _, e1, a1, e2, a2, e3, a3, e4, a4, e5, a5, e6, a6, e7, a7, e8, a8 = self.here
         o0, o1, o2, o3, o4, o5, o6, o7, o8 = others
         g0 = l0 + e0 * ended
@@ -90,22 +90,22 @@ class Way:
 
 
 @lru_cache(maxsize=256)  # value functions share hazards and nodes
-def list_ways(hazards: tuple[float, ...], nodes: tuple[float, ...], price: float) -> tuple[Way, ...]:
-    """List for each node but the first the way to the one below it, in periods that end with these hazards."""
-    return tuple(_find_way(hazards, high - low, price) for low, high in itertools.pairwise(nodes))
+def list_transitions(hazards: tuple[float, ...], nodes: tuple[float, ...], price: float) -> tuple[Transition, ...]:
+    """List for each node but the first the transition to the node below, in periods that end with these hazards."""
+    return tuple(_find_transition(hazards, high - low, price) for low, high in itertools.pairwise(nodes))
 
 
-def _find_way(hazards: Sequence[float], hours: float, price: float) -> Way:
+def _find_transition(hazards: Sequence[float], hours: float, price: float) -> Transition:
     ahead, here = list[float](), list[float]()
     for end, age in zip(reversed(hazards), reversed(AGEING), strict=True):
         stay, paid, ends, ends_next, ages, ages_next = _follow(end, age, hours, price)
         ahead += (paid, stay, ends_next, ages_next)
         here += (ends, ages)
-    return Way(ahead=tuple(ahead), here=tuple(here))
+    return Transition(ahead=tuple(ahead), here=tuple(here))
 
 
 def _follow(end_rate: float, age_rate: float, hours: float, price: float) -> tuple[float, ...]:
-    """Follow the way in one class, by E[t; t < hours] = (1 - e^{-r hours}) / r - hours e^{-r hours}, r both rates."""
+    """Follow a transition in one class; with r, the sum of both rates, E[t; t < h] = (1 - e^{-rh}) / r - h e^{-rh}."""
     rate = max(end_rate + age_rate, 1e-9)
     stay = math.exp(-rate * hours)
     passed = -math.expm1(-rate * hours) / rate

@@ -1,6 +1,6 @@
-"""The real daemon as a process, a real file, real nodes: killed at every effect, starved of disk, locked out.
+"""The real daemon process with a real file and real nodes: killed at every effect, on a full disk, with a locked file.
 
-The first ring, thousands of histories on virtual time, is tests/simulation.
+`tests/simulation` runs thousands of histories of the same code on virtual time.
 """
 
 from __future__ import annotations

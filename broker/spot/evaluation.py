@@ -1,4 +1,4 @@
-"""The value function of the adaptive policy, and the state of a job in it, with one on-demand place in reserve.
+"""Evaluate the options of a job on its spot markets by value functions, with one on-demand place in reserve.
 
 The decision process of one market (`broker.spot.value_function`) represents all of them: the best place determines the
 price and the hazard, the others the probability that one is open when it is lost, and the hazard of reopening. Places
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from broker.spot.durations import class_of
+from broker.spot.durations import find_class
 from broker.spot.forecast import SpotMarket
 from broker.spot.market_values import MarketValues
 from broker.spot.no_deadline import DECISION_HOURS_MAX, MOVE_GAIN
@@ -26,13 +26,13 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     Weighed,
-    exposed_hours,
-    hours_after_start,
-    idle_hours,
+    find_exposed_hours,
+    find_hours_after_start,
+    find_idle_hours,
+    find_safe_hours,
+    find_spare_hours,
     is_affordable,
     is_safe_to_start,
-    safe_hours,
-    spare_hours,
 )
 from broker.spot.prior import Prior
 from broker.spot.value_function import ValueFunction
@@ -58,8 +58,8 @@ def is_beside(one: Candidate, other: Candidate) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
-    """The value function and the state of the job in it. Costs are in on-demand hours of work."""
+class MarketEvaluation:
+    """The markets of a job, and its state in one value function. Costs are in on-demand hours of work."""
 
     view: JobView
     fallback: Candidate
@@ -69,11 +69,11 @@ class Scale:
     basis: SpotMarket  # the market of the value function
     spare: float
     work: float
-    has_near: bool = False  # another scale has on-demand near the data as its fallback
+    has_near: bool = False  # another evaluation has on-demand near the data as its fallback
 
     @classmethod
-    def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> Scale:
-        """Return the scale by the value function of the best market. `fallback` is the on-demand place in reserve."""
+    def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> MarketEvaluation:
+        """Return the evaluation by the best market's value function. `fallback` is the on-demand place in reserve."""
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = fallback.start_hours
         work = view.sure_left_hours / fallback.speed
@@ -81,21 +81,15 @@ class Scale:
         if len(opened) > 1:
             best = min(opened, key=lambda each: each.rate(each.hour_price * start + start, work))
         found = cls(
-            view=view,
-            fallback=fallback,
-            markets=markets,
-            values=MarketValues(view, fallback, markets, prior),
-            best=best,
-            basis=best,
-            spare=max(spare_hours(view, fallback), 0.0),
-            work=work,
-        )
+            view=view, fallback=fallback, markets=markets, values=MarketValues(view, fallback, markets, prior),
+            best=best, basis=best, spare=max(find_spare_hours(view, fallback), 0.0), work=work,
+        )  # fmt: skip
         # A rate is linear in the cost of a loss: a market that is best at both bounds is best at every cost.
-        dear = min(opened, key=lambda each: each.rate(LOSS_BOUND * (work + start), work))
-        if dear is not min(opened, key=lambda each: each.rate(0.0, work)):
+        cheapest = min(opened, key=lambda each: each.rate(LOSS_BOUND * (work + start), work))
+        if cheapest is not min(opened, key=lambda each: each.rate(0.0, work)):
             loss = found.loss_of(best)
-            dear = min(opened, key=lambda each: each.rate(loss, work))
-        return replace(found, best=dear) if dear is not best else found
+            cheapest = min(opened, key=lambda each: each.rate(loss, work))
+        return replace(found, best=cheapest) if cheapest is not best else found
 
     @property
     def value_function(self) -> ValueFunction:
@@ -116,7 +110,7 @@ class Scale:
         away, cost = self._consider(here).weigh_fallback(), self.fallback.start_hours + self._fallback_price
         return self._weigh_run(here) - away > (MOVE_GAIN - 1) * cost
 
-    def find_entry(self, current: Candidate | None) -> Scale:
+    def find_entry(self, current: Candidate | None) -> MarketEvaluation:
         """Choose the place by expected cost to the end, each by its own value function.
 
         The candidates are the cheap place, the calm one, the best of each speed, the one cheapest for all the work, and
@@ -136,8 +130,8 @@ class Scale:
         scales = [self._consider(each) for each in {id(each): each for each in places}.values()]
         return min(scales, key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
 
-    def _consider(self, market: SpotMarket) -> Scale:
-        """Return the scale by the value function of this market."""
+    def _consider(self, market: SpotMarket) -> MarketEvaluation:
+        """Return the evaluation by the value function of this market."""
         return replace(self, best=market, basis=market)
 
     @cached_property
@@ -164,10 +158,10 @@ class Scale:
         begun = self.view.starting_hours if current is not None else ahead  # hours ahead without work
         idle = min(ahead, begun)
         work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
-        age, options = class_of(age_hours), dict[str, float]()
+        age, options = find_class(age_hours), dict[str, float]()
         is_working = current is not None and begun <= idle
         lost_hours = target.start_hours - (target.overlap_hours if is_working else 0.0)
-        is_safe = spare >= lost_hours + exposed_hours(self.view, target, self.fallback) - EPSILON_HOURS
+        is_safe = spare >= lost_hours + find_exposed_hours(self.view, target, self.fallback) - EPSILON_HOURS
         can_enter = is_open and is_safe and self._can_enter
         if can_enter:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
@@ -177,7 +171,7 @@ class Scale:
         options[ONDEMAND] = self._weigh_ondemand(function, age, self.best, work, spare, started)
         for closed, awaited in self._awaited:
             if not (can_enter and self._is_bridge(closed, is_working=current is not None)):
-                age_closed = class_of(closed.candidate.age_hours + ahead)
+                age_closed = find_class(closed.candidate.age_hours + ahead)
                 worth = self._weigh_ondemand(awaited, age_closed, closed, work, spare, started)
                 options[ONDEMAND] = min(worth, options[ONDEMAND])
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
@@ -185,12 +179,12 @@ class Scale:
             options[WAITING] = function.wait_usd(age, work, spare, is_open=is_open) + self.best.move_price
         if current is None and spare > EPSILON_HOURS:
             for closed, awaited in self._awaited:
-                age = class_of(closed.candidate.age_hours + ahead)
+                age = find_class(closed.candidate.age_hours + ahead)
                 worth = awaited.wait_usd(age, work, spare, is_open=False) + closed.move_price
                 options[WAITING] = min(worth, options.get(WAITING, math.inf))
         if WAITING in options and spare < self._due_spare(work):
             options[WAITING] += BEHIND_GAIN_HOURS
-        if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other scale is cheaper
+        if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other evaluation is cheaper
             for name in options.keys() & {SPOT, WAITING}:
                 options[name] += self._fallback_price + self._find_return_price(self.best)
         return options
@@ -214,12 +208,14 @@ class Scale:
     def _is_bridge(self, closed: SpotMarket, *, is_working: bool) -> bool:
         """Return whether spot at the best place costs less than on-demand until this closed place opens."""
         best, stay = self.best, min(closed.mean_closed_hours, self.work)
-        spot = best.loss_price + best.move_price + (best.price + best.work_hazard * self.loss_of(best)) * stay
+        spot = best.start_price + best.move_price + (best.price + best.work_hazard * self.loss_of(best)) * stay
         return MOVE_GAIN * spot < stay + (0.0 if is_working else self.fallback.start_hours + self._fallback_price)
 
     def _due_spare(self, work: float) -> float:
-        """Return the spare time of uniform progress with this much work left; 0 unless several markets open and close
-        together."""
+        """Return the spare time of uniform progress with this much work left.
+
+        0 unless several markets open and close together.
+        """
         view, fallback = self.view, self.fallback
         is_common = len(self.markets) > 1 and len({each.cohort for each in self.markets}) == 1
         if not view.deadline_hours or work <= 0 or not is_common:
@@ -259,7 +255,7 @@ class Scale:
 
     def choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move to a place whose gain exceeds the cost of the move."""
-        hours = safe_hours(self.view, current, self.fallback)
+        hours = find_safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
         best = self.best
         stay = Stay(hours=min(hours, DECISION_HOURS_MAX), reason="on spot")
@@ -268,11 +264,13 @@ class Scale:
         if best is here or not self._can_move(here, best):
             return stay
         loss = self.loss_of(here)
-        stint = min(self.work, best.stint_work, here.stint_work)
-        gain = (here.price + here.work_hazard * loss - best.price - best.work_hazard * loss) * stint
+        stay_work = min(self.work, best.stay_work, here.stay_work)
+        gain = (here.price + here.work_hazard * loss - best.price - best.work_hazard * loss) * stay_work
         start = best.candidate.start_hours
         cost = (
-            start * best.hour_price + idle_hours(self.view, best.candidate) * self._usd_spare_hour() + best.move_price
+            start * best.hour_price
+            + find_idle_hours(self.view, best.candidate) * self._usd_spare_hour()
+            + best.move_price
         )
         if gain > MOVE_GAIN * cost:
             return self._move_to(best, "another location is cheaper, including the move", ())
@@ -288,7 +286,7 @@ class Scale:
                 continue
             function, age = self.values.find(each), target.age_hours
             outlived = target.seen.count_reached(age, age + target.start_hours)
-            usd = function.enter_usd(class_of(age), self.work, self.spare, seen=outlived) + each.move_price
+            usd = function.enter_usd(find_class(age), self.work, self.spare, seen=outlived) + each.move_price
             cost = target.start_hours * each.hour_price + each.move_price
             gain = stay - usd - (MOVE_GAIN - 1) * cost - KIND_GAIN_SHARE * stay
             if gain > gained:
@@ -301,7 +299,7 @@ class Scale:
 
     def _move_to(self, market: SpotMarket, reason: str, weighed: Weighed) -> Move:
         target = market.candidate
-        hours = hours_after_start(self.view, target, self.fallback)
+        hours = find_hours_after_start(self.view, target, self.fallback)
         return Move(target=target, hours=hours, reason=reason, weighed=weighed)
 
     def find_run_usd(self, current: Candidate) -> float:
@@ -311,7 +309,7 @@ class Scale:
     def _weigh_run(self, here: SpotMarket) -> float:
         function, begun = self.values.find(here), self.view.starting_hours
         on = function.run.read(
-            class_of(here.candidate.age_hours), function.locate(self.work, max(self.spare - begun, 0.0))
+            find_class(here.candidate.age_hours), function.locate(self.work, max(self.spare - begun, 0.0))
         )
         return begun * here.hour_price + on
 
@@ -339,12 +337,12 @@ class Scale:
     def loss_of(self, market: SpotMarket) -> float:
         """Return the cost of a loss there now."""
         here = self.value_function.locate(self.work, self.spare)
-        on = self.value_function.run.read(class_of(market.candidate.age_hours), here)
+        on = self.value_function.run.read(find_class(market.candidate.age_hours), here)
         return max(self.value_function.lost_usd(self.work, self.spare) - on, 0.0)
 
     def _usd_spare_hour(self) -> float:
         """Return the marginal value of an hour of spare time."""
-        age, step = class_of(self._age_hours), max(self.value_function.parameters.start_hours, 0.1)
+        age, step = find_class(self._age_hours), max(self.value_function.parameters.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
         less, more = (
             self.value_function.run.read(age, self.value_function.locate(self.work, each)) for each in (low, low + step)
