@@ -265,8 +265,8 @@ class Context(Permissions):
     def ensure_live_jobs_driven(self) -> None:
         """Restart a dead daemon if it has work left.
 
-        That is a live job, service or schedule, machines of an ended job, a termination whose command was killed, or a
-        notification. Commands that show jobs or clusters call this.
+        That is a live job, service or schedule, machines of an ended job, a termination or surplus launch whose command
+        was killed, or a notification. Commands that show jobs or clusters call this.
         """
         store = self.store
         if (
@@ -274,6 +274,7 @@ class Context(Permissions):
             or store.services.list_names()
             or store.schedules.has_active()
             or store.clusters.has_terminating()
+            or store.intents.has_surplus()
             or self._has_undelivered()
         ):
             self.revive_daemon()

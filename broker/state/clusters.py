@@ -147,6 +147,15 @@ class IntentRows:
         )
         return [_read_intent(row) for row in rows]
 
+    def has_surplus(self) -> bool:
+        """Return whether a cluster is up beside an open launch, whose command was killed before it released it."""
+        status = "CASE WHEN json_valid(clusters.body) THEN json_extract(clusters.body, '$.status') END"
+        query = (
+            "SELECT 1 FROM intents JOIN clusters ON clusters.name = intents.cluster "
+            f"WHERE intents.outcome IS NULL AND clusters.job_id IS NULL AND {status} IN (?, ?) LIMIT 1"
+        )
+        return bool(self._database.rows(query, (ClusterStatus.UP.value, ClusterStatus.STOPPED.value)))
+
     def list_known_tokens(self, tokens: Iterable[str]) -> frozenset[str]:
         """Return the tokens among these that this store has ever used, open or closed."""
         return frozenset(
