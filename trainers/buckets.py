@@ -26,6 +26,7 @@ PART_BYTES = 32 * 2**20
 # Size of one ranged read, and how many are in flight: a single one reaches 100 to 250 MB/s.
 READ_BYTES = 16 * 2**20
 READS_AHEAD = 4
+CREATE_TRIES = 3
 REGION_TIMEOUT_S = 10.0
 
 
@@ -63,12 +64,10 @@ class BucketStorage:
         The condition is If-None-Match on S3 and Azure, generation 0 on Google.
         """
         try:
-            self._call("write to", lambda: self._library.put(self._store, path, content, mode="create"))
-        except self._library.exceptions.AlreadyExistsError:
-            return False
+            is_ours: bool = self._call("write to", create_object, self._store, path, content)
         except FileNotFoundError as error:  # the bucket itself
             raise self._explain("write to", error) from error
-        return True
+        return is_ours
 
     def stream(self, path: str) -> Iterator[bytes]:
         """Yield the object in order, by ranged reads, a few of them ahead of the caller.
@@ -215,6 +214,27 @@ class Writer(io.RawIOBase):
     def finish(self) -> None:
         """Complete the upload: only now does the object exist."""
         self._file.close()
+
+
+def create_object(store: Any, path: str, content: bytes) -> bool:
+    """Write an object unless it exists; return whether it was written.
+
+    The library repeats this call after refusals, but not after a timeout, which leaves the outcome unknown: an object
+    of the same content is ours then.
+    """
+    import obstore
+
+    for number in range(1, CREATE_TRIES + 1):
+        try:
+            obstore.put(store, path, content, mode="create")
+        except obstore.exceptions.AlreadyExistsError:
+            return number > 1 and bytes(obstore.get(store, path).bytes()) == content
+        except obstore.exceptions.GenericError:
+            if number == CREATE_TRIES:
+                raise
+        else:
+            return True
+    raise AssertionError("the last try returns or raises")
 
 
 def open_bucket(url: str) -> BucketStorage:

@@ -192,14 +192,9 @@ class BucketPlace:
         return self._call("read from", get)
 
     def create(self, key: str, content: bytes) -> bool:
-        def put() -> bool:
-            try:
-                self._library.put(self._store, key, content, mode="create")
-            except self._library.exceptions.AlreadyExistsError:
-                return False
-            return True
+        from trainers.buckets import create_object
 
-        return self._call("write to", put)
+        return self._call("write to", lambda: create_object(self._store, key, content))
 
     def write(self, key: str, content: bytes) -> None:
         self._call("write to", lambda: self._library.put(self._store, key, content))

@@ -263,13 +263,26 @@ class Context(Permissions):
             self.warn(error)
 
     def ensure_live_jobs_driven(self) -> None:
-        """Restart a dead daemon if any job, service or schedule is live, or an ended job still has machines.
+        """Restart a dead daemon if it has work left.
 
-        Commands that show jobs call this.
+        That is a live job, service or schedule, machines of an ended job, a termination or surplus launch whose command
+        was killed, or a notification. Commands that show jobs or clusters call this.
         """
         store = self.store
-        if store.jobs.has_unfinished() or store.services.list_names() or store.schedules.has_active():
+        if (
+            store.jobs.has_unfinished()
+            or store.services.list_names()
+            or store.schedules.has_active()
+            or store.clusters.has_terminating()
+            or store.intents.has_surplus()
+            or self._has_undelivered()
+        ):
             self.revive_daemon()
+
+    def _has_undelivered(self) -> bool:
+        from broker.notify.notifier import has_undelivered
+
+        return has_undelivered(self.store, now_s=self.clock.now_s())
 
     def warn(self, error: BrokerError) -> None:
         """Report an error that does not end the command."""

@@ -84,7 +84,8 @@ def record_service(
     The caller starts the daemon, which carries out both. Raises UsageError.
     """
     check_cluster_name(service)
-    if context.store.services.get(service) is not None:
+    if (known := context.store.services.get(service)) is not None:
+        _check_stays(known, known)
         hint = f"change it with `broker serve update {service} TASK.yaml`"
         raise UsageError(f"service `{service}` already exists", hints=[hint])
     service_checks.check_exposure(service_checks.check_service(task), host)
@@ -119,6 +120,7 @@ def record_version(
     Returns the number of the version and the jobs. The caller starts the daemon. Raises UsageError.
     """
     found = services.find_service(context, service)
+    _check_stays(found, found)
     canaries.check_no_canary(context, found)
     gateways.check_gateways_stay(context, found, task)
     spec = service_checks.check_service(task)
@@ -130,6 +132,7 @@ def record_version(
     assert ready is not None
     with context.store.transaction():
         context.check_owner(Owned.SERVICE, found.name)
+        _check_stays(found, services.find_service(context, service))  # the user may have read the price for long
         last, jobs = submit_before(context, ready[:-1], ready[-1])
         if canary_share is not None:
             version = canaries.add_canary_version(context, found, last, canary_share)
@@ -139,6 +142,20 @@ def record_version(
     if canary_share is not None:
         canaries.start_canary(context, found, version, canary_share)
     return version, jobs
+
+
+def _check_stays(found: Service, now: Service) -> None:
+    """Raise UsageError for a service that is being terminated, or that another one has replaced under its name."""
+    if now.down_requested:
+        raise UsageError(
+            f"service `{now.name}` is being terminated",
+            hints=[f"once `broker serve status` no longer lists it: `broker serve up -n {now.name} TASK.yaml`"],
+        )
+    if now.uid != found.uid:
+        raise UsageError(
+            f"service `{now.name}` was terminated and started again while the update was prepared",
+            hints=["repeat the command to update the new one"],
+        )
 
 
 def _prepare(

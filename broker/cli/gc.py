@@ -29,7 +29,6 @@ def gc(
     A crash or an interrupted termination can orphan them.
     """
     context = make_context()
-    context.ensure_live_jobs_driven()
     clouds = ", ".join(context.clouds)
     with show_wait(f"searching {clouds} for nodes of this installation") as bar:
         adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
@@ -42,6 +41,7 @@ def gc(
             asyncio.run(context.provisioner.collect(failures.setdefault))
     if not dry_run:
         _sweep_access(context)
+    context.ensure_live_jobs_driven()  # last: a daemon would collect at the same time, and this command report nothing
     archives = _sweep_archives(context, is_dry=dry_run)
     nodes = [node for node in lost.nodes if node.cloud not in failures]
     names = [name for name in lost.names if name not in failures]

@@ -30,12 +30,13 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
     from broker.hosting.host_supervisor import (
         add_setting,
         copy_over,
+        find_supervisor,
         forget,
         forget_releases,
+        is_supervisor,
         last_line,
         make_environment,
         make_unit,
-        read_bytes,
         read_json,
         read_schema,
         read_text,
@@ -158,7 +159,7 @@ def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
 
 
 def start(folder: str, request: dict[str, Any]) -> object:
-    """Run this release; do nothing if it is already running.
+    """Run this release; do nothing if it is already running and supervised.
 
     An earlier release is replaced. If this one does not start, the earlier one is restored, unless it cannot read the
     state any more.
@@ -168,7 +169,7 @@ def start(folder: str, request: dict[str, Any]) -> object:
     before = os.path.basename(os.path.realpath(current)) if os.path.islink(current) else ""
     write_json(os.path.join(folder, "start.json"), request["arguments"])
     found = read_status(folder)
-    if before == request["digest"] and found["is_running"]:
+    if before == request["digest"] and found["is_running"] and find_supervisor(folder):
         return found
     stop(folder)
     schema = read_schema(database)
@@ -273,16 +274,10 @@ def stop(folder: str) -> object:
     """Stop the server, its supervisor and its daemon; jobs continue on their nodes."""
     if can_use_systemd() and os.path.exists(UNIT):
         subprocess.run(as_root("systemctl", "disable", "--now", NAME), check=False, stderr=subprocess.DEVNULL)
-    supervisor = read_text(os.path.join(folder, "supervisor.pid"))
-    pids = [int(supervisor)] if supervisor and is_supervisor(int(supervisor), folder) else []
+    pids = find_supervisor(folder)
     end(lambda: [pid for pid in pids if is_supervisor(pid, folder)])
     end(lambda: [int(name) for name in os.listdir("/proc") if name.isdigit() and runs_for(int(name), folder)])
     return {"is_installed": True}
-
-
-def is_supervisor(pid: int, folder: str) -> bool:
-    """Return whether the process is the supervisor of this folder."""
-    return folder.encode() in read_bytes("/proc/%d/cmdline" % pid).split(b"\0")
 
 
 def end(find: Callable[[], list[int]]) -> None:

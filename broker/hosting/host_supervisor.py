@@ -91,6 +91,17 @@ def rotate_log(folder: str, output: int, bytes_max: int = LOG_BYTES_MAX) -> bool
     return True
 
 
+def find_supervisor(folder: str) -> list[int]:
+    """Return the PID of the supervisor; empty if it was killed, after which nothing restarts the server."""
+    pid = read_text(os.path.join(folder, "supervisor.pid"))
+    return [int(pid)] if pid and is_supervisor(int(pid), folder) else []
+
+
+def is_supervisor(pid: int, folder: str) -> bool:
+    """Return whether the process is the supervisor of this folder."""
+    return folder.encode() in read_bytes("/proc/%d/cmdline" % pid).split(b"\0")
+
+
 def make_environment(folder: str, release: str) -> dict[str, Any]:
     """Return the environment of the server, with its state folder and the release to run."""
     own = {"BROKER_HOME": os.path.join(folder, "state"), "PYTHONPATH": release, "PYTHONUNBUFFERED": "1"}

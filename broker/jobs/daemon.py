@@ -169,7 +169,9 @@ class _Daemon:
                     idle_since_s = self._clock.now_s()
                 elif self._clock.now_s() - idle_since_s < self._idle_s or self._is_collecting:
                     pass
-                elif self._scheduler is not None and self._store.schedules.has_active():
+                elif self._store.clusters.has_terminating() or (
+                    self._scheduler is not None and self._store.schedules.has_active()
+                ):
                     idle_since_s = self._clock.now_s()
                 else:
                     await self._notify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from broker.state.leader import STALE_S
 from broker.state.store import Store
 
 POLL_S = 0.05  # between two polls of the lock, or of a process that starts
+LOG_BYTES_MIN = 64 << 10  # of free space: with less, the end of the log may be missing
 POLLS_MAX = 2400  # two minutes: a busy machine or a network home starts Python slowly
 
 
@@ -52,11 +54,20 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
             continue
         if returncode == 0:
             return  # another daemon was faster, or this one has already finished
-        last = path.read_text(errors="replace").strip().rpartition("\n")[2]
-        reason = f"killed by signal {-returncode}" if returncode < 0 else last or f"it exited with code {returncode}"
+        reason = _explain_exit(path, returncode)
         hints = ["`broker status` starts it again; recorded jobs then continue", f"see its log in {path}"]
         raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
     raise StateError("the jobs daemon did not acquire its lock within two minutes", hints=[f"see its log in {path}"])
+
+
+def _explain_exit(log_path: Path, returncode: int) -> str:
+    """Return why the process ended: by the last line of its log, which a full disk cuts off."""
+    if returncode < 0:
+        return f"killed by signal {-returncode}"
+    if shutil.disk_usage(log_path.parent).free < LOG_BYTES_MIN:
+        return f"no space left on the disk of {log_path.parent}"
+    last = log_path.read_text(errors="replace").strip().rpartition("\n")[2]
+    return last or f"it exited with code {returncode}"
 
 
 def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:

@@ -47,6 +47,14 @@ SENDING_MAX = 16  # sinks at once
 Send = Callable[[NotifySettings, Sink, Notification], Awaitable[None]]
 
 
+def has_undelivered(store: Store, *, now_s: float) -> bool:
+    """Return whether recent events are unread or undelivered, because the last daemon was killed or gave up waiting."""
+    position = store.meta.get(POSITION)
+    if position is None or not position.isdigit():
+        return False  # older events are not reported
+    return store.events.has_notable(NOTABLE, after=int(position), since_s=now_s - GIVE_UP_S)
+
+
 @frozen
 class Delivery:
     """The record of a sink: the newest event delivered to it, and its failures since then."""

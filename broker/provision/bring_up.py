@@ -29,13 +29,18 @@ RETRY_BASE_S = 15.0
 RETRY_S_MAX = 60.0
 
 
+def find_lock(folder: Path, name: str) -> Path:
+    """Return the lock file of a cluster name."""
+    return folder / f"{quote(name, safe='')}.lock"
+
+
 @contextmanager
 def lock_name(folder: Path, name: str) -> Iterator[None]:
     """Lock a cluster name for one command; the kernel releases the lock when the process ends for any reason.
 
     Raises UsageError while another command holds the lock.
     """
-    path = folder / f"{quote(name, safe='')}.lock"
+    path = find_lock(folder, name)
     with ExitStack() as stack:
         try:
             is_held = stack.enter_context(try_lock(path))

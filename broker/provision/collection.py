@@ -17,7 +17,9 @@ from broker.clock import Clock
 from broker.clouds.base import CanSweep, Cloud
 from broker.errors import AuthError, CloudError
 from broker.frozen import frozen
+from broker.locks import is_locked
 from broker.provision.adoption import Adopter
+from broker.provision.bring_up import find_lock
 from broker.provision.launcher import SurplusReleaser
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
@@ -27,7 +29,7 @@ T = TypeVar("T")
 OnFailure = Callable[[str, CloudError], object]  # the name of a cloud or cluster, and why it could not be collected
 
 GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call in progress
-UP_S_MAX = 3600.0  # no `up` of a live process takes longer: an older open intent is orphaned
+UP_S_MAX = 3600.0  # no request of a live process takes longer: an older open intent is orphaned
 SWEEP_EVERY_S = 3600.0  # even if no cluster has ended: the last sweep may have skipped resources in use
 
 
@@ -187,22 +189,37 @@ class Collector:
 
     def _find_dead_names(self) -> Sequence[str]:
         """Return clusters whose job has ended, or whose `up` or `down` was interrupted long ago."""
-        now_s = self._clock.now_s()
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
         live_jobs = set(self._store.jobs.list_live_ids())
         names = {
             cluster.name
-            for cluster in self._store.clusters.list()
+            for cluster in clusters.values()
             if (cluster.job_id is not None and cluster.job_id not in live_jobs)
             or cluster.status is ClusterStatus.TERMINATING
-            or (cluster.status is ClusterStatus.INIT and not cluster.job_id and now_s - cluster.created_s > UP_S_MAX)
         }
-        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
-        for intent in self._store.intents.list_open():
-            cluster = clusters.get(intent.request.cluster)
-            is_coming_up = cluster is None or (cluster.job_id is None and cluster.status is ClusterStatus.INIT)
-            if is_coming_up and now_s - intent.created_s > UP_S_MAX:
-                names.add(intent.request.cluster)
+        names |= {name for name in self._find_interrupted(clusters) if not self._is_coming_up(name)}
         return sorted(name for name in names if not self._spared[name])
+
+    def _find_interrupted(self, clusters: Mapping[str, Cluster]) -> Collection[str]:
+        """Return the names that were last requested long ago and are not up, except those of jobs.
+
+        A search that waits for capacity takes days, and its record is as old: its newest request counts.
+        """
+        requested_s = {
+            name: cluster.created_s
+            for name, cluster in clusters.items()
+            if cluster.status is ClusterStatus.INIT and not cluster.job_id
+        }
+        for intent in self._store.intents.list_open():
+            name = intent.request.cluster
+            if name not in clusters or name in requested_s:
+                requested_s[name] = max(requested_s.get(name, intent.created_s), intent.created_s)
+        oldest_s = self._clock.now_s() - UP_S_MAX
+        return [name for name, newest_s in requested_s.items() if newest_s < oldest_s]
+
+    def _is_coming_up(self, name: str) -> bool:
+        """Return whether another process on this machine brings it up now, perhaps with a request of an earlier one."""
+        return is_locked(find_lock(self._store.path.parent / "locks", name))
 
 
 class ResourceSweeper:

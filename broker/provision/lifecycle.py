@@ -16,6 +16,7 @@ from broker.errors import (
     InvalidRequestError,
     QuotaError,
     TransientError,
+    UnknownOutcomeError,
     UsageError,
 )
 from broker.provision.adoption import Adopter
@@ -25,7 +26,7 @@ from broker.provision.failover import Failover
 from broker.provision.hedge_timer import Answer
 from broker.provision.launch import HEDGE, LaunchSpec
 from broker.provision.launcher import SurplusReleaser
-from broker.provision.listing import RETRYABLE, Lister
+from broker.provision.listing import RETRYABLE, Lister, was_restarted
 from broker.provision.nodes import POLL_S, POLL_S_MAX, Absence, confirm_gone, find_doubt
 from broker.state.store import Store
 from broker.types import Autostop, Cluster, ClusterStatus, Placement, Plan, Task
@@ -156,7 +157,7 @@ class Provisioner:
             with self._store.transaction():
                 self._failover.launcher.record(nodes)
                 for before, node in zip(cluster.nodes, nodes, strict=True):
-                    if _was_restarted(before, node):  # by its user, in the cloud's console
+                    if was_restarted(before, node):  # by its user, in the cloud's console
                         self._store.bills.reopen(node, since_s=node.created_s)
                 current = self._store.clusters.get(cluster.name)
                 # Since the caller read the record, a node may have been replaced or the cluster taken down.
@@ -257,14 +258,14 @@ class Provisioner:
         """
         cluster, cloud = self._find_stoppable(name)
         ids = [node.id for node in cluster.nodes]
+        # Before the call: if this process is killed, a machine that costs money must not be recorded as stopped.
+        self._change_status(name, ClusterStatus.UP)
         try:
             await cloud.start_nodes(ids)
-        except (CapacityError, QuotaError) as error:
-            if cluster.status is ClusterStatus.STOPPED:
-                await _stop_again(cloud, ids, error, name=name)
-            raise
-        except (InvalidRequestError, TransientError) as error:
-            if gone := await self._find_gone(cluster):
+        except CloudError as error:
+            if cluster.status is ClusterStatus.STOPPED and await _is_stopped_after(cloud, ids, error, name=name):
+                self._change_status(name, ClusterStatus.STOPPED)
+            if isinstance(error, InvalidRequestError | TransientError) and (gone := await self._find_gone(cluster)):
                 raise _refuse_gone(cluster, gone) from error
             raise
         with self._store.transaction():
@@ -370,13 +371,20 @@ class Provisioner:
         return changed
 
 
-async def _stop_again(cloud: CanStop, ids: Sequence[str], error: CloudError, *, name: str) -> None:
-    """Stop the part of a gang that has started: it costs money and cannot work, and its record says STOPPED."""
+async def _is_stopped_after(cloud: CanStop, ids: Sequence[str], error: CloudError, *, name: str) -> bool:
+    """Return whether no machine runs after a failed start; stop the part of a gang that has started.
+
+    It costs money and cannot work. After an error with an unknown outcome, machines may be starting.
+    """
+    if not isinstance(error, CapacityError | QuotaError):
+        return not isinstance(error, TransientError | UnknownOutcomeError)
     try:
         await cloud.stop_nodes(ids)
     except CloudError:
         hint = f"a part of {name} may run and cost money: `broker stop {name}`, or `broker down {name}`"
         error.hints = (hint, *error.hints)
+        return False
+    return True
 
 
 def _refuse_gone(cluster: Cluster, gone: Sequence[Node]) -> UsageError:
@@ -384,14 +392,6 @@ def _refuse_gone(cluster: Cluster, gone: Sequence[Node]) -> UsageError:
     return UsageError(
         f"{len(gone)} of {len(cluster.nodes)} machines of {cluster.name} no longer exist at {offer.cloud}",
         hints=(f"their disks are lost: run `broker down {cluster.name}`, then launch the cluster again",),
-    )
-
-
-def _was_restarted(before: Node, node: Node) -> bool:
-    """Return whether the node has started since it was stopped; an outdated list does not show a later start."""
-    is_up = node.state in (NodeState.PENDING, NodeState.RUNNING)
-    return (
-        is_up and before.state is NodeState.STOPPED and before.ended_s is not None and node.created_s > before.ended_s
     )
 
 

@@ -12,7 +12,7 @@ from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AccountError, CloudError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.provision.refusals import draw_backoff_s
-from broker.types import Node, NodeList
+from broker.types import Node, NodeList, NodeState
 
 RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)
 TRIES_MAX = 8
@@ -113,3 +113,11 @@ def _begin(work: Coroutine[Any, Any, Listing]) -> asyncio.Task[Listing]:
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
+
+
+def was_restarted(before: Node, node: Node) -> bool:
+    """Return whether the node has started since it was stopped; an outdated list does not show a later start."""
+    is_up = node.state in (NodeState.PENDING, NodeState.RUNNING)
+    return (
+        is_up and before.state is NodeState.STOPPED and before.ended_s is not None and node.created_s > before.ended_s
+    )

@@ -12,7 +12,7 @@ import msgspec
 from broker.errors import DamagedRowError
 from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
-from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
+from broker.types import Cluster, ClusterStatus, IntentEnd, Node, NodeRequest, NodeState
 
 
 @frozen
@@ -41,6 +41,12 @@ class ClusterRows:
         """Return a cluster; None if the name is unknown. Raises DamagedRowError."""
         row = self._database.row("SELECT name, body FROM clusters WHERE name = ?", (name,))
         return _read_cluster(row) if row else None
+
+    def has_terminating(self) -> bool:
+        """Return whether the termination of any cluster has begun and not ended."""
+        status = "CASE WHEN json_valid(body) THEN json_extract(body, '$.status') END"
+        query = f"SELECT 1 FROM clusters WHERE {status} = ? LIMIT 1"
+        return bool(self._database.rows(query, (ClusterStatus.TERMINATING.value,)))
 
     def list(
         self, *, on_damage: Callable[[DamagedRowError], None] | None = None, with_jobs: bool = True
@@ -140,6 +146,15 @@ class IntentRows:
             parameters,
         )
         return [_read_intent(row) for row in rows]
+
+    def has_surplus(self) -> bool:
+        """Return whether a cluster is up beside an open launch, whose command was killed before it released it."""
+        status = "CASE WHEN json_valid(clusters.body) THEN json_extract(clusters.body, '$.status') END"
+        query = (
+            "SELECT 1 FROM intents JOIN clusters ON clusters.name = intents.cluster "
+            f"WHERE intents.outcome IS NULL AND clusters.job_id IS NULL AND {status} IN (?, ?) LIMIT 1"
+        )
+        return bool(self._database.rows(query, (ClusterStatus.UP.value, ClusterStatus.STOPPED.value)))
 
     def list_known_tokens(self, tokens: Iterable[str]) -> frozenset[str]:
         """Return the tokens among these that this store has ever used, open or closed."""

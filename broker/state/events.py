@@ -95,6 +95,17 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
+    def has_notable(self, kinds: Sequence[EventKind], *, after: int, since_s: float) -> bool:
+        """Return whether an event of a job of these kinds, since that time, has an ID above `after`."""
+        marks = ", ".join("?" * len(kinds))
+        return bool(
+            self._database.rows(
+                "SELECT 1 FROM events "
+                f"WHERE id > ? AND job_id IS NOT NULL AND kind IN ({marks}) AND time_s >= ? LIMIT 1",
+                (after, *(kind.value for kind in kinds), since_s),
+            )
+        )
+
     def list_newest(self, job_ids: Sequence[int], *, kinds: Sequence[EventKind] = ()) -> Mapping[int, EventRow]:
         """Return the newest event of each of these jobs; with `kinds`, only if it is of one of these kinds."""
         if not job_ids:

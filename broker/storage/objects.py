@@ -16,6 +16,7 @@ PARTS_MAX = 10_000  # of an object, in S3's limits
 PART_BYTES_MIN = 8 << 20
 PARTS_AT_ONCE = 4  # of each file: parts are held in memory, and many files are sent at once
 READ_BYTES = 8 << 20
+CREATE_TRIES = 3
 EMPTY_PART = (
     "broker cannot copy keys with `//`: rename the object, name a folder without one, or mount it with `mode: MOUNT`"
 )
@@ -91,14 +92,24 @@ class ObjectBucket:
         self._call("write to", lambda: self._library.put(self._store, key, content))
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
-        """Put the object if it does not exist; return whether it was created."""
+        """Put the object if it does not exist; return whether it was created.
+
+        The library repeats this call after refusals, but not after a timeout, which leaves the outcome unknown: an
+        object of the same content is ours then.
+        """
 
         def put() -> bool:
-            try:
-                self._library.put(self._store, key, content, mode="create")
-            except self._library.exceptions.AlreadyExistsError:
-                return False
-            return True
+            for number in range(1, CREATE_TRIES + 1):
+                try:
+                    self._library.put(self._store, key, content, mode="create")
+                except self._library.exceptions.AlreadyExistsError:
+                    return number > 1 and bytes(self._library.get(self._store, key).bytes()) == content
+                except self._library.exceptions.GenericError:
+                    if number == CREATE_TRIES:
+                        raise
+                else:
+                    return True
+            raise AssertionError("the last try returns or raises")
 
         return self._call("write to", put)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from broker.app.container import Context
 from broker.errors import UnknownNameError
 from broker.runtime.keys import Keys
 from broker.task.loader import load_tasks_text
-from broker.types import NodeRequest, Task
+from broker.types import Cluster, ClusterStatus, IntentEnd, NodeRequest, Task
 from tests.simulation.world import make_plan
 
 
@@ -47,3 +47,25 @@ def test_unknown_accelerator_of_a_file_is_refused_with_its_place(tmp_path: Path)
         Context(tmp_path).plan(task)
     assert caught.value.details == ("requested in train.yaml:3:3",)
     assert "did you mean `A100`" in caught.value.hints[0]
+
+
+def test_surplus_launch_of_a_killed_command_starts_the_daemon_that_terminates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No command shows its machine: the cluster is up in another place."""
+    revived: list[Context] = []
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: revived.append(context))
+    context = Context(tmp_path)
+    placement = make_plan(Task(), node_count=1).choice.placement
+    cluster = Cluster(name="dev", status=ClusterStatus.INIT, placement=placement, attempt=1)
+    context.store.clusters.put(cluster)
+    context.store.intents.put(NodeRequest(owner="me", cluster="dev", attempt=1, token="t1", placement=placement))
+    context.ensure_live_jobs_driven()
+    assert revived == [], "a command brings it up"
+    context.store.clusters.put(replace(cluster, status=ClusterStatus.UP))
+    context.ensure_live_jobs_driven()
+    assert revived == [context]
+    context.store.intents.close("t1", IntentEnd.TERMINATED)
+    context.ensure_live_jobs_driven()
+    assert revived == [context]
+    context.store.close()

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from broker.app.container import Context
-from broker.app.serving_pipelines import split_pipeline, submit_before
+from broker.app.launching import Callbacks
+from broker.app.serving_pipelines import record_service, record_version, split_pipeline, submit_before
 from broker.errors import UsageError
 from broker.serve.replicas import find_needs
 from broker.task.loader import load_tasks, load_tasks_text
-from broker.types import JobStatus, Task
+from broker.types import JobStatus, Task, UpdateMode
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = "resources: {infra: local}\nrun: echo\n"
@@ -47,5 +48,49 @@ def test_replicas_need_every_job_of_their_run_and_only_the_last_retry_of_a_job(t
         assert find_needs(context.store, task) == [jobs[1].id, again.id]
         assert {each.status for each in (*jobs, *others)} == {JobStatus.PENDING}
         assert find_needs(context.store, tasks[2]) == ()
+    finally:
+        context.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_update_of_a_service_that_is_terminated_meanwhile_is_refused_and_starts_nothing(
+    tmp_path: Path, is_replaced: bool
+) -> None:
+    context = Context(tmp_path)
+    services, (task,) = context.store.services, read(SERVED)
+    services.add("web", task, host="127.0.0.1", port=1, wanted=1)
+
+    def terminate(plans: object) -> None:
+        services.request_down("web")
+        if is_replaced:
+            services.delete("web")
+            services.add("web", task, host="127.0.0.1", port=1, wanted=1)
+
+    def update() -> None:
+        callbacks = Callbacks(show=terminate, confirm=lambda plans: None)
+        (before,) = read(PLAIN)
+        record_version(context, (before,), task, service="web", mode=UpdateMode.ROLLING, callbacks=callbacks)
+
+    try:
+        with pytest.raises(UsageError, match="was terminated" if is_replaced else "is being terminated"):
+            update()
+        found = services.get("web")
+        assert found is not None and found.version == 1 and not context.store.jobs.list()
+    finally:
+        context.close()
+
+
+def test_name_of_a_service_that_is_being_terminated_is_not_offered_for_an_update(tmp_path: Path) -> None:
+    context = Context(tmp_path)
+    (task,) = read(SERVED)
+    context.store.services.add("web", task, host="127.0.0.1", port=1, wanted=1)
+    context.store.services.request_down("web")
+    callbacks = Callbacks(show=lambda plans: None, confirm=lambda plans: None)
+    try:
+        with pytest.raises(UsageError, match="is being terminated") as caught:
+            record_service(
+                context, (), task, service="web", host="127.0.0.1", port=1, callbacks=callbacks, is_dryrun=False
+            )
+        assert "broker serve up -n web" in caught.value.hints[0]
     finally:
         context.close()

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import broker
 from broker.hosting import host_supervisor
+from broker.hosting.machines import PROGRAMS
 
 
 def test_signal_during_the_pause_before_a_restart_starts_no_other_server(
@@ -34,6 +36,29 @@ def test_signal_during_the_pause_before_a_restart_starts_no_other_server(
         signal.signal(signal.SIGTERM, before)
     assert len(starts) == 1
     assert (tmp_path / "given-up").read_text() == "1"
+
+
+def test_server_whose_supervisor_was_killed_is_started_again_with_one(tmp_path: Path) -> None:
+    """Without systemd, nothing else would restart it when it fails."""
+    names: dict[str, Any] = {"__name__": "host_program"}
+    for path in PROGRAMS:
+        exec(compile(path.read_text(), path.name, "exec"), names)  # noqa: S102 - as the machine does
+    done: list[str] = []
+    names["read_status"] = lambda folder: {"is_running": True}
+    names["stop"] = lambda folder: done.append("stop")
+    names["run"] = lambda folder: done.append("run")
+    (tmp_path / "releases" / "r1").mkdir(parents=True)
+    names["switch"](str(tmp_path), "r1")
+    request = {"digest": "r1", "arguments": []}
+    program = [sys.executable, "-c", "input()", str(tmp_path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as supervisor:
+        (tmp_path / "supervisor.pid").write_text(str(supervisor.pid))
+        names["start"](str(tmp_path), request)
+        assert done == [], "a supervised server is left alone"
+        supervisor.kill()
+        supervisor.wait()
+        names["start"](str(tmp_path), request)
+    assert done == ["stop", "run"]
 
 
 def test_log_is_rotated_under_its_writers_and_two_files_are_kept(tmp_path: Path) -> None:

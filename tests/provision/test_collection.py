@@ -13,6 +13,7 @@ import pytest
 
 from broker.errors import FencedError, TransientError
 from broker.provision.adoption import Adopter
+from broker.provision.bring_up import lock_name
 from broker.provision.collection import (
     GRACE_S,
     SWEEP_EVERY_S,
@@ -225,6 +226,16 @@ def test_an_old_open_intent_without_a_cluster_is_an_interrupted_up(stage: Stage)
     assert stage.find()[1] == []
     stage.clock.time_s += 1.0
     assert stage.find()[1] == ["coming", "no-record"]
+
+
+def test_a_search_that_has_waited_for_capacity_for_hours_is_not_taken_for_an_interrupted_one(stage: Stage) -> None:
+    stage.put_cluster("waiting", ClusterStatus.INIT, created_s=START_S - 10 * UP_S_MAX)
+    stage.put_intent("waiting", "t1")
+    assert stage.find()[1] == [], "it has just requested nodes again"
+    stage.clock.time_s += UP_S_MAX + 1.0
+    with lock_name(stage.store.path.parent / "locks", "waiting"):
+        assert stage.find()[1] == [], "a repeated command continues with the request of one that was killed"
+    assert stage.find()[1] == ["waiting"]
 
 
 def test_a_cluster_that_this_process_brings_up_is_spared(stage: Stage) -> None:

@@ -219,6 +219,28 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
 
 
+def test_a_start_that_is_killed_at_its_call_is_not_recorded_as_stopped(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `broker status` shows a cluster without a price while its machines run."""
+    stage.up()
+    stage.run(lambda: stage.provisioner.stop("c"))
+    start = stage.cloud.start_nodes
+
+    async def be_killed(ids: Sequence[str]) -> None:
+        await start(ids)
+        raise SystemExit(137)
+
+    monkeypatch.setattr(stage.cloud, "start_nodes", be_killed)
+    with pytest.raises(SystemExit):
+        stage.run(lambda: stage.provisioner.start("c"))
+    assert stage.get().status is ClusterStatus.UP
+    monkeypatch.setattr(stage.cloud, "start_nodes", start)
+    stage.run(lambda: stage.provisioner.start("c"))
+    assert [node.state for node in stage.get().nodes] == [NodeState.RUNNING] * 2
+    assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
+
+
 def test_the_cost_of_a_started_cluster_is_durable_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.up()
     stage.run(lambda: stage.provisioner.stop("c"))
@@ -466,6 +488,7 @@ def test_a_start_that_is_refused_stops_what_has_started_but_no_cluster_that_was_
     with pytest.raises(type(error)):
         stage.run(lambda: stage.provisioner.start("c"))
     assert stage.cloud.stopped_at_s is not None, "a part of the gang would cost money and could not work"
+    assert stage.get().status is ClusterStatus.STOPPED
 
 
 @pytest.mark.parametrize("error", [TransientError("InvalidInstanceID.NotFound"), InvalidRequestError("not found")])

@@ -466,3 +466,33 @@ def test_overview_counts_jobs_bills_and_the_newest_events(store: Store) -> None:
     store.bills.record(replace(NODE, usd_hour=2.0, created_s=1000.0, ended_s=None))
     sums = store.bills.sum_spend(midnight_s=2800.0, month_s=0.0, now_s=4600.0)
     assert (sums.today_usd, sums.month_usd, sums.usd_hour) == (1.0, 2.0, 2.0)
+
+
+# -- work that a killed process has left ------------------------------------------------------------------------------
+
+
+def test_terminations_and_launches_that_a_killed_command_left_are_found(store: Store) -> None:
+    cluster = Cluster(name="c", status=ClusterStatus.INIT, placement=PLACEMENT, attempt=1)
+    request = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
+
+    def look(status: ClusterStatus) -> tuple[bool, bool]:
+        store.clusters.put(replace(cluster, status=status))
+        return store.clusters.has_terminating(), store.intents.has_surplus()
+
+    assert look(ClusterStatus.TERMINATING) == (True, False)
+    store.intents.put(request)
+    assert [look(each) for each in (ClusterStatus.INIT, ClusterStatus.UP)] == [(False, False), (False, True)]
+    store.intents.close("t", IntentEnd.TERMINATED)
+    assert look(ClusterStatus.UP) == (False, False)
+
+
+def test_events_of_a_kind_are_found_after_a_number_and_since_a_time(store: Store, clock: Hands) -> None:
+    job = store.jobs.add("train", Task())
+    store.events.add(make_event(EventKind.LATE), job_id=job.id)
+    newest, since_s = store.events.get_newest_id(), clock.now_s()
+
+    def has(kind: EventKind, *, after: int = 0, since_s: float = since_s) -> bool:
+        return store.events.has_notable((kind,), after=after, since_s=since_s)
+
+    assert has(EventKind.LATE) and not has(EventKind.ENDED)
+    assert not has(EventKind.LATE, after=newest) and not has(EventKind.LATE, since_s=since_s + 1.0)

@@ -22,7 +22,7 @@ from broker.storage import BUCKETS, node_objects, open_bucket, s3, upload
 from broker.storage.base import Bucket
 from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
-from tests.testbed.s3 import BUCKET, S3Server, put_marker, serve_s3
+from tests.testbed.s3 import BUCKET, LateAnswer, S3Server, put_marker, serve_s3
 from trainers import buckets
 
 
@@ -105,6 +105,17 @@ def test_of_many_writers_at_once_one_is_first(bucket: Bucket) -> None:
     assert len(heard) == 8 and len(winners) == 1
     assert bucket.read("lock/1") == str(winners[0]).encode()
     assert [each.key for each in bucket.list_keys()] == ["lock/1"]
+
+
+def test_conditional_write_whose_answer_does_not_arrive_in_time_is_ours(server: S3Server) -> None:
+    answer = LateAnswer(server, "late")
+    bucket = ObjectBucket(answer.open_store(server), f"s3://{BUCKET}", login="")
+    try:
+        assert bucket.write_if_absent("late", b"ours") and answer.held == 1
+        assert not bucket.write_if_absent("late", b"ours"), "the second call did not create it"
+        assert bucket.read("late") == b"ours"
+    finally:
+        answer.release()
 
 
 def test_files_go_up_and_come_down_whole(bucket: Bucket, tmp_path: Path) -> None:

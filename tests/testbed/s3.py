@@ -19,6 +19,8 @@ class S3Server:
 
     port: int
     address: str = "127.0.0.1"
+    # Called with the method and the path of each request after its effect, before its answer leaves.
+    on_answer: list[Callable[[str, str], None]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -55,15 +57,54 @@ def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     server.start()
-    server._server.app = make_conditions_atomic(server._server.app)
+    on_answer: list[Callable[[str, str], None]] = []
+    server._server.app = call_after(make_conditions_atomic(server._server.app), on_answer)
     try:
         port = server.get_host_and_port()[1]
         with socket.create_connection((address, port), timeout=30) as wire:
             wire.sendall(f"PUT /{BUCKET} HTTP/1.0\r\nHost: {address}:{port}\r\nContent-Length: 0\r\n\r\n".encode())
             assert b" 200 " in wire.recv(4096)
-        yield S3Server(port=port, address=address)
+        yield S3Server(port=port, address=address, on_answer=on_answer)
     finally:
         server.stop()
+
+
+def call_after(application: Application, hooks: list[Callable[[str, str], None]]) -> Application:
+    """Call the hooks once a request has had its effect."""
+
+    def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        answer = application(environ, start_response)
+        for hook in hooks:
+            hook(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        return answer
+
+    return handle
+
+
+class LateAnswer:
+    """Holds back the answer to the first PUT of a key, after its effect, until `release`."""
+
+    def __init__(self, server: S3Server, key: str) -> None:
+        self._path, self._over = f"/{BUCKET}/{key}", threading.Event()
+        self.held = 0
+        server.on_answer.append(self._hold)
+
+    def open_store(self, server: S3Server) -> Any:
+        """Open a store that does not wait long for an answer."""
+        from obstore.store import from_url
+
+        login = {name.lower(): value for name, value in LOGIN.items()}
+        options = {"allow_http": True, "timeout": "1s"}
+        return from_url(f"s3://{BUCKET}", endpoint=server.url, client_options=options, **login)
+
+    def release(self) -> None:
+        """Let all answers leave."""
+        self._over.set()
+
+    def _hold(self, method: str, path: str) -> None:
+        if (method, path) == ("PUT", self._path) and not self.held:
+            self.held += 1
+            self._over.wait(60)
 
 
 def make_conditions_atomic(application: Application) -> Application:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.testbed.objects import Objects, serve_azure, serve_google
-from tests.testbed.s3 import BUCKET, S3Server, Wire, serve_s3
+from tests.testbed.s3 import BUCKET, LateAnswer, S3Server, Wire, serve_s3
 from trainers import buckets
 from trainers.checkpoint import FAILURES_MAX, CheckpointManager, find_newest, list_checkpoints
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
+from trainers.map_places import BucketPlace
 from trainers.ranks import Ranks
 from trainers.storage import Storage, open_storage
 
@@ -180,6 +181,20 @@ def test_connection_cut_in_the_middle_of_an_upload_is_made_again(
     assert wire.cuts_made == 2
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
     assert restore(open_storage(s3_url), count=500_000) == 5
+
+
+@pytest.mark.parametrize("kind", [buckets.BucketStorage, BucketPlace])
+def test_conditional_write_whose_answer_does_not_arrive_in_time_is_ours(server: S3Server, kind: type[Any]) -> None:
+    """Otherwise one lost answer ends the worker of a map, or a checkpoint counts as that of another process."""
+    key = f"late-{kind.__name__}"
+    answer = LateAnswer(server, key)
+    storage = kind(answer.open_store(server), f"s3://{BUCKET}")
+    try:
+        assert storage.create(key, b"ours") and answer.held == 1
+        assert not storage.create(key, b"ours"), "the second call did not create it"
+        assert storage.read(key) == b"ours"
+    finally:
+        answer.release()
 
 
 class Refusing(buckets.BucketStorage):
