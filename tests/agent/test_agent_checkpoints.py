@@ -57,6 +57,17 @@ def test_checkpoints_are_known_by_their_numbers_and_times(
     assert OLD_S <= found["time_s"] <= time_s, "one file of each numbered folder is enough"
 
 
+def test_number_is_that_of_the_file_and_not_of_a_folder_above() -> None:
+    assert agent_checkpoints.read_number("step2_sft/step-400.pt") == 400
+
+
+def test_highest_number_and_newest_time_count_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [("step-3.pt", 5.0), ("step-9.pt", 2.0), ("step-4.pt", 1.0)]
+    for files in (listed, listed[::-1]):
+        monkeypatch.setattr(agent_checkpoints, "list_files", lambda folder, files=files: iter(files))
+        assert agent_checkpoints.observe("/x") == {"number": 9, "unnumbered_s": 0.0, "time_s": 5.0}
+
+
 def test_files_of_a_mere_start_are_no_checkpoints(tmp_path: Path) -> None:
     """A program that fails at once leaves logs, its configuration, and empty or unfinished files."""
     save(tmp_path, "runs/Nov28_host/events.out.tfevents.1", "train.log", "config-step-1.json", "checkpoint-7/args.json")

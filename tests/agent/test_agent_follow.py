@@ -251,7 +251,7 @@ def test_broker_that_keeps_a_session_is_not_away(start: Callable[..., Session], 
 
 
 def test_older_follower_ends_for_a_newer_agent(start: Callable[..., Session], tmp_path: Path) -> None:
-    session = start()
+    session = start(SILENCE_S=1e9)
     session.open()
     (tmp_path / "agent" / "digest").write_text("another")
     assert session.wait() == 0
@@ -277,6 +277,19 @@ def follow(home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module.files, "STATE", home / ".broker")
     monkeypatch.setattr(module.files, "RUNS", home / ".broker" / "runs")
     return module
+
+
+def test_heartbeat_after_a_long_absence_has_the_newest_samples(
+    follow: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [{"time_s": float(number)} for number in range(100)]
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(follow.agent_ring, "read", lambda path, after_s: [x for x in samples if x["time_s"] > after_s])
+    session = follow.Follower(lambda request: {}, {})
+    monkeypatch.setattr(session, "_write", sent.append)
+    session._beat()
+    session._beat()
+    assert sent == [{"samples": samples[-follow.SAMPLES_MAX :]}, {}]
 
 
 def test_a_runner_that_vanishes_is_urgent_news_until_there_is_an_outcome(follow: Any, home: Path) -> None:

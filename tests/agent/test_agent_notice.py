@@ -35,7 +35,8 @@ class Cloud:
             return json.dumps({"noticeTime": f"2026-01-01T00:00:{self.advices:02}Z"})
         if "preempted" in path:
             if "wait_for_change" in path:
-                self.now_s = max(self.now_s, self._notice_at_s)
+                # Held until there is a change, which a notice of before is not.
+                self.now_s = self._notice_at_s if self.now_s < self._notice_at_s else self.now_s + 60.0
             return "TRUE" if self.now_s >= self._notice_at_s else "FALSE"
         return None
 
@@ -102,17 +103,60 @@ def test_answers_that_a_busy_machine_misses_do_not_end_the_watch(agent: Agent, m
     assert agent.read("preemption") and cloud.now_s >= 2000.0
 
 
-@pytest.mark.parametrize(("now", "want_s"), [("00:00:30", 90.0), ("00:03:00", 120.0), ("23:00:00", 120.0)])
+@pytest.mark.parametrize(
+    ("now", "want_s"),
+    [("01-01T00:00:30", 90.0), ("01-01T00:03:00", 120.0), ("01-01T23:00:00", 120.0), ("01-01T00:00:00", 120.0)],
+)
 def test_time_left_is_that_of_ec2_if_the_clock_is_wrong(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, now: str, want_s: float
 ) -> None:
     """Without time left, the program would be killed at once, and could not save."""
     monkeypatch.setattr(agent.notice, "request_metadata", lambda *words: '{"time": "2026-01-01T00:02:00Z"}')
-    now_s = agent.notice.parse_time_s(f"2026-01-01T{now}Z")
+    now_s = agent.notice.parse_time_s(f"2026-{now}Z")
     monkeypatch.setattr(agent.notice, "time", SimpleNamespace(**vars(time) | {"time": lambda: now_s}))
     agent.notice.watch_notices("aws")
     found = agent.read("preemption")
     assert found and found["notice_s"] == want_s
+
+
+def test_clock_that_is_an_hour_slow_does_not_give_an_hour(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.notice, "request_metadata", lambda *words: '{"time": "2026-01-01T01:02:00Z"}')
+    now_s = agent.notice.parse_time_s("2026-01-01T00:00:30Z")
+    monkeypatch.setattr(agent.notice, "time", SimpleNamespace(**vars(time) | {"time": lambda: now_s}))
+    agent.notice.watch_notices("aws")
+    found = agent.read("preemption")
+    assert found and found["notice_s"] == 120.0
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo"])
+def test_times_of_the_cloud_are_utc_wherever_the_node_is(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        found_s = agent.notice.parse_time_s("2026-01-01T00:00:00Z")
+    time.tzset()
+    assert found_s == 1767225600.0
+
+
+def test_token_is_renewed_before_it_ends(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request with an outdated token would be refused, and the notice not be seen."""
+    cloud, ends_s = Cloud(notice_at_s=30_000.0), [0.0]
+    answer = cloud.ask
+
+    def ask(verb: str, path: str, headers: dict[str, str], *, answer_s: float = 0.0) -> str | None:
+        if verb == "PUT":
+            ends_s.append(cloud.now_s + float(headers["X-aws-ec2-metadata-token-ttl-seconds"]))
+        assert cloud.now_s <= ends_s[-1]
+        return answer(verb, path, headers, answer_s=answer_s)
+
+    clock = SimpleNamespace(**vars(time) | {"sleep": cloud.sleep, "monotonic": lambda: cloud.now_s})
+    monkeypatch.setattr(agent.notice, "request_metadata", ask)
+    monkeypatch.setattr(agent.notice, "time", clock)
+    assert agent.notice.read_aws(lambda: None) is None, "until the token is to be renewed"
+    agent.notice.watch_notices("aws")
+    assert agent.read("preemption") and len(ends_s) > 2
 
 
 def test_machine_without_a_metadata_server_is_left_alone(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

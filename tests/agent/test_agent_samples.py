@@ -54,7 +54,8 @@ class Host:
     def tick(self, *, busy: list[int]) -> None:
         """Set the busy time of each processor, in hundredths of a second."""
         rows = [
-            f"cpu{number} {ticks // 2} 0 {ticks - ticks // 2} 9000 50 0 0 0 0 0" for number, ticks in enumerate(busy)
+            f"cpu{number} {ticks // 2} 0 {ticks - ticks // 2} 9000 {3 * ticks} 0 0 0 0 0"
+            for number, ticks in enumerate(busy)
         ]
         self.write("proc/stat", "\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *rows, "intr 1", "ctxt 2"]))
 
@@ -62,7 +63,8 @@ class Host:
         """Set the bytes that were received, read and written; twice as many were sent."""
         head = "Inter-| Receive | Transmit\n face |bytes | bytes\n"
         self.write(
-            "proc/net/dev", f"{head}  lo: 999 1 0 0 0 0 0 0 999 1\n  eth9: {count} 1 0 0 0 0 0 0 {2 * count} 1\n"
+            "proc/net/dev",
+            f"{head}  lo: {count} 1 0 0 0 0 0 0 {count} 1\n  eth9: {count} 1 0 0 0 0 0 0 {2 * count} 1\n",
         )
         sectors = count // 512
         disk = f"8 0 sda 1 0 {sectors} 0 1 0 {sectors} 0 0 0 0\n"
@@ -207,6 +209,27 @@ def test_group_without_a_limit_has_that_of_the_host(host: Host, limits: Mapping[
     assert (sample["memory_bytes"], sample["cpu_count"]) == (64 * GIB, 4)
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(6, 8), (8, 6)])
+def test_tightest_of_several_limits_counts(host: Host, inner: int, outer: int) -> None:
+    use_cpu = put_in_container(host, 2)
+    host.write("cgroup/box/memory.max", str(outer * GIB))
+    host.write("cgroup/box/inner/memory.max", str(inner * GIB))
+    host.write("cgroup/box/cpu.max", "300000 100000\n")
+    host.write("cgroup/box/cpu.stat", "usage_usec 0\n")
+    use_cpu(0.0)
+    sample = host.make_sampler().take()
+    assert (sample["memory_bytes"], sample["cpu_count"]) == (6 * GIB, 1.5)
+
+
+def test_disk_is_measured_as_df_does(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 blocks, 40 hold data and 5 are reserved for root: 40 of 95 are in use."""
+    found = os.statvfs_result((4096, 4096, 100, 60, 55, 1, 1, 1, 0, 255))
+    sampler = host.make_sampler()
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    sample = sampler.take()
+    assert (sample["disk_used_bytes"], sample["disk_bytes"]) == (40 * 4096, 95 * 4096)
+
+
 def test_counter_reset_does_not_give_a_negative_rate(host: Host) -> None:
     host.move_bytes(10_000_000)
     sampler = host.make_sampler()
@@ -266,6 +289,9 @@ def test_failing_program_is_called_at_growing_intervals(smi: FakeSmi) -> None:
     for _ in range(20):
         assert gpus.read() == []
     assert len(smi.calls) == 4  # samples 1, 4, 9 and 18
+    for _ in range(240):
+        assert gpus.read() == []
+    assert len(smi.calls) == 9  # and 35, 68, then every 61st
     smi.answer("1, 2, 3, 4, 5\n")
     while not gpus.read():
         pass
@@ -316,9 +342,9 @@ def test_a_kernel_log_for_root_only_is_read_by_sudo_until_it_refuses(smi: FakeSm
     xids = agent_gpus.Xids(str(smi.folder / "missing"))
     assert xids.count() == {"31": 1} and xids.count() == {"31": 1}
     sudo.write_text("#!/bin/sh\nexit 1\n")
-    xids.count()
-    sudo.unlink()
-    assert xids.count() == {}
+    assert xids.count() == {} and not xids.is_read
+    sudo.write_text(f"#!/bin/sh\ntouch {smi.folder}/asked-again\n")
+    assert xids.count() == {} and not (smi.folder / "asked-again").exists()
 
 
 def test_sample_of_a_node_with_gpus_has_them_and_their_errors(host: Host, smi: FakeSmi, tmp_path: Path) -> None:
@@ -355,6 +381,12 @@ def test_damaged_and_incomplete_lines_are_skipped(tmp_path: Path) -> None:
         file.write(b'\xff\xfe\n[1]\n{"time_s": "soon"}\n' + b"[" * 2000 + b"\n" + b'{"time_s": 2.0, "cpu')
     assert [sample["time_s"] for sample in agent_ring.read(path)] == [1.0]
     assert agent_ring.read_newest(path) == make_sample(1)
+
+
+def test_sample_that_was_read_before_is_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    agent_ring.append(path, [make_sample(number) for number in (1, 2, 3)])
+    assert [each["time_s"] for each in agent_ring.read(path, after_s=2.0)] == [3.0]
 
 
 def test_sample_that_is_too_long_is_not_written(tmp_path: Path) -> None:

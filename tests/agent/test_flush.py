@@ -69,7 +69,7 @@ def test_wait_lasts_while_uploads_progress_and_for_the_hold_time_after(
     for _ in range(50):  # one file for over an hour
         now_s, sent = now_s + 99.0, sent._replace(size_bytes=sent.size_bytes + 1)
         assert flush.poll() == "waiting"
-    set_entry(mounts, "b", dirty=True, size=9)
+    set_entry(mounts, "b", dirty=True, size=1_500_000_000)
     now_s += 99.0
     assert flush.poll() == "waiting"
     now_s += 99.0
@@ -77,7 +77,7 @@ def test_wait_lasts_while_uploads_progress_and_for_the_hold_time_after(
     sent = agent_flush.UploadStatistics(sent.size_bytes + 9, 4)  # sent once more after an error: nothing has arrived
     now_s += 1.0
     assert flush.poll() == "failed"
-    assert "2 files (0.000 GB) for `s3://bucket/out`" in flush.describe_failure()
+    assert "2 files (1.500 GB) for `s3://bucket/out`" in flush.describe_failure()
     for name in "ab":
         set_entry(mounts, name, dirty=False, size=9)
     assert flush.poll() == "clean"

@@ -45,6 +45,16 @@ def test_gpu_that_reports_no_ecc_errors_is_not_a_fault(count: str) -> None:
 def test_uncorrected_ecc_error_is_the_fault_of_its_gpu() -> None:
     text = HEALTHY.replace("GPU-b, 1321, NVIDIA A100-SXM4-80GB, 0", "GPU-b, 1321, NVIDIA A100-SXM4-80GB, 3")
     assert find(text) == ("GPU 1 (GPU-b) has 3 uncorrected ECC errors", ["GPU-b", "1321"])
+    assert find(text.replace(", 3\n", ", 1\n"))[1] == ["GPU-b", "1321"], "one is enough"
+
+
+def test_only_the_gpu_at_fault_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = agent_health.parse_cards(
+        HEALTHY.replace("1321, NVIDIA A100-SXM4-80GB, 0", "1321, NVIDIA A100-SXM4-80GB, 3")
+    )
+    monkeypatch.setattr(agent_health, "list_cards", lambda: (cards, ""))
+    finding, timed = agent_health.inspect(ORDER, str(tmp_path / "no-log"))
+    assert finding.serials == ("GPU-b", "1321") and timed == cards
 
 
 def test_missing_gpu_is_a_fault_of_the_node_with_all_its_gpus() -> None:

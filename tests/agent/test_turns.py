@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -222,6 +223,32 @@ def test_devices_that_the_head_reserved_are_free_only_if_each_of_them_is() -> No
     for taken in (0, 1):
         assert not agent_turn.fits(given, [{"cards": [taken], "share": 0.1}])
     assert not agent_turn.fits({"cards": [1], "share": 0.5}, [{"cards": [1], "share": 0.3}] * 2)
+    assert not agent_turn.fits(agent_turn.WHOLE_NODE, [{"cards": [2], "share": 0.1}])
+    assert agent_turn.fits(agent_turn.WHOLE_NODE, [])
+
+
+def test_earlier_runs_that_wait_come_first_and_ended_ones_hold_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(run_id: int, name: str, content: dict[str, Any]) -> None:
+        folder = tmp_path / "runs" / str(run_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+
+    def take(run_id: int) -> Any:
+        return agent_turn.take(run_id, {"queue": {"count": 1, "card_count": 1}}, lambda **fields: None)
+
+    monkeypatch.setattr(agent_turn.files, "STATE", tmp_path)
+    monkeypatch.setattr(agent_turn.files, "RUNS", tmp_path / "runs")
+    put(1, "state.json", {"status": "RUNNING", "held": {"cards": [0], "share": 1.0}})
+    for waiting in (2, 3):
+        put(waiting, "state.json", {"status": "PENDING"})
+    for each in (1, 2, 3):
+        put(each, "spec.json", {})
+    assert take(2) is None and take(3) is None
+    put(1, "outcome.json", {"status": "SUCCEEDED"})
+    assert take(3) is None, "the second one is waiting, too"
+    assert take(2) == {"cards": [0], "share": 1.0}
 
 
 def test_a_reservation_is_recorded_before_another_run_can_decide(
@@ -254,6 +281,7 @@ def test_cards_are_named_among_those_that_the_agent_may_use() -> None:
 
     assert name({}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
     assert name({"CUDA_VISIBLE_DEVICES": "4,5, GPU-6,7"}) == {"CUDA_VISIBLE_DEVICES": "4,GPU-6"}
+    assert name({"CUDA_VISIBLE_DEVICES": "4,5"}) == {}, "too few for the third"
     assert name({"CUDA_VISIBLE_DEVICES": ""}) == {}, "hidden from us: not ours to show"
     assert agent_turn.name_cards({"cards": None, "share": 1.0}, spec, {}) == {}
 

@@ -62,6 +62,8 @@ def test_update_that_never_ends_is_one_failure_and_its_end_is_no_second_one(tmp_
     record_starts(tmp_path, ["aws"], now_s=NOW_S + 1)
     record_starts(tmp_path, ["aws"], now_s=NOW_S + 2)
     assert read_one(tmp_path).failures == 3, "two that were killed"
+    record_attempts(tmp_path, {"aws": "down"}, now_s=NOW_S + 2)
+    assert read_one(tmp_path).failures == 3, "the end of the last one is no further failure, and forgets none"
 
 
 def test_records_of_other_clouds_are_kept_and_forgotten_ones_are_not(tmp_path: Path) -> None:

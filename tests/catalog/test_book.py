@@ -102,6 +102,32 @@ def test_a_task_with_a_goal_sees_both_pricing_models(book: Book) -> None:
     }
 
 
+def test_larger_machines_may_serve_a_request_for_fewer_cards(book: Book) -> None:
+    counts = {offer.accelerator_count for offer in find(book, "{accelerators: A100:4}")}
+    assert min(counts) == 4 and 8 in counts
+
+
+@pytest.mark.parametrize("instance_type", ["p4d.24xlarge", "g5.xlarge"])
+def test_places_are_listed_cheapest_first(book: Book, instance_type: str) -> None:
+    offers = book.find_prices(instance_type)
+    least = [min(usd for usd in (each.spot_usd_hour, each.ondemand_usd_hour) if usd) for each in offers]
+    assert least == sorted(least) and least[0] < least[-1]
+
+
+def test_clouds_that_are_left_out_have_no_offers(book: Book) -> None:
+    (task,) = load_tasks_text("resources: {accelerators: A100:8}\nrun: x", "t.yaml")
+    clouds = {each.cloud for each in book.find_offers(task)}
+    assert {each.cloud for each in book.find_offers(task, but={"aws", "gcp"})} == clouds - {"aws", "gcp"}
+    (task,) = load_tasks_text("resources: {infra: aws, accelerators: A100:8}\nrun: x", "t.yaml")
+    assert not book.find_offers(task, but={"aws"})
+
+
+def test_estimated_prices_are_counted_apart(book: Book) -> None:
+    estimated, every = book.count_estimated(), book.count_offers()
+    for cloud, count in every.items():
+        assert estimated.get(cloud, 0) == sum(each.is_estimated for each in book.list_offers(cloud)) <= count
+
+
 def test_offers_are_as_if_made_the_usual_way(book: Book) -> None:
     for offer in find(book, "{accelerators: A100:8}"):
         made = Offer(**{field.name: getattr(offer, field.name) for field in fields(Offer)})

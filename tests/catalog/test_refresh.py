@@ -161,6 +161,71 @@ def test_spot_prices_that_all_went_missing_are_not_believed(tmp_path: Path) -> N
     assert report.error is not None and "0 spot prices" in report.error
 
 
+def test_date_of_a_cloud_is_that_of_its_newest_prices(tmp_path: Path) -> None:
+    """A source may keep the prices of places that it does not list, with their dates."""
+
+    def keep_one(offers: list[Offer]) -> list[Offer]:
+        return [replace(offers[0], as_of="2025-01-01", spot_as_of="2025-01-02"), *offers[1:]]
+
+    kept, *_ = open_book(tmp_path).list_offers("verda")
+    refresh(tmp_path, Source(keep_one), clouds=("verda",))
+    book = open_book(tmp_path)
+    facts = book.get_facts("verda")
+    assert (facts.ondemand_as_of, facts.spot_as_of) == ("2026-12-01", "2026-12-01")
+    (found,) = [
+        each
+        for each in book.list_offers("verda")
+        if (each.instance_type, each.region, each.zone) == (kept.instance_type, kept.region, kept.zone)
+    ]
+    assert (found.as_of, found.spot_as_of) == ("2025-01-01", "2025-01-02")
+
+
+def read_back(cache: Path, *offers: Offer) -> Offer:
+    """Return the one offer of a cloud whose book is replaced by these."""
+    facts = CloudFacts(cloud="lambda", ondemand_as_of="2026-01-05", spot_as_of="2026-01-02", source="fake")
+    replace_clouds(cache, open_book(cache), [(facts, offers)])
+    (found,) = open_book(cache).list_offers("lambda")
+    return found
+
+
+def test_price_keeps_its_date_even_if_it_is_that_of_the_other_price(tmp_path: Path) -> None:
+    offer = replace(open_book(tmp_path).list_offers("lambda")[0], spot_usd_hour=0.5)
+    found = read_back(tmp_path, replace(offer, as_of="2026-01-02", spot_as_of="2026-01-05"))
+    assert (found.as_of, found.spot_as_of) == ("2026-01-02", "2026-01-05")
+
+
+def test_of_two_prices_at_one_place_the_cheapest_counts_whichever_it_is(tmp_path: Path) -> None:
+    offer = open_book(tmp_path).list_offers("lambda")[0]
+    cheap = replace(offer, ondemand_usd_hour=3.0, spot_usd_hour=1.0)
+    plain = replace(offer, ondemand_usd_hour=2.0, spot_usd_hour=None)
+    for offers in ((cheap, plain), (plain, cheap)):
+        assert read_back(tmp_path, *offers).spot_usd_hour == 1.0
+
+
+@pytest.mark.parametrize(("count", "told_gib", "gib"), [(1, 79.6, 80), (8, 636.8, 80), (1, 40.0, 40), (1, 0.0, 80)])
+def test_memory_of_a_card_is_its_nominal_one_if_the_source_means_that(
+    tmp_path: Path, count: int, told_gib: float, gib: float
+) -> None:
+    """Sources tell GB, GiB, that of all cards together, or nothing."""
+    offer = replace(
+        open_book(tmp_path).list_offers("lambda")[0], accelerator="A100-80GB", accelerator_count=count,
+        accelerator_memory_gib=told_gib,
+    )  # fmt: skip
+    assert read_back(tmp_path, offer).accelerator_memory_gib == gib
+
+
+def test_history_keeps_the_changes_of_400_days_and_the_price_that_applied_before(tmp_path: Path) -> None:
+    first = open_book(tmp_path).list_offers("lambda")[0]
+    known = replace(first, as_of="2024-12-01")
+    for usd, day in enumerate(("2025-01-01", "2025-03-01", "2025-12-01", "2026-06-01"), start=101):
+        newer = replace(first, ondemand_usd_hour=float(usd))
+        remember_changes(tmp_path, [newer], [known], day=day)
+        known = newer
+    found = [point for point in find_points(tmp_path, first.instance_type, region=first.region)]
+    assert [point.day for point in found] == ["2025-03-01", "2025-12-01", "2026-06-01"]
+    assert [point.ondemand_usd_hour for point in found] == [102.0, 103.0, 104.0]
+
+
 def test_history_keeps_changes_only_and_begins_with_the_old_book(tmp_path: Path) -> None:
     instance_type = open_book(tmp_path).list_offers("lambda")[0].instance_type
     for day, factor in enumerate((1.1, 1.0, 1.2)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -39,7 +40,7 @@ def test_prices_may_rise_and_fall_within_bounds(factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [0.9 / RATIO_MAX, 1.1 * RATIO_MAX, 0.01, 100.0])
 def test_another_unit_or_currency_is_recognised_in_both_directions_and_for_each_price(factor: float) -> None:
-    with pytest.raises(SourceError, match="another unit or currency"):
+    with pytest.raises(SourceError, match=re.escape(f"{factor:.2g} times the previous ones, as in another unit")):
         check_offers("aws", scale(factor), KNOWN)
     with pytest.raises(SourceError, match="spot prices are"):
         check_offers("aws", scale(1.0, spot=factor), KNOWN)
@@ -72,6 +73,9 @@ def test_result_that_lacks_half_of_the_offers_or_of_the_prices_is_taken_for_trun
         check_offers("aws", [], [])
     few = [each if number < 4 else replace(each, spot_usd_hour=None) for number, each in enumerate(KNOWN)]
     with pytest.raises(SourceError, match="only 4 spot prices, down from 10"):
+        check_offers("aws", few, KNOWN)
+    few = [each if number < 4 else replace(each, ondemand_usd_hour=None) for number, each in enumerate(KNOWN)]
+    with pytest.raises(SourceError, match="only 4 on-demand prices, down from 10"):
         check_offers("aws", few, KNOWN)
     with pytest.raises(SourceError, match="has no price"):
         check_offers("aws", [*KNOWN, replace(KNOWN[0], ondemand_usd_hour=None, spot_usd_hour=None)], KNOWN)

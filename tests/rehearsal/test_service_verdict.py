@@ -74,9 +74,11 @@ def test_availability_is_compared_with_the_wanted_one() -> None:
         return found.level, found.text
 
     assert judge(0.995, 0.99) == ("good", "2 or more replicas were ready 99.5% of 2h 00m; the task requires 99%")
+    assert judge(0.99, 0.99)[0] == "good"  # not less than required
     level, text = judge(0.98, 0.99, make_recovery(144))
     assert level == "note" and "98% of 2h 00m, less than the 99% that the task requires" in text
     assert "here, preemptions were 2h 00m apart, and the market model expects one per replica every 10h 00m" in text
+    assert "here, preemptions were 1h 00m apart" in judge(0.98, 0.99, make_recovery(144), make_recovery(60))[1]
     assert judge(1.0, None)[0] == "good" and judge(0.98, None)[0] == "note"
     assert not judge_availability(Uptime(wanted=2), availability=0.99, hazard=0.1)
 
@@ -108,6 +110,8 @@ def test_orphans_of_a_teardown_are_named() -> None:
     assert [each.level for each in judge_teardown(Orphans())] == ["good"]
     (found,) = judge_teardown(Orphans(machines=1, processes=3, has_balancer=True))
     assert found.level == "bad" and found.text.endswith("1 machine, 3 processes, the balancer")
+    (found,) = judge_teardown(Orphans(has_balancer=True))
+    assert (found.level, found.text) == ("bad", "still running after the end: the balancer")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
 import hmac
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -17,10 +19,12 @@ import pytest
 from broker.cli.main import main
 from broker.client.browser_login import log_in
 from broker.client.login import ServerLogin
+from broker.clock import SystemClock
 from broker.errors import AuthError, BrokerError, DeniedError, TransientError, UsageError
 from broker.server.context import Policy
-from broker.server.oidc import identify
-from broker.server.oidc_settings import read_oidc_settings
+from broker.server.oidc import Issuer, check_claims, identify
+from broker.server.oidc_settings import OidcSettings, read_oidc_settings
+from broker.state.people import Role
 from broker.types import Secret
 from tests.server.conftest import Hosted
 from tests.server.issuer import CLIENT, TestIssuer
@@ -294,8 +298,6 @@ class HandClock:
 
 
 def test_new_key_is_fetched_and_a_retired_one_is_forgotten(issuer: TestIssuer, served: Hosted) -> None:
-    import asyncio
-
     from broker.clock import SystemClock
     from broker.server.oidc import Issuer, fetch_json
 
@@ -327,8 +329,6 @@ def test_new_key_is_fetched_and_a_retired_one_is_forgotten(issuer: TestIssuer, s
 
 
 def test_answers_of_the_issuer_are_read_whole_and_bounded(issuer: TestIssuer) -> None:
-    import asyncio
-
     from broker.server.oidc import BODY_MAX, DISCOVERY, fetch_json
 
     for size in (500_000, BODY_MAX):
@@ -351,8 +351,6 @@ def test_server_without_an_issuer_names_the_other_way(hosted: Hosted) -> None:
 
 
 def test_issuer_that_names_another_is_refused(tmp_path: Path, issuer: TestIssuer, served: Hosted) -> None:
-    import asyncio
-
     from broker.clock import SystemClock
     from broker.server.oidc import Issuer
 
@@ -420,3 +418,71 @@ def test_redirect_of_another_login_is_ignored_and_an_error_ends_it(served: Hoste
 def test_login_that_never_arrives_ends(served: Hosted) -> None:
     with pytest.raises(UsageError, match="no login was received"):
         log_in(ServerLogin(url=served.listening.url, token=Secret(value="")), lambda page: None, waits=-99)
+
+
+NOW_S = 1_780_000_000.0
+PLAIN = OidcSettings(issuer="https://issuer.example.org", client_id="broker")
+PLAIN_CLAIMS = {"iss": PLAIN.issuer, "aud": "broker", "nonce": "n", "exp": NOW_S + 300, "iat": NOW_S}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, ""),
+        ({"exp": NOW_S - 59}, ""),  # a minute, for clocks that differ
+        ({"exp": NOW_S - 60}, "expired"),
+        ({"iat": NOW_S + 60}, ""),
+        ({"iat": NOW_S + 61}, "implausible"),
+        ({"iat": NOW_S - 600}, ""),
+        ({"iat": NOW_S - 601}, "implausible"),
+        ({"nbf": NOW_S + 60}, ""),
+        ({"nbf": NOW_S + 61}, "not valid yet"),
+        ({"exp": True}, "no valid `exp`"),
+        ({"aud": ["broker"]}, ""),
+        ({"aud": ["broker", "other"], "azp": "broker"}, ""),
+        ({"aud": ["broker", "other"]}, "another client"),
+        ({"azp": "other"}, "another client"),
+        ({"azp": "broker"}, ""),
+        ({"aud": ["other"]}, "another audience"),
+    ],
+)
+def test_bounds_of_a_token_are_exact(change: dict[str, Any], problem: str) -> None:
+    claims = PLAIN_CLAIMS | change
+    if not problem:
+        check_claims(claims, PLAIN, nonce="n", now_s=NOW_S)
+        return
+    with pytest.raises(AuthError, match=problem):
+        check_claims(claims, PLAIN, nonce="n", now_s=NOW_S)
+
+
+def test_login_without_a_nonce_accepts_no_token() -> None:
+    with pytest.raises(AuthError, match="another login"):
+        check_claims(PLAIN_CLAIMS | {"nonce": ""}, PLAIN, nonce="", now_s=NOW_S)
+
+
+def test_domain_of_an_address_ignores_case() -> None:
+    settings = replace(PLAIN, allowed_domains=("example.org",), default_role=Role.USER)
+    claims = PLAIN_CLAIMS | {"email": "ada@Example.ORG", "email_verified": True}
+    assert identify(claims, settings).user == "ada@Example.ORG"
+
+
+def test_keys_are_fetched_again_after_an_hour(issuer: TestIssuer) -> None:
+    """A key that the issuer has withdrawn must not be accepted for longer."""
+    fetched: list[str] = []
+    now_s = NOW_S
+
+    class KeyClock(SystemClock):
+        def now_s(self) -> float:
+            return now_s
+
+    async def fetch(url: str, form: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+        fetched.append(url)
+        if url.endswith("openid-configuration"):
+            return {"issuer": PLAIN.issuer, "jwks_uri": "https://issuer.example.org/keys"}
+        return {"keys": [{"kty": "RSA", "kid": "a"}]}
+
+    client = Issuer(PLAIN, clock=KeyClock(), fetch=fetch)
+    for wait_s in (0.0, 3599.0, 1.0):
+        now_s += wait_s
+        asyncio.run(client._find_keys({"alg": "RS256", "kid": "a"}))
+    assert [url.rpartition("/")[2] for url in fetched].count("keys") == 2

@@ -112,6 +112,7 @@ def test_container_asks_for_the_offer_and_no_service_token() -> None:
     assert container["resources"] == {"limits": limits, "requests": {**limits, "ephemeral-storage": "256Gi"}}
     assert spec["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": str(500 << 30)}
     assert spec["automountServiceAccountToken"] is False and "env" not in container
+    assert spec["restartPolicy"] == "Never", "broker recovers the job"
 
 
 def test_share_of_a_node_asks_for_its_share_of_the_disk() -> None:
@@ -139,7 +140,8 @@ def test_command_fits_one_argument_of_linux() -> None:
 
 
 def test_pool_that_the_last_check_did_not_find_is_an_invalid_request() -> None:
-    assert find_pool([POOL], make_request()) is POOL
+    larger = replace(POOL, machine=replace(GPU_NODE, vcpus=191.5))
+    assert find_pool([larger, POOL], make_request()) is POOL, "the smallest that fits"
     offer = Offer(
         cloud="kubernetes", region="lab", zone="other", instance_type="x", vcpus=1, memory_gib=1, ondemand_usd_hour=0.0
     )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.clouds.kubernetes.manifest import GANG_LABEL, name_gang
 from broker.clouds.kubernetes.nodes import (
     CARD_LABELS,
     SPOT_LABELS,
@@ -110,6 +111,27 @@ def test_equal_nodes_are_one_pool_without_the_share_of_daemon_sets() -> None:
     assert pool.machine == Machine(vcpus=6.9, memory_gib=15.0), "the smaller of both; other pods come and go"
 
 
+def test_pool_of_unlike_nodes_offers_what_each_of_them_has() -> None:
+    small = make_node("n1")
+    small["status"]["allocatable"] |= {"memory": "12Gi", "ephemeral-storage": "50Gi"}
+    for nodes in ((make_node("n0"), small), (small, make_node("n0"))):
+        (pool,) = find_pools(*nodes, pods=[make_pod("n0", cpu="1", owner="DaemonSet")])
+        assert (pool.machine, pool.disk_gib) == (Machine(vcpus=6.9, memory_gib=12.0), 45)
+
+
+def test_shares_that_fit_exactly_are_counted() -> None:
+    assert Amount(cpu=0.3).count(Amount(cpu=0.1)) == 3
+    assert Amount(cpu=0.3, memory=2.0).count(Amount(cpu=0.1, memory=1.0)) == 2, "the scarcest resource decides"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("eks.amazonaws.com/capacityType", "SPOT"), ("karpenter.sh/capacity-type", "spot")]
+)
+def test_spot_is_written_as_each_cloud_writes_it(key: str, value: str) -> None:
+    assert find_pools(make_node(**{key: value}))[0].is_spot
+    assert not find_pools(make_node(**{key: "on-demand"}))[0].is_spot
+
+
 def test_nodes_that_take_no_pods_are_left_out() -> None:
     cordoned, silent = make_node("a"), make_node("b")
     cordoned["spec"]["unschedulable"] = True
@@ -121,6 +143,7 @@ def test_nodes_that_take_no_pods_are_left_out() -> None:
     assert pool.tolerations == [{"key": "dedicated", "operator": "Exists", "effect": NO_SCHEDULE}]
     other = KubernetesContext(name="lab", context="lab", tolerations=("dedicated=web",))
     assert not find_pools(dedicated, context=other)
+    assert not find_pools(make_node("d", taints=({"key": "maintenance", "effect": "NoExecute"},)))
     preferred = make_node(taints=({"key": "x", "effect": "PreferNoSchedule"},))
     assert find_pools(preferred)[0].tolerations == []
 
@@ -149,3 +172,5 @@ def test_room_is_allocatable_minus_requested() -> None:
     assert count() == 6
     assert count(make_pod("n0", cpu="2")) == 5
     assert count(make_pod("n0", cpu="7900m"), make_pod("n1", cpu="7")) == 0
+    assert count(make_pod("n0", cpu="2", **{GANG_LABEL: name_gang(request)})) == 6, "its own pods are counted as room"
+    assert count(make_pod("n0", cpu="2", **{GANG_LABEL: "another"})) == 5
