@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from broker.errors import NoOfferError, NotImportedError, UnknownNameError
-from broker.types import AcceleratorFigures, Notice, Offer, Origin, Placement, Plan, Task
+from broker.types import AcceleratorFigures, Notice, Offer, Origin, Placement, Plan, Resources, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
@@ -130,7 +130,7 @@ class Market:
             from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
             try:
-                wide = self._find_offers(loosen_places(task))
+                wide = self._find_offers(loosen_places(task), usable_clouds)
             except UnknownNameError as unknown:
                 raise UnknownNameError(unknown.message, details=_locate(task), hints=unknown.hints) from error
 
@@ -185,7 +185,7 @@ class Market:
 
         return make_plan(
             task,
-            self._find_offers(task) if offers is None else offers,
+            self._find_offers(task, usable_clouds) if offers is None else offers,
             prices_as_of=self.book.as_of,
             usable_clouds=usable_clouds,
             avoid=avoid,
@@ -196,9 +196,15 @@ class Market:
             interval_factor=self.interval_factor,
         )
 
-    def _find_offers(self, task: Task) -> Sequence[Offer]:
+    def _find_offers(self, task: Task, usable_clouds: frozenset[str] | None) -> Sequence[Offer]:
+        from broker.optimizer.abilities import find_able_clouds
+
+        def find_reachable(resources: Resources) -> frozenset[str]:
+            return find_able_clouds(task, resources, self.book.clouds if usable_clouds is None else usable_clouds)
+
         own = self.list_own_offers()
-        return [*self.book.find_offers(task, but=self._native), *own, *_list_local_offers(task)]
+        found = self.book.find_offers(task, but=self._native, find_reachable=find_reachable)
+        return [*found, *own, *_list_local_offers(task)]
 
     @cached_property
     def _native(self) -> tuple[str, ...]:

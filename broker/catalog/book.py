@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from broker.catalog.staleness import CloudFacts, PriceAge, describe_age
 from broker.catalog.suggestions import Suggestions
 from broker.frozen import frozen
-from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
+from broker.types import ORDINARY_GIB, AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
 CHEAPEST_COUNT = 1000  # of each pricing model, if neither an accelerator nor an instance type is requested
 # If more than this share of all machine types fits, walking along the prices until enough fit is faster than sorting
@@ -26,6 +26,7 @@ JOIN texts r ON r.id = o.region LEFT JOIN texts z ON z.id = o.zone JOIN clouds f
 """
 _SELECT = f"{_FIELDS} FROM types t JOIN offers o ON o.type = t.id {_TEXTS}"
 _CHEAPEST = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
+_PRICES = ("ondemand_usd_hour", "spot_usd_hour")
 _OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of the columns above
 
 
@@ -93,17 +94,25 @@ class Book:
             self._places.check_instance_type(instance_type)
         return offers
 
-    def find_offers(self, task: Task, *, but: Collection[str] = ()) -> Sequence[Offer]:
+    def find_offers(
+        self,
+        task: Task,
+        *,
+        but: Collection[str] = (),
+        find_reachable: Callable[[Resources], frozenset[str]] | None = None,
+    ) -> Sequence[Offer]:
         """Return every offer that may fit one of the task's alternatives, except those of the clouds `but`.
 
         If neither an accelerator nor an instance type is requested, return only the cheapest offers of each pricing
-        model that the task can use. Raises UnknownNameError, a NoOfferError, for an unknown name.
+        model that the task can use: of all clouds, and of those that `find_reachable` returns for an alternative.
+        Raises UnknownNameError, a NoOfferError, for an unknown name.
         """
         found: dict[tuple[str, str, str | None, str], Offer] = {}
         for resources in task.resources:
             if resources.cloud in ("local", *but):
                 continue
-            offers = self._query(resources, has_goal=task.goal is not None)
+            reachable = find_reachable(resources) if find_reachable else None
+            offers = self._query(resources, has_goal=task.goal is not None, reachable=reachable)
             if not offers:
                 self.check_places(resources)
             for offer in offers:
@@ -140,17 +149,31 @@ class Book:
                 return str(row[0])
         return None
 
-    def _query(self, resources: Resources, *, has_goal: bool) -> Sequence[Offer]:
-        machine, place = _Where(), _Where()
+    def _query(
+        self, resources: Resources, *, has_goal: bool, reachable: frozenset[str] | None = None
+    ) -> Sequence[Offer]:
+        machine, place = self._describe_machine(resources), _describe_place(resources)
+        if resources.accelerator or resources.instance_type:
+            where = _Where.join(machine, place)
+            return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE {where}", where.values)]
+        within = frozenset(self._facts) if reachable is None else reachable.intersection(self._facts)
+        rows = set[tuple[object, ...]]()
+        for choice, prices in _list_choices(resources, _list_prices(resources, has_goal=has_goal)):
+            rows = set(self._list_reachable(prices, _Where.join(machine, choice), place, within))
+            if any(row[0] in within for row in rows):
+                break
+        return [_make_offer(row) for row in rows]
+
+    def _describe_machine(self, resources: Resources) -> _Where:
+        machine = _Where()
         if resources.accelerator:
             machine.need("t.accelerator = ?", self.resolve_accelerator(resources.accelerator))
             machine.need("t.accelerator_count >= ?", resources.accelerator_count)
-        elif not resources.instance_type:
-            # As in SkyPilot: a GPU that was not requested is not paid for, and most programs are built for x86.
-            machine.need("t.accelerator IS NULL AND t.arch = 'x86_64'")
         for column, quantity in (("t.vcpus", resources.cpus), ("t.memory_gib", resources.memory_gib)):
             if isinstance(quantity, Quantity):
                 machine.need(f"{column} {'>=' if quantity.is_minimum else '='} ?", quantity.value)
+        if resources.memory_gib_per_vcpu:
+            machine.need("t.memory_gib >= ? * t.vcpus", resources.memory_gib_per_vcpu)
         if resources.cloud:
             machine.need("t.cloud = ?", resources.cloud.lower())
         if resources.instance_type:
@@ -160,16 +183,19 @@ class Book:
                 machine.need("(t.instance_type = ? OR t.instance_type LIKE ?)", name, f"{name}+%")
             else:
                 machine.need("t.instance_type = ?", name)
-        for column, text in (("o.region", resources.region), ("o.zone", resources.zone)):
-            if text:
-                place.need(f"{column} IN (SELECT id FROM texts WHERE text = ? COLLATE NOCASE)", text)
-        if resources.accelerator or resources.instance_type:
-            where = _Where.join(machine, place)
-            return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE {where}", where.values)]
-        rows = set[tuple[object, ...]]()
-        for price in _list_prices(resources, has_goal=has_goal):
-            rows.update(self._list_cheapest(price, machine, place))
-        return [_make_offer(row) for row in rows]
+        return machine
+
+    def _list_reachable(
+        self, prices: Sequence[str], machine: _Where, place: _Where, clouds: frozenset[str]
+    ) -> Iterator[tuple[object, ...]]:
+        """Yield the cheapest offers of all clouds, and those of `clouds`, which may all cost more."""
+        within = _Where.join(machine)
+        within.need(f"t.cloud IN ({', '.join('?' * len(clouds))})", *sorted(clouds))
+        for price in prices:
+            rows = self._list_cheapest(price, machine, place)
+            yield from rows
+            if len(rows) == CHEAPEST_COUNT and 0 < len(clouds) < len(self._facts):
+                yield from self._list_cheapest(price, within, place)
 
     def _list_cheapest(self, price: str, machine: _Where, place: _Where) -> Sequence[tuple[object, ...]]:
         """List only the cheapest offers: tens of thousands of machines may fit, and expensive ones are not needed."""
@@ -299,10 +325,37 @@ class _Where:
         return " AND ".join(self._clauses) or "1"
 
 
+def _describe_place(resources: Resources) -> _Where:
+    place = _Where()
+    for column, text in (("o.region", resources.region), ("o.zone", resources.zone)):
+        if text:
+            place.need(f"{column} IN (SELECT id FROM texts WHERE text = ? COLLATE NOCASE)", text)
+    return place
+
+
+def _list_choices(resources: Resources, prices: Sequence[str]) -> Iterator[tuple[_Where, Sequence[str]]]:
+    """Yield conditions on a machine whose accelerator was left open, and prices, the most preferred first.
+
+    As in SkyPilot, a GPU that was not requested is not paid for, unless no other machine has the size: some clouds sell
+    only machines with GPUs. Most programs are built for x86.
+    """
+    plain = _Where()
+    plain.need("t.accelerator IS NULL AND t.arch = 'x86_64'")
+    if resources.has_ordinary_memory:
+        ordinary = _Where.join(plain)
+        ordinary.need("t.memory_gib >= ?", ORDINARY_GIB)
+        yield ordinary, prices
+    yield plain, prices
+    yield plain, _PRICES  # the error then names the other pricing model
+    with_gpu = _Where()
+    with_gpu.need("t.accelerator IS NOT NULL AND t.arch = 'x86_64'")
+    yield with_gpu, prices
+
+
 def _list_prices(resources: Resources, *, has_goal: bool) -> Sequence[str]:
     """List the price columns that these resources can use; see Resources.use_spot."""
     if resources.use_spot is None:
-        return ("ondemand_usd_hour", "spot_usd_hour") if has_goal else ("ondemand_usd_hour",)
+        return _PRICES if has_goal else _PRICES[:1]
     return ("spot_usd_hour",) if resources.use_spot else ("ondemand_usd_hour",)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from broker.frozen import frozen
 from broker.types import Offer, Rejection, Resources, Task
@@ -77,6 +77,11 @@ LACKS = (
         is_required=lambda task, resources: any(each.mode != "COPY" for each in task.storage_mounts),
     ),
 )
+
+
+def find_able_clouds(task: Task, resources: Resources, clouds: Iterable[str]) -> frozenset[str]:
+    """Return those of the clouds that can do what the request requires."""
+    return frozenset(clouds).difference(*(each.clouds for each in LACKS if each.is_required(task, resources)))
 
 
 def leave_unable_clouds(

@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
 
 from broker.frozen import frozen
-from broker.types import Offer, Placement, Quantity, Rejection, Resources, Task
+from broker.types import ORDINARY_GIB, Offer, Placement, Quantity, Rejection, Resources, Task
 
 Test = Callable[[Offer], bool]
-# Of a machine without accelerators, if the task states no amount: SkyPilot requests this much for each vCPU, and with
-# less, an ordinary `pip install` is often killed. Own machines are as they are.
-ORDINARY_GIB = 4.0
 POOLS = frozenset(("ssh", "slurm", "kubernetes"))
 OWN_CLOUDS = POOLS | {"local"}
 # In SkyPilot's hosted catalogs, but without an adapter here: machines cannot be started there, so they are planned only
@@ -203,7 +200,7 @@ def _leave_large_shares(resources: Resources, offers: list[Offer]) -> list[Offer
 
 def _leave_small_machines(resources: Resources, offers: list[Offer]) -> list[Offer]:
     """Return the offers with an ordinary amount of memory, if there are any and the task chose none itself."""
-    if resources.memory_gib or resources.memory_gib_per_vcpu or resources.instance_type or resources.accelerator:
+    if not resources.has_ordinary_memory:
         return offers
     return [each for each in offers if each.memory_gib >= ORDINARY_GIB or each.cloud in OWN_CLOUDS] or offers
 

@@ -78,6 +78,7 @@ _TYPES = {
         "Goal",
         "JobRecovery",
         "Notice",
+        "ORDINARY_GIB",
         "Origin",
         "Quantity",
         "Repository",

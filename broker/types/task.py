@@ -66,6 +66,11 @@ class JobRecovery:
     caches_setup: bool = False  # later starts restore the results of `setup` instead of running it
 
 
+# Of a machine without accelerators, if the task states no amount: SkyPilot requests this much for each vCPU, and with
+# less, an ordinary `pip install` is often killed. Own machines are as they are.
+ORDINARY_GIB = 4.0
+
+
 @frozen
 class Resources:
     """An acceptable node shape. Alternatives (`any_of`, a set of accelerators) become several Resources."""
@@ -95,6 +100,11 @@ class Resources:
         """The image that the program runs in; None if it runs on the machine itself."""
         image = self.image_id or ""
         return image.removeprefix(CONTAINER) if image.startswith(CONTAINER) else None
+
+    @property
+    def has_ordinary_memory(self) -> bool:
+        """Whether the request leaves the amount of memory open, so that `ORDINARY_GIB` is the least."""
+        return not (self.memory_gib or self.memory_gib_per_vcpu or self.instance_type or self.accelerator)
 
 
 @frozen
