@@ -149,10 +149,10 @@ def test_job_leaves_a_node_with_a_slow_network_and_finishes(
 ) -> None:
     """The stated speed of these nodes is far below what this machine does, even if it is busy."""
     monkeypatch.setitem(network._BY_CLOUD, "local", [("gpus", 0.05)])
-    network.network_gbs.cache_clear()
+    network.find_network_gbs.cache_clear()
     gpus.plant("network")
     job = bed.run(make_task(gpus, num_nodes=3))
-    network.network_gbs.cache_clear()
+    network.find_network_gbs.cache_clear()
     assert job.status is JobStatus.SUCCEEDED
     kinds = [attempt.outcome.kind for attempt in job.attempts if attempt.outcome]
     assert kinds == [OutcomeKind.UNHEALTHY, OutcomeKind.SUCCEEDED]

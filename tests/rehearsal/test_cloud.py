@@ -15,7 +15,7 @@ from broker.errors import CapacityError
 from broker.lab.traces import Trace
 from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, NOTICE_S, Pace, RehearsedCloud, make_rehearsed_cloud
 from broker.rehearsal.market import MarketPeriod, PlaceMarket, ReplayedMarket, SeededMarket
-from broker.spot.hazard import hazard_per_node_hour
+from broker.spot.hazard import find_hazard_per_node_hour
 from broker.types import NodeRequest, NodeState, Offer, Placement
 
 HOUR_S = 3600.0
@@ -287,7 +287,7 @@ def test_places_stay_open_as_long_as_their_hazard_says_and_full_for_an_hour_on_a
         period = market.find_period(offer, period.end_s)
     means = {is_open: sum(each) / len(each) for is_open, each in hours.items()}
     assert means[False] == pytest.approx(1.0, rel=0.25)
-    assert means[True] == pytest.approx(1 / hazard_per_node_hour(offer.interruption_band), rel=0.25)
+    assert means[True] == pytest.approx(1 / find_hazard_per_node_hour(offer.interruption_band), rel=0.25)
 
 
 def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
