@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
+from broker.app.extras import find_missing_extra, write_install
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.findings import CanInspectQuickly, CheckResult
 from broker.errors import CloudError, StateError, UsageError
@@ -18,7 +18,6 @@ from broker.task.reading import suggest
 if TYPE_CHECKING:
     from broker.clouds.findings import Inspector
 
-EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> library that its adapter imports
 LOCAL = "local"
 LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
 
@@ -52,10 +51,8 @@ def find_inspector(name: str) -> Inspector:
     if name not in CHECKS:
         near = suggest(name, CHECKS)
         raise UsageError(f"unknown cloud `{name}`", hints=(near or f"known clouds: {', '.join(sorted(CHECKS))}",))
-    if name in EXTRAS and not _is_installed(EXTRAS[name]):
-        raise UsageError(
-            f"`{name}` requires its library", hints=(f"install it: `pip install 'intercloud-broker[{name}]'`",)
-        )
+    if ":" not in CHECKS[name] and (extra := find_missing_extra(name)):
+        raise UsageError(f"`{name}` requires its library", hints=(f"install it: `{write_install(extra)}`",))
     module, _, maker = CHECKS[name].partition(":")
     found = importlib.import_module(module)
     inspector: Inspector = getattr(found, maker)(name) if maker else found
@@ -121,13 +118,6 @@ def _explain(name: str) -> str:
     """Explain why a cloud cannot launch nodes."""
     if name not in CLOUDS:
         return "no adapter yet"
-    if name in EXTRAS and not _is_installed(EXTRAS[name]):
-        return f"install `intercloud-broker[{name}]`"
+    if extra := find_missing_extra(name):
+        return f"install `intercloud-broker[{extra}]`"
     return LOGIN_HINTS.get(name, "no login found")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.app.container import Context, load_entry
+from broker.app.extras import find_missing_extra, write_install
 from broker.app.known_starts import plan_with_known_starts
 from broker.config import find_checkpoint_url, find_home
 from broker.errors import NoOfferError, UnknownNameError, UsageError
@@ -109,7 +110,14 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
         here = ", or run on this machine with `--infra local`" if "local" in context.clouds else ""
         hint = f"usable: {usable}; plan on every cloud with `--dryrun`{here}"
         enable = "see how to enable more clouds with `broker check`"
-        raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
+        hints = [*_list_installs(named - {None, *context.clouds}), hint, enable, *error.hints]
+        raise NoOfferError(error.message, hints=hints) from None
+
+
+def _list_installs(clouds: Collection[str | None]) -> list[str]:
+    """List the commands that install the missing libraries of requested clouds."""
+    extras = {cloud: find_missing_extra(cloud) for cloud in sorted(filter(None, clouds))}
+    return [f"`{cloud}` requires its library: `{write_install(extra)}`" for cloud, extra in extras.items() if extra]
 
 
 def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str], None]) -> None:
