@@ -14,7 +14,7 @@ from broker.state.restoring import DROPPABLE, drop_row
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.state.transfer import LEFT_OUT, TABLES, check_store, export_store, import_store
-from broker.types import EventKind, IntentEnd, JobStatus, Progress, Secret, Task, make_event
+from broker.types import EventKind, IntentEnd, JobStatus, Progress, ScheduleSpec, Secret, Task, make_event
 from tests.state.conftest import OpenStore
 from tests.state.samples import ATTEMPT, CLUSTER, NODE, PLACEMENT, REQUEST, START_S
 
@@ -72,6 +72,15 @@ def test_a_store_moves_between_backends(
     assert check_store(target) == []
     with pytest.raises(StateError, match="not empty"):
         import_store(target, file)
+
+
+def test_import_into_a_state_with_only_a_schedule_is_refused_as_not_empty(store: Store, tmp_path: Path) -> None:
+    """The same schedule in both would look like damage, and another one would be mixed with those of the file."""
+    store.schedules.add("nightly", Task(run="true"), ScheduleSpec(cron="0 2 * * *"), next_s=START_S)
+    export_store(store, tmp_path / "state.jsonl")
+    with pytest.raises(StateError, match="not empty"):
+        import_store(store, tmp_path / "state.jsonl")
+    assert [each.name for each in store.schedules.list()] == ["nightly"]
 
 
 def test_every_table_is_exported_or_left_out_for_a_reason(sqlite_store: Store) -> None:
