@@ -7,6 +7,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -66,6 +67,20 @@ def test_nodes_get_a_signature_and_not_the_key(config: Config, service: Objects,
     assert AZURE_KEY not in str(shown) and "sig=" not in repr(grant)
     agent_bucket.put(f"{PLACE}/0wner-job/outcomes/1.json", b"{}", shown)
     assert service.content == {"runs/0wner-job/outcomes/1.json": b"{}"}
+
+
+@pytest.mark.parametrize(("is_read_only", "permissions"), [(False, "racwdl"), (True, "rl")])
+def test_signature_begins_before_now_and_permits_no_more_than_the_task_needs(
+    config: Config, service: Objects, is_read_only: bool, permissions: str
+) -> None:
+    """A service whose clock is slow would refuse one that begins now."""
+    need = Need(scheme="az", bucket=BUCKET, path="data", is_read_only=is_read_only)
+    clock = SystemClock()
+    grant = azure.make_granter(config, clock=clock).issue([need])
+    fields = {name: values[0] for name, values in parse_qs(grant.secrets["AZURE_STORAGE_SAS_TOKEN"].value).items()}
+    assert fields["sp"] == permissions
+    begin_s = datetime.fromisoformat(fields["st"].replace("Z", "+00:00")).timestamp()
+    assert begin_s < clock.now_s() - 600.0 < grant.issued_s < grant.expires_s
 
 
 def test_login_without_a_key_and_several_containers_are_refused_with_remedies(

@@ -14,7 +14,7 @@ import requests
 from google.auth.exceptions import RefreshError
 from google.auth.transport.requests import AuthorizedSession
 
-from broker.access import gcs
+from broker.access import gcs, google_iam
 from broker.access.base import Grant, Need
 from broker.access.gcs import LIFE_S, GcsGranter
 from broker.access.granting import Grants
@@ -22,7 +22,7 @@ from broker.access.needs import list_needs
 from broker.agent import agent_bucket, agent_login
 from broker.clock import SystemClock
 from broker.config import Config
-from broker.errors import AuthError, InvalidRequestError, TransientError
+from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
 from tests.access.plans import make_task, plan_on
 from tests.testbed.google_iam import FakeGoogle, Refusal, serve_google
 
@@ -291,3 +291,11 @@ def test_a_key_that_cannot_be_tried_is_distinguished_from_one_that_is_refused(
         monkeypatch.setattr(AuthorizedSession, verb, respond)
     with pytest.raises(kind, match=words):
         gcs._use(key, Need(scheme="gs", bucket="testbed", path="runs/x", is_written=is_written))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(429, TransientError), (503, TransientError), (403, AuthError), (400, InvalidRequestError)]
+)
+def test_answers_of_google_are_errors_that_pass_or_do_not(status: int, kind: type[CloudError]) -> None:
+    found = google_iam.translate(status, {}, "GET", "https://storage.googleapis.com/storage/v1/b/x/o")
+    assert type(found) is kind

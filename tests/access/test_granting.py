@@ -199,6 +199,28 @@ def test_grant_is_renewed_when_due_even_by_a_restarted_daemon(config: Config, gr
     assert renew(again) == [] and told == []
 
 
+def test_grant_that_must_be_renewed_at_once_is_renewed_once_a_minute(config: Config, granter: FakeGranter) -> None:
+    """As one from the cache whose time has come: each renewal of the lease would make another key."""
+    grants, _ = make_grants(config, granter, make_task())
+    asyncio.run(grants.grant(make_cluster("gcp", job_id=1), make_task()))
+    granter.now_s += 3600.0
+    granter.error = TransientError("no network")
+    assert len(renew(grants)) == 1 and renew(grants) == []
+    granter.now_s += 60.0
+    assert len(renew(grants)) == 1
+    granter.now_s += 3000.0
+    granter.error = None
+    assert len(renew(grants)) == 1, "the newer one, long before the usual hour"
+
+
+def test_required_bucket_beside_an_optional_one_is_still_required(config: Config, granter: FakeGranter) -> None:
+    task = make_task(inputs=(DataSet(url="s3://public", size_gib=1),))
+    grants, _ = make_grants(config, granter, task)
+    granter.error = TransientError("no network")
+    with pytest.raises(TransientError):
+        asyncio.run(grants.grant(make_cluster("gcp", job_id=1), task))
+
+
 def test_a_clock_that_is_set_back_does_not_delay_a_renewal(config: Config, granter: FakeGranter) -> None:
     """The credentials expire by the clock of the service that has issued them."""
     grants, told = make_grants(config, granter, make_task())

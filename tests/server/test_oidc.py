@@ -168,6 +168,23 @@ def test_user_without_a_mapped_group_has_the_default_project(tmp_path: Path) -> 
     assert identify({**claims, "dept": "speech"}, settings).project == "speech-lab"
 
 
+def test_settings_are_read_as_a_user_writes_them(tmp_path: Path) -> None:
+    """Files of secrets end with a line break, domains may be in capitals, and one claim serves roles and projects."""
+    (tmp_path / "secret").write_text("s3cret\n")
+    (tmp_path / "page-secret").write_text("0ther\n")
+    (tmp_path / "config.toml").write_text(
+        '[oidc]\nissuer = "https://i.example.org"\nclient_id = "cli"\nclient_secret_file = "secret"\n'
+        'role_claim = "teams"\nallowed_domains = ["Example.ORG"]\ndefault_role = "viewer"\n'
+        '[oidc.pages]\nclient_id = "web"\nclient_secret_file = "page-secret"\n'
+    )
+    settings = read_oidc_settings(tmp_path)
+    assert settings is not None and settings.client_secret is not None
+    assert (settings.client_secret.value, settings.project_claim) == ("s3cret", "teams")
+    assert settings.allowed_domains == ("example.org",) and settings.default_role is Role.VIEWER
+    pages = settings.for_pages()
+    assert pages.client_secret is not None and (pages.client_id, pages.client_secret.value) == ("web", "0ther")
+
+
 def test_domains_apply_to_users_with_names_of_another_claim(tmp_path: Path) -> None:
     text = SETTINGS.format(url="https://issuer", client=CLIENT)
     (tmp_path / "config.toml").write_text(text.replace("[oidc]", '[oidc]\nuser_claim = "login"', 1))

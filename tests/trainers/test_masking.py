@@ -46,6 +46,11 @@ def test_every_window_hides_as_many_tokens_and_shows_the_mask_a_random_token_or_
     assert (shown == targets[hidden]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
 
+def test_at_least_one_token_of_a_window_is_hidden() -> None:
+    """Without any, the mean loss would be 0 / 0."""
+    assert (count_hidden(8, 0.01), count_hidden(8, 0.5)) == (1, 4)
+
+
 @pytest.mark.parametrize("z_weight", [0.0, 0.1])
 def test_loss_is_that_of_the_hidden_tokens(z_weight: float) -> None:
     _, targets = open_batches().read(0, 4)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.clock import SystemClock
+from broker.clouds.kubernetes import node_program
 from broker.clouds.kubernetes.cloud import KubernetesCloud
 from broker.clouds.kubernetes.manifest import FINALIZER, REQUEST_ANNOTATION, make_record, name_gang
-from broker.errors import QuotaError, TransientError
+from broker.errors import QuotaError, TransientError, UnknownOutcomeError
 from broker.sites.facts import Machine
 from broker.sites.kubernetes import KubernetesContext, Pool
 from broker.sites.openssh import Completed
@@ -39,7 +42,8 @@ class RecordedServer:
         self.pods, self.calls = list(pods), list[tuple[str, str]]()
         self.refusals: dict[str, str] = {}  # end of a pod's name -> kubectl's error for its creation
         self.silent: set[str] = set()
-        self.hides_nodes = False
+        self.hides_nodes = self.is_creation_lost = False
+        self.paths: list[str] = []
         names = context.pop("names", ("test",))
         contexts = {name: KubernetesContext(name=name, context=name, namespace="ml", **context) for name in names}
         self.cloud = KubernetesCloud(lambda: (contexts, {"test": [POOL]}), clock=PodClock(), run=self.run)
@@ -51,6 +55,9 @@ class RecordedServer:
             return Completed(returncode=1, stdout=b"", stderr=b"Error from server (Forbidden): nodes is forbidden")
         target = json.loads(stdin)["metadata"]["name"] if words[0] == "create" else words[2].partition("?")[0]
         self.calls.append((words[0], target.rpartition("/")[2]))
+        self.paths.append(words[2] if words[0] == "delete" else "")
+        if self.is_creation_lost and words[0] == "create":
+            raise TransientError("kubectl did not end in time")
         error = next((text for end, text in self.refusals.items() if words[0] == "create" and target.endswith(end)), "")
         answer = json.dumps({"items": self.pods}).encode()
         return Completed(returncode=1 if error else 0, stdout=answer, stderr=error.encode())
@@ -177,3 +184,48 @@ def test_one_context_that_answers_is_enough() -> None:
     server.silent = {"gone", "test"}
     with pytest.raises(TransientError, match="gone"):
         asyncio.run(server.cloud.check())
+
+
+def test_pod_whose_creation_was_not_answered_may_exist() -> None:
+    server = RecordedServer(queue="team")
+    server.is_creation_lost = True
+    with pytest.raises(UnknownOutcomeError):
+        asyncio.run(server.cloud.create_nodes(make_request()))
+
+
+def test_gang_that_has_ended_is_returned_and_not_completed() -> None:
+    """The request is answered already: further pods would cost money for a gang that lost a node."""
+    server = RecordedServer(make_pod("first", status=end(60)), queue="team")
+    (node,) = asyncio.run(server.cloud.create_nodes(make_request(node_count=2)))
+    assert node.state is NodeState.TERMINATED and not server.list_calls("create")
+
+
+def test_deletion_leaves_time_for_its_confirmation() -> None:
+    """With a grace period of 0, the server would delete the object while the processes still run."""
+    server = RecordedServer(make_pod("a"))
+    asyncio.run(server.cloud.terminate_nodes(asyncio.run(server.cloud.list_nodes(OWNER)).nodes))
+    assert [path for path in server.paths if path] == ["/api/v1/namespaces/ml/pods/a?gracePeriodSeconds=1"]
+
+
+class HeldMachine:
+    """A machine that ends at its third wait."""
+
+    waits = 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.waits += 1
+        if timeout is not None and self.waits < 3:
+            raise subprocess.TimeoutExpired("machine", timeout)
+        return 72
+
+
+@pytest.mark.parametrize(
+    ("is_claimed", "unclaimed_s", "is_ended"), [(True, -1.0, False), (False, 1e6, False), (False, -1.0, True)]
+)
+def test_node_that_its_creator_never_called_shuts_down(
+    tmp_path: Path, is_claimed: bool, unclaimed_s: float, is_ended: bool
+) -> None:
+    state = tmp_path / "home" / ".broker"
+    (state / "runs" if is_claimed else state).mkdir(parents=True)
+    assert node_program.wait(HeldMachine(), str(tmp_path), unclaimed_s) == 72  # type: ignore[arg-type]
+    assert (state / "shutdown").exists() is is_ended

@@ -316,6 +316,15 @@ def test_unknown_context_is_an_invalid_request(bed: KubernetesBed) -> None:
         bed.run(bed.cloud.create_nodes(make_request(bed)))
 
 
+def test_room_for_exactly_the_gang_is_enough(bed: KubernetesBed) -> None:
+    bed.leave_room(2)
+
+    async def act() -> None:
+        assert len(await bed.cloud.create_nodes(make_request(bed, node_count=2))) == 2
+
+    bed.run(act())
+
+
 def test_refused_room_names_the_switch_for_autoscaled_pools(bed: KubernetesBed) -> None:
     bed.leave_room(1)
     with pytest.raises(CapacityError, match="room for 1 of 2 pods") as caught:

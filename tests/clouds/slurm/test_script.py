@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from broker.clouds.slurm.check import judge_cluster, parse_partitions
+from broker.clock import SystemClock
+from broker.clouds.slurm.check import inspect, judge_cluster, parse_partitions
 from broker.clouds.slurm.commands import parse_line, parse_pairs
 from broker.clouds.slurm.script import find_partition, make_argv, make_comment, make_script, name_job, read_comment
-from broker.errors import InvalidRequestError
-from broker.sites.facts import Machine
-from broker.sites.slurm import Partition, SlurmCluster
+from broker.config import Config
+from broker.errors import InvalidRequestError, TransientError
+from broker.sites.facts import Machine, find_facts
+from broker.sites.openssh import Completed
+from broker.sites.slurm import Partition, SlurmCluster, read_partitions, write_partitions
 from broker.types import NodeRequest, Offer, Placement
 
 PARTITION = Partition(
@@ -175,3 +181,24 @@ def test_check_says_where_the_memory_of_nodes_is_unknown(memory_mb: int, has_not
     partitions = parse_partitions(f"gpu|8|{memory_mb}|(null)|1|up|infinite\n", "")
     result = judge_cluster(SlurmCluster(name="hpc"), partitions, is_needed=True)
     assert result.is_ok and ("`RealMemory`" in result.note) is has_note
+
+
+def test_check_replaces_what_an_earlier_one_found_and_keeps_what_does_not_answer(tmp_path: Path) -> None:
+    config = Config(home=tmp_path, owner="0wner")
+    (config.home / "slurm.yaml").write_text("here: {}\nsilent: {}\n")
+    old = [Partition(name="old", machine=Machine(vcpus=1, memory_gib=1), node_count=1)]
+    facts = find_facts("slurm", config.home)
+    write_partitions(facts, {"here": old, "silent": old, "left-the-file": old})
+
+    async def run(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes) -> Completed:
+        if cluster.name == "silent":
+            raise TransientError("`silent` does not answer")
+        text = "new|4|4000|(null)|2|up|infinite\n" if argv[0] == "sinfo" else "PartitionName=new PriorityTier=1\n"
+        return Completed(returncode=0, stdout=text.encode(), stderr=b"")
+
+    results = asyncio.run(inspect(config, clock=SystemClock(), run=run))
+    assert [(each.name, each.is_ok) for each in results] == [
+        ("here", True), ("silent", False),
+    ]  # fmt: skip
+    kept = {name: [each.name for each in found] for name, found in read_partitions(facts).items()}
+    assert kept == {"here": ["new"], "silent": ["old"]}

@@ -442,3 +442,26 @@ def test_machine_that_is_listed_under_several_names_is_one_node_under_the_name_o
     listed = asyncio.run(pool.list_nodes(OWNER)).nodes
     assert [node.handle for node in listed] == [f"pool://{hosts[own].key}/{record['id']}"]
     assert [node.id for node in asyncio.run(pool.create_nodes(request))] == [record["id"]]
+
+
+def test_claims_share_the_price_of_their_gang(tmp_path: Path) -> None:
+    bed = PoolBed(tmp_path)
+    request = make_request(bed, node_count=2)
+    records = [make_record(request, rank, bed.hosts[rank], lock="", now_s=1.0) for rank in range(2)]
+    assert sum(float(str(each["usd_hour"])) for each in records) == pytest.approx(request.placement.usd_hour)
+
+
+def test_end_of_a_claim_is_dated_by_our_clock_and_not_by_that_of_the_host(tmp_path: Path) -> None:
+    """The host's clock is a day slow; its claim ended an hour ago."""
+    bed = PoolBed(tmp_path)
+    record = make_record(make_request(bed), 0, bed.hosts[0], lock="", now_s=1.0)
+    now_s = bed.clock.now_s()
+    ended = {"reason": "lease", "ended_s": now_s - 86400.0 - 3600.0}
+    claim = {**record, "state": "TERMINATED", "ended": ended, "now_s": now_s - 86400.0}
+
+    async def answer(host: Host, program: bytes, timeout_s: float) -> Completed:
+        return Completed(returncode=0, stdout=json.dumps({"answer": [claim], "uid": 0}).encode(), stderr=b"")
+
+    pool = SshCloud(lambda: bed.hosts[:1], folder=tmp_path / "state", clock=bed.clock, run=answer)
+    (node,) = asyncio.run(pool.list_nodes(OWNER)).nodes
+    assert node.ended_s == pytest.approx(now_s - 3600.0, abs=60.0)
