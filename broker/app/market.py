@@ -130,7 +130,8 @@ class Market:
             from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
             try:
-                wide = self._find_offers(loosen_places(task), usable_clouds)
+                named = frozenset(each.cloud.lower() for each in task.resources if each.cloud)
+                wide = self._find_offers(loosen_places(task), named or usable_clouds)
             except UnknownNameError as unknown:
                 raise UnknownNameError(unknown.message, details=_locate(task), hints=unknown.hints) from error
 

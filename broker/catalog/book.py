@@ -158,9 +158,10 @@ class Book:
             return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE {where}", where.values)]
         within = frozenset(self._facts) if reachable is None else reachable.intersection(self._facts)
         rows = set[tuple[object, ...]]()
-        for choice, prices in _list_choices(resources, _list_prices(resources, has_goal=has_goal)):
-            rows = set(self._list_reachable(prices, _Where.join(machine, choice), place, within))
-            if any(row[0] in within for row in rows):
+        for number, (choice, prices) in enumerate(_list_choices(resources, _list_prices(resources, has_goal=has_goal))):
+            wanted = _Where.join(machine, choice)
+            rows.update(self._list_reachable(prices, wanted, place, within, is_only=number > 0))
+            if not within or any(row[0] in within for row in rows):
                 break
         return [_make_offer(row) for row in rows]
 
@@ -186,15 +187,15 @@ class Book:
         return machine
 
     def _list_reachable(
-        self, prices: Sequence[str], machine: _Where, place: _Where, clouds: frozenset[str]
+        self, prices: Sequence[str], machine: _Where, place: _Where, clouds: frozenset[str], *, is_only: bool
     ) -> Iterator[tuple[object, ...]]:
-        """Yield the cheapest offers of all clouds, and those of `clouds`, which may all cost more."""
+        """Yield the cheapest offers of `clouds`, and unless `is_only`, those of all clouds, which may all cost less."""
         within = _Where.join(machine)
         within.need(f"t.cloud IN ({', '.join('?' * len(clouds))})", *sorted(clouds))
         for price in prices:
-            rows = self._list_cheapest(price, machine, place)
+            rows = () if is_only else self._list_cheapest(price, machine, place)
             yield from rows
-            if len(rows) == CHEAPEST_COUNT and 0 < len(clouds) < len(self._facts):
+            if is_only or (len(rows) == CHEAPEST_COUNT and 0 < len(clouds) < len(self._facts)):
                 yield from self._list_cheapest(price, within, place)
 
     def _list_cheapest(self, price: str, machine: _Where, place: _Where) -> Sequence[tuple[object, ...]]:

@@ -116,7 +116,10 @@ def _require_finite(ctx: Any, param: Any, value: Any) -> Any:
 
 
 def _explain_flag(error: Any) -> None:
-    """Replace the near misses of an unknown flag by its counterpart, if it is a flag of SkyPilot."""
+    """Replace the near misses of an unknown flag by its counterpart, if it is a flag of SkyPilot.
+
+    A missing or additional argument gets a hint if SkyPilot's command has other arguments.
+    """
     from broker.cli.other_words import ARGUMENTS_OF, FLAGS, FLAGS_OF
 
     name, context = getattr(error, "option_name", None) or "", getattr(error, "ctx", None)
@@ -127,10 +130,8 @@ def _explain_flag(error: Any) -> None:
     named = set(re.findall(r"`(--?[a-z][a-z-]*)", general))  # the counterpart, which this command may lack
     if hint := FLAGS_OF.get(command, {}).get(name) or (general if named <= known else ""):
         error.message, error.possibilities = f"{error.message}: {hint}", None
-    elif (
-        not name and (hint := ARGUMENTS_OF.get(command)) and type(error).__name__ in ("MissingParameter", "UsageError")
-    ):
-        error.message = f"{error.format_message().rstrip('.')}: {hint}"
+    elif not name and command in ARGUMENTS_OF and type(error).__name__ in ("MissingParameter", "UsageError"):
+        error.message = f"{error.format_message().rstrip('.')}: {ARGUMENTS_OF[command]}"
 
 
 def _keep_prices_fresh() -> None:

@@ -65,3 +65,11 @@ def test_gpu_that_was_not_requested_is_not_paid_for_because_spot_is_missing(mark
     with pytest.raises(NoOfferError) as caught:
         plan(market, "resources: {infra: nebius, cpus: 4+, use_spot: true}")
     assert any("`use_spot: false`" in hint for hint in caught.value.hints)
+
+
+@pytest.mark.parametrize("place", ["lambda", "lambda/us-east-1"])
+def test_hint_is_about_the_cloud_that_the_task_names(market: Market, place: str) -> None:
+    """Thousands of cheaper machines of other clouds have six vCPUs or more."""
+    with pytest.raises(NoOfferError) as caught:
+        plan(market, f"resources: {{infra: {place}, cpus: 6}}")
+    assert any("`cpus: 6+`" in hint and "cheapest lambda" in hint for hint in caught.value.hints)
