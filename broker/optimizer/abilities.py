@@ -62,6 +62,12 @@ LACKS = (
         is_required=lambda task, resources: resources.disk_tier not in (None, "best"),
     ),
     Lack(
+        name="ultra disk tier",
+        feature="ULTRA_DISK_TIER",  # no feature of SkyPilot: the answer of each cloud's `check_disk_tier`
+        clouds=_name("azure nebius oci"),
+        is_required=lambda task, resources: resources.disk_tier == "ultra",
+    ),
+    Lack(
         name="network tier",
         feature="CUSTOM_NETWORK_TIER",
         clouds=_name(

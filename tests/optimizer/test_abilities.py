@@ -31,6 +31,13 @@ def test_cloud_that_would_refuse_the_task_is_not_planned(text: str, cheap: str) 
     assert [each.placement.offer.cloud for each in found.estimates] == ["nebius"]
 
 
+@pytest.mark.parametrize("cheap", ["azure", "oci", "nebius", "lambda"])
+def test_ultra_disks_are_planned_where_they_exist(cheap: str) -> None:
+    offers = [offer(cheap, ondemand_usd_hour=9.0), offer("gcp", ondemand_usd_hour=20.0)]
+    found = plan("resources: {accelerators: H100:8, disk_tier: ultra}", offers)
+    assert found.choice.placement.offer.cloud == "gcp"
+
+
 def test_copy_of_a_bucket_is_planned_where_it_cannot_be_mounted() -> None:
     text = "resources: {accelerators: H100:8}\nfile_mounts: {/in: {source: s3://b, mode: COPY}, /code: s3://c}"
     assert plan(text, OFFERS).choice.placement.offer.cloud == "vast"

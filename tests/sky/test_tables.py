@@ -21,6 +21,7 @@ from sky.clouds import CloudImplementationFeatures as Features
 from sky.provision import common
 from sky.skylet import constants
 from sky.utils import registry
+from sky.utils.resources_utils import DiskTier
 
 found = dict(vars(exceptions), ProvisionerError=common.ProvisionerError, StopFailoverError=common.StopFailoverError)
 classes = {n: c for n, c in found.items() if inspect.isclass(c) and c.__module__.startswith("sky.")}
@@ -34,6 +35,9 @@ for name in constants.ALL_CLOUDS:
     if name not in ("kubernetes", "slurm", "ssh"):  # their answer depends on the machines there
         for feature in type(cloud)._unsupported_features_for_resources(sky.Resources()):
             lacking.setdefault(feature.name, []).append(name)
+        check = getattr(type(cloud), "check_disk_tier", None)
+        if check and not check(None, DiskTier.ULTRA)[0]:
+            lacking.setdefault("ULTRA_DISK_TIER", []).append(name)
 print(json.dumps([names, list(constants.ALL_CLOUDS), barred, lacking]))
 """
 
