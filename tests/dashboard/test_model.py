@@ -213,3 +213,19 @@ def test_savings_between_two_sums_follow_the_spending(frozen: Story, monkeypatch
         )
         assert ondemand == pytest.approx(month + saved, abs=0.011)
     assert shown[2] == pages.show_overview(read_overview(frozen.context))
+
+
+def test_month_begins_with_its_own_first_day() -> None:
+    now_s = time.mktime((2026, 7, 15, 12, 30, 5, 0, 0, -1))
+    midnight_s, month_s = find_starts(now_s)
+    assert time.localtime(midnight_s)[:6] == (2026, 7, 15, 0, 0, 0)
+    assert time.localtime(month_s)[:6] == (2026, 7, 1, 0, 0, 0)
+
+
+def test_live_jobs_are_those_that_have_not_ended(frozen: Story) -> None:
+    overview = replace(
+        read_overview(frozen.context), counts={"RUNNING": 2, "PENDING": 1, "SUCCEEDED": 5, "FAILED": 3},
+        month_usd=10.0, month_ondemand_usd=25.0,
+    )  # fmt: skip
+    assert (overview.job_count, overview.live_count, overview.running_count) == (11, 3, 2)
+    assert overview.month_saved_usd == 15.0
