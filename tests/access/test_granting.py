@@ -213,6 +213,13 @@ def test_grant_that_must_be_renewed_at_once_is_renewed_once_a_minute(config: Con
     assert len(renew(grants)) == 1, "the newer one, long before the usual hour"
 
 
+def test_access_to_another_service_is_a_grant_of_its_own(config: Config, granter: FakeGranter) -> None:
+    grants, _ = make_grants(config, granter)
+    own, other = make_task(), make_task(envs={"AWS_ENDPOINT_URL_S3": "https://s3.example.org"})
+    found = [asyncio.run(grants.grant(make_cluster("gcp", job_id=1), task)) for task in (own, other, own, other)]
+    assert [each["files"]["key"] for each in found if each] == ["key-1", "key-2", "key-1", "key-2"]
+
+
 def test_required_bucket_beside_an_optional_one_is_still_required(config: Config, granter: FakeGranter) -> None:
     task = make_task(inputs=(DataSet(url="s3://public", size_gib=1),))
     grants, _ = make_grants(config, granter, task)

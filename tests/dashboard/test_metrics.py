@@ -278,3 +278,16 @@ def test_places_are_summed_once_a_minute_and_jobs_at_every_scrape(
     assert read() == (1, 32)
     now_s[0] += PLACES_S
     assert read() == (2, 32)
+
+
+def test_each_figure_has_the_name_of_what_it_measures(story: Story) -> None:
+    """Alerts name these series: one with the value of another would never fire, or always."""
+    overview = read_overview(story.context)
+    known = replace(
+        overview, spent_usd=101.0, month_usd=102.0, month_ondemand_usd=103.0, usd_hour=104.0,
+        attention=overview.attention[:1] * 3, counts={"RUNNING": 7, "FAILED": 2},
+    )  # fmt: skip
+    values = {each.name: [value for _, value in each.samples] for each in list_families(known, [])}
+    assert values["broker_spend_usd_total"] == [101.0] and values["broker_month_spend_usd"] == [102.0]
+    assert values["broker_month_on_demand_usd"] == [103.0] and values["broker_price_usd_per_hour"] == [104.0]
+    assert values["broker_attention_jobs"] == [3.0] and sorted(values["broker_jobs"]) == [2.0, 7.0]

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from broker.cli.dashboard import list_lines
 from broker.cli.main import main
 from broker.dashboard import pages
 from broker.dashboard.content import SAVED_S, OverviewPage
-from broker.dashboard.model import SCANNED_MAX, find_starts, list_places, read_job, read_overview
+from broker.dashboard.model import SCANNED_MAX, find_starts, list_attention, list_places, read_job, read_overview
+from broker.dashboard.progress import read_losses, to_x, to_y
 from broker.formatting import format_usd
 from broker.state.clusters import BillRows
 from broker.state.limits import Limit, LimitScope
@@ -213,3 +215,47 @@ def test_savings_between_two_sums_follow_the_spending(frozen: Story, monkeypatch
         )
         assert ondemand == pytest.approx(month + saved, abs=0.011)
     assert shown[2] == pages.show_overview(read_overview(frozen.context))
+
+
+def test_month_begins_with_its_own_first_day() -> None:
+    now_s = time.mktime((2026, 7, 15, 12, 30, 5, 0, 0, -1))
+    midnight_s, month_s = find_starts(now_s)
+    assert time.localtime(midnight_s)[:6] == (2026, 7, 15, 0, 0, 0)
+    assert time.localtime(month_s)[:6] == (2026, 7, 1, 0, 0, 0)
+
+
+def test_live_jobs_are_those_that_have_not_ended(frozen: Story) -> None:
+    overview = replace(
+        read_overview(frozen.context), counts={"RUNNING": 2, "PENDING": 1, "SUCCEEDED": 5, "FAILED": 3},
+        month_usd=10.0, month_ondemand_usd=25.0,
+    )  # fmt: skip
+    assert (overview.job_count, overview.live_count, overview.running_count) == (11, 3, 2)
+    assert overview.month_saved_usd == 15.0
+
+
+@pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.FAILED_SETUP])
+def test_job_that_failed_requires_attention_for_a_day(frozen: Story, status: JobStatus) -> None:
+    line = next(each for each in frozen.store.jobs.list_lines() if each.ended_s is not None)
+    failed = replace(line, status=status, ended_s=1_000_000.0)
+
+    def is_listed(hours: float) -> bool:
+        return bool([*list_attention(frozen.store, [failed], 1_000_000.0 + hours * 3600.0)])
+
+    assert is_listed(0.5) and is_listed(23.9) and not is_listed(24.1)
+
+
+def test_places_are_listed_most_preempted_first() -> None:
+    stays = [
+        SimpleNamespace(place=("aws", region, None, "m"), stays=4, hours=hours, preemptions=preemptions)
+        for region, hours, preemptions in (("calm", 90.0, 0), ("worst", 10.0, 5), ("short", 1.0, 0))
+    ]
+    rows = list_places(SimpleNamespace(history=SimpleNamespace(sum_stays=lambda: stays)))  # type: ignore[arg-type]
+    assert [row.region for row in rows] == ["worst", "calm", "short"]
+    assert rows[0].hazard_per_hour == 0.5
+
+
+def test_charts_grow_upwards_and_to_the_right() -> None:
+    assert to_y(1.0) < to_y(0.5) < to_y(0.0) and to_x(0.0) < to_x(1.0)
+    assert read_losses(["step 1  loss 2.0", "step 2  loss 1.5", "step 2  loss 1.5"]) == [
+        [(1, 2.0), (2, 1.5)], [(2, 1.5)],
+    ]  # fmt: skip

@@ -32,7 +32,9 @@ def test_people_have_their_jobs_and_their_share_of_the_month(owned: Story) -> No
     ada, ben, server = rows["ada"], rows["ben"], rows[None]
     assert (ada.role, ada.token_count, ada.jobs, ada.live_jobs, ada.clusters) == (Role.ADMIN, 2, 1, 1, 0)
     assert (ben.role, ben.token_count, ben.jobs, ben.clusters, ben.changed_s) == (None, 0, 0, 1, None)
-    assert (server.jobs, server.live_jobs) == (2, 0)
+    assert (server.jobs, server.live_jobs, server.clusters) == (2, 0, 0), "clusters of jobs are counted as jobs"
+    spent = [row.month_usd for row in read_people(owned.context)]
+    assert spent == sorted(spent, reverse=True) and spent[0] > spent[-1]
     since_s = owned.now_s - 1800  # the fixture's month
     assert ada.month_usd == pytest.approx(2 * 1700 / 3600)  # the first attempt ended before
     assert ben.month_usd == pytest.approx(2 * 0.5)

@@ -22,7 +22,7 @@ from broker.client.login import ServerLogin
 from broker.clock import SystemClock
 from broker.errors import AuthError, BrokerError, DeniedError, TransientError, UsageError
 from broker.server.context import Policy
-from broker.server.oidc import Issuer, check_claims, identify
+from broker.server.oidc import Issuer, check_claims, identify, read_header
 from broker.server.oidc_settings import OidcSettings, read_oidc_settings
 from broker.state.people import Role
 from broker.types import Secret
@@ -503,3 +503,21 @@ def test_keys_are_fetched_again_after_an_hour(issuer: TestIssuer) -> None:
         now_s += wait_s
         asyncio.run(client._find_keys({"alg": "RS256", "kid": "a"}))
     assert [url.rpartition("/")[2] for url in fetched].count("keys") == 2
+
+
+@pytest.mark.parametrize(
+    ("header", "is_accepted"),
+    [
+        ({"alg": "RS256", "kid": "a"}, True),
+        ({"alg": "RS256", "crit": ["exp"]}, False),  # what must be understood, and is not
+        ({"alg": "HS256"}, False),
+        ({"alg": "none"}, False),
+    ],
+)
+def test_only_signatures_that_are_understood_are_accepted(header: dict[str, Any], is_accepted: bool) -> None:
+    text = base64.urlsafe_b64encode(json.dumps(header).encode()).decode().rstrip("=")
+    if is_accepted:
+        assert read_header(f"{text}.e30.x") == header
+        return
+    with pytest.raises(AuthError, match="not accepted"):
+        read_header(f"{text}.e30.x")

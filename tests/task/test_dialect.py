@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from broker.errors import TaskError
-from broker.task.accelerators import resolve_accelerators
+from broker.task.accelerators import read_accelerator, resolve_accelerators
 from broker.task.loader import load_tasks_text
+from broker.task.measures import Duration
 from broker.task.override import override_resources
 from broker.types import AcceleratorFigures, Autostop, DataSet, JobRecovery, Quantity, Resources, Task
 
@@ -386,3 +387,44 @@ def test_nested_file_is_refused_aliases_included() -> None:
 
 def test_unknown_tag_is_refused_with_its_position() -> None:
     assert "2:7 unsupported tag `!!python/object:os.system`" in find_message("name: !!python/object:os.system x")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tpu-v5p-8", ("TPU-v5p", 4.0)),  # cores, two of each chip
+        ("tpu-v4-8", ("TPU-v4", 4.0)),
+        ("tpu-v5e-8", ("TPU-v5e", 8.0)),  # chips
+        ("tpu-v3-8:2", ("TPU-v3", 8.0)),
+        ("A100:0.5", ("A100", 0.5)),
+        ("H100", ("H100", 1.0)),
+    ],
+)
+def test_names_of_accelerators_say_how_many(text: str, expected: tuple[str, float]) -> None:
+    assert read_accelerator(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"), [("80GB", ["exact", "nearly"]), ("80GB+", ["exact", "nearly", "more"]), ("96GB+", ["more"])]
+)
+def test_memory_is_compared_as_it_is_sold(asked: str, names: list[str]) -> None:
+    """A card of "80 GB" is reported with 79; one with 70 is another."""
+    sizes = {"exact": 80.0, "nearly": 79.0, "less": 70.0, "more": 96.0}
+    figures = {
+        name: AcceleratorFigures(
+            name=name, memory_gib=gib, bf16_dense_tflops=1.0, fp32_tflops=1.0, memory_bandwidth_gbs=1.0, nvlink_gbs=0.0
+        )
+        for name, gib in sizes.items()
+    }
+    task = Task(run="x", resources=(Resources(accelerator=asked),))
+    assert [each.accelerator for each in resolve_accelerators(task, figures).resources] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "bare_unit", "seconds"),
+    [("1w", "m", 604800.0), ("1d", "m", 86400.0), ("90", "m", 5400.0), ("90", "s", 90.0), ("1h 30m", "s", 5400.0)],
+)
+def test_durations_have_the_unit_that_is_written_or_else_the_usual_one(
+    text: str, bare_unit: str, seconds: float
+) -> None:
+    assert Duration(bare_unit=bare_unit).read_value(text) == seconds

@@ -242,3 +242,22 @@ def test_reason_for_an_invalid_cron_names_the_field() -> None:
     assert explain_cron("0 2 * * *") is None
     assert explain_cron("0 25 * * *") == "hour is out of range or malformed"
     assert "6 fields" in (explain_cron("0 0 2 * * *") or "")
+
+
+def test_due_times_at_and_around_each_of_them() -> None:
+    spec, day_s = ScheduleSpec(cron="0 2 * * *"), 86400.0
+    monday_s = at("2026-01-05T02:00")
+    assert find_due(spec, monday_s, monday_s - 1.0) is None
+    now = find_due(spec, monday_s, monday_s)
+    assert now is not None and (now.due_s, now.missed_count, now.next_s) == (monday_s, 0, monday_s + day_s)
+    later = find_due(spec, monday_s, monday_s + day_s)
+    assert later is not None and (later.due_s, later.missed_count) == (monday_s + day_s, 1)
+    thursday = find_due(spec, monday_s, monday_s + 3 * day_s + 36000.0)
+    assert thursday is not None and (thursday.due_s, thursday.missed_count) == (monday_s + 3 * day_s, 3)
+    assert (thursday.first_s, thursday.last_missed_s) == (monday_s, monday_s + 2 * day_s)
+    assert thursday.next_s == monday_s + 4 * day_s
+
+
+def test_time_that_exists_twice_ends_with_its_second_occurrence() -> None:
+    """On 25 October 2026, clocks in Berlin go from 03:00 back to 02:00."""
+    assert read_until_s("2026-10-25T02:30", ZoneInfo("Europe/Berlin")) == at("2026-10-25T01:30")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trainers.tokens
 from tests.tiers import examples
 from trainers import prepare
 from trainers.config import DataConfig, TrainConfig
@@ -240,3 +241,33 @@ def test_learning_rate_rises_to_the_peak_and_falls_to_the_minimum() -> None:
     assert max(rates) == rates[9] == config.learning_rate
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert abs(rates[-1] - config.learning_rate_min) < 1e-12
+
+
+def test_tokens_of_gpt2_end_a_document_with_its_last_id(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(array("H", range(100)).tobytes())
+    tokens = open_tokens(DataConfig(path=str(tmp_path)))
+    assert (tokens.tokenizer, tokens.separator) == ("gpt2", 50256)
+
+
+def test_file_that_differs_only_at_its_end_is_other_data(tmp_path: Path) -> None:
+    """Of a large file, only pieces are read, the last of them included."""
+    path, found = tmp_path / "train.bin", set[str]()
+    for last in (1, 2):
+        path.write_bytes(bytes(3 * 2**20) + bytes([last, 0]))
+        found.add(open_tokens(DataConfig(path=str(tmp_path))).fingerprint)
+    assert len(found) == 2
+
+
+def test_seed_changes_the_order_of_training_and_not_that_of_evaluation() -> None:
+    tokens = open_tokens(DataConfig())
+    (first, kept), (second, kept_again) = (open_corpora(DataConfig(seed=seed), tokens, 128) for seed in (0, 1))
+    assert kept is not None and kept_again is not None
+    assert not torch.equal(first.read(0, 8)[0], second.read(0, 8)[0])
+    assert torch.equal(kept.read(0, 8)[0], kept_again.read(0, 8)[0])
+
+
+def test_text_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainers.tokens, "TEXT_BYTES_MAX", 10)
+    (tmp_path / "a.txt").write_text("eleven char")
+    with pytest.raises(TrainerError, match=r"make token files of it first: `python -m trainers.prepare"):
+        open_tokens(DataConfig(path=str(tmp_path)))

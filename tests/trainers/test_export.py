@@ -9,6 +9,7 @@ import torch
 
 from trainers.errors import TrainerError
 from trainers.export import convert, copy_tokenizer, find_special_ids, read_checkpoint
+from trainers.safetensors import SINGLE_FILE, SafetensorsFolder, write_safetensors
 
 
 def test_only_numbers_with_a_fraction_change_their_dtype() -> None:
@@ -50,3 +51,17 @@ def test_a_separator_of_several_tokens_is_no_end_of_a_text(tmp_path: Path, monke
 
     monkeypatch.setattr("trainers.export.create_tokenizer", lambda name: Pair())
     assert find_special_ids({}, str(tmp_path))["eos_token_id"] is None
+
+
+@pytest.mark.parametrize("name", ["x", "xy", "a.long.name"])
+def test_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path: Path, name: str) -> None:
+    """Readers map the file, and read numbers at their natural places."""
+    path = tmp_path / SINGLE_FILE
+    write_safetensors(path, {name: torch.arange(3, dtype=torch.int64)}, {"format": "pt"})
+    content = path.read_bytes()
+    assert (8 + int.from_bytes(content[:8], "little")) % 8 == 0
+    assert SafetensorsFolder(tmp_path).read(name).tolist() == [0, 1, 2]
+    assert [each.name for each in tmp_path.iterdir()] == [SINGLE_FILE]
+    path.write_bytes(content[:-1])
+    with pytest.raises(TrainerError, match="cut off"):
+        SafetensorsFolder(tmp_path)

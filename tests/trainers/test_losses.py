@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainers import losses
+from trainers import fused_loss, losses
 from trainers.losses import ChunkedLoss, class_loss, next_token_loss
 
 ROWS, VOCABULARY = 7, 5
@@ -56,3 +56,20 @@ def test_half_precision_is_computed_in_single_precision() -> None:
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, functional.cross_entropy(half.float(), targets))
     assert class_loss(half, targets).dtype is torch.float32
+
+
+@pytest.mark.parametrize("z_weight", [0.0, 0.1])
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7, 100])
+def test_loss_fused_with_the_last_layer_is_that_of_the_layers_apart(
+    z_weight: float, rows_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_loss, "CHUNK_BYTES", rows_per_chunk * VOCABULARY * fused_loss.FLOAT_BYTES)
+    torch.manual_seed(4)
+    head = fused_loss.Head(3, VOCABULARY, bias=False)
+    hidden, targets = torch.randn(ROWS, 3, requires_grad=True), torch.randint(VOCABULARY, (ROWS,))
+    expected = define(head(hidden), targets, z_weight)
+    slopes = torch.autograd.grad(3.0 * expected, (hidden, head.weight))
+    found = head(hidden, targets, z_weight)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(torch.autograd.grad(3.0 * found, (hidden, head.weight)), slopes, strict=True):
+        torch.testing.assert_close(ours, theirs)

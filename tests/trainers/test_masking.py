@@ -46,6 +46,12 @@ def test_every_window_hides_as_many_tokens_and_shows_the_mask_a_random_token_or_
     assert (shown == targets[hidden]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
 
+def test_data_that_is_hidden_otherwise_is_other_data() -> None:
+    """A run that resumes with another seed or share must be told."""
+    found = {open_batches().fingerprint, open_batches(seed=1).fingerprint, open_batches(share=0.3).fingerprint}
+    assert len(found) == 3 and open_batches().fingerprint in found
+
+
 def test_at_least_one_token_of_a_window_is_hidden() -> None:
     """Without any, the mean loss would be 0 / 0."""
     assert (count_hidden(8, 0.01), count_hidden(8, 0.5)) == (1, 4)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainers.config import TrainConfig
 from trainers.errors import TrainerError
-from trainers.optimizer import MakeOptimizer, Optimizer, read_counters
+from trainers.optimizer import MakeOptimizer, Optimizer, find_learning_rate, read_counters
 
 CONFIG = TrainConfig(steps=20, warmup_steps=2, learning_rate=0.05)
 
@@ -304,3 +304,57 @@ def test_counters_on_a_device_are_read_with_one_wait(monkeypatch: pytest.MonkeyP
     counters = {"a": torch.tensor(3.0), "b": 2, "c": torch.tensor(5.0), "d": 7.0}
     assert list(read_counters(counters).items()) == [("a", 3), ("b", 2), ("c", 5), ("d", 7)]
     assert read_counters({}) == {}
+
+
+def test_weight_decay_applies_to_matrices_only() -> None:
+    """As in GPT-2 and Llama; without gradients, decay alone moves a weight."""
+    values = {"matrix": torch.ones(2, 2), "norm": torch.ones(2), "scale": torch.ones(())}
+    parameters = {name: nn.Parameter(value) for name, value in values.items()}
+    config = TrainConfig(steps=10, warmup_steps=0, learning_rate=0.1, learning_rate_min=0.1, weight_decay=0.5)
+    optimizer = Optimizer(parameters.items(), config)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert parameters["matrix"].tolist() == [[pytest.approx(0.95)] * 2] * 2
+    assert parameters["norm"].tolist() == [1.0, 1.0] and parameters["scale"].item() == 1.0
+
+
+def test_moments_decay_at_the_usual_rates_of_language_models() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = Optimizer([("x", parameter)], TrainConfig(warmup_steps=0))
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["first"]["x"].tolist() == pytest.approx([0.1, 0.1])
+    assert state["second"]["x"].tolist() == pytest.approx([0.05, 0.05])
+
+
+def test_each_of_several_updates_in_a_step_has_its_share_of_the_rate() -> None:
+    def move(rate_share: float) -> float:
+        parameter = nn.Parameter(torch.zeros(1))
+        config = TrainConfig(steps=10, warmup_steps=0, learning_rate=0.1, learning_rate_min=0.1)
+        optimizer = Optimizer([("x", parameter)], config)
+        parameter.grad = torch.ones(1)
+        optimizer.step(schedule_step=3, rate_share=rate_share)
+        assert optimizer.steps_done == 4
+        return parameter.item()
+
+    assert move(1.0) == pytest.approx(-0.1) and move(0.25) == pytest.approx(-0.025)
+
+
+def test_run_is_finished_after_its_last_step_and_not_before() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = Optimizer([("x", parameter)], TrainConfig(steps=2, warmup_steps=0))
+    found = []
+    for _ in range(2):
+        found.append(optimizer.is_finished)
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+    assert [*found, optimizer.is_finished] == [False, False, True]
+
+
+def test_first_step_of_a_warm_up_moves_and_the_last_step_has_the_least_rate() -> None:
+    config = TrainConfig(steps=11, warmup_steps=4, learning_rate=1.0, learning_rate_min=0.1)
+    rates = [find_learning_rate(step, config) for step in range(11)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[10] == pytest.approx(0.1)
+    assert rates[7] == pytest.approx(0.55) and rates[4:] == sorted(rates[4:], reverse=True)

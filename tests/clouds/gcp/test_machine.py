@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,23 @@ def test_unknown_quota_is_not_treated_as_zero(request_of: Make, offer_of: MakeOf
     with pytest.raises(QuotaError) as caught:
         check_quotas(needs, short, project="p", region="us-central1")
     assert "0 of 4 left (NVIDIA_T4_GPUS)" in caught.value.message
+
+
+def test_nodes_of_a_gang_share_its_price_and_its_replacements_their_tag(request_of: Make) -> None:
+    request = request_of(node_count=2)
+    description = names.read_description(names.describe(request))
+    assert description is not None and description["usd_hour"] * 2 == pytest.approx(request.placement.usd_hour)
+    assert names.peers_tag(replace(request, token="another")) == names.peers_tag(request), (
+        "a replacement reaches its peers"
+    )
+    for other in (replace(request, attempt=request.attempt + 1), replace(request, cluster="another")):
+        assert names.peers_tag(other) != names.peers_tag(request)
+
+
+@pytest.mark.parametrize("length", [62, 63, 64, 200])
+def test_labels_fit_and_stay_distinct(length: int) -> None:
+    value = names.label_value("a" * length)
+    assert len(value) <= 63 and (value == "a" * length) is (length <= 63)
+    assert names.label_value("a" * length + "b") != value
+    assert names.label_value("Team") != names.label_value("team") == "team"
+    assert len(names.make_plain("1" + "a" * length, is_key=True)) <= 63
