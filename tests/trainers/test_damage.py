@@ -1,5 +1,6 @@
 """Twenty checkpoints with a torn or flipped part: none is loaded, none is fatal."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,17 @@ import pytest
 import torch
 
 from trainers.checkpoint import CheckpointManager, list_checkpoints
-from trainers.manifest import CheckpointName, DamagedFile, FileChecksum, check_seal, divide, remove_old
+from trainers.manifest import (
+    MANIFEST_VERSION,
+    CheckpointName,
+    DamagedFile,
+    FileChecksum,
+    check_seal,
+    divide,
+    read_manifest,
+    remove_old,
+    seal_manifest,
+)
 from trainers.ranks import Ranks
 from trainers.storage import FolderStorage
 
@@ -158,3 +169,15 @@ def test_seal_of_a_file_is_its_checksum_and_its_size() -> None:
     for actual in (("ab", 4), ("ac", 3), None):
         with pytest.raises(DamagedFile):
             check_seal("x", seal, actual)
+
+
+def test_manifest_whose_content_was_changed_is_damaged() -> None:
+    """A flipped bit may be another number in valid JSON."""
+    about = {"version": MANIFEST_VERSION, "world_size": 2, "shared": [], "own": [], "files": {}, "about": {}}
+    sealed = {**about, "seal": seal_manifest(about)}
+    storage = MemoryStorage()
+    storage.read = lambda path: json.dumps(sealed).encode()  # type: ignore[method-assign]
+    assert read_manifest(storage, name_checkpoint(1, 1)).world_size == 2  # type: ignore[arg-type]
+    sealed["world_size"] = 3
+    with pytest.raises(DamagedFile, match="its own checksum"):
+        read_manifest(storage, name_checkpoint(1, 1))  # type: ignore[arg-type]

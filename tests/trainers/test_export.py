@@ -9,7 +9,7 @@ import torch
 
 from trainers.errors import TrainerError
 from trainers.export import convert, copy_tokenizer, find_special_ids, read_checkpoint
-from trainers.safetensors import SINGLE_FILE, SafetensorsFolder, write_safetensors
+from trainers.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, write_safetensors
 
 
 def test_only_numbers_with_a_fraction_change_their_dtype() -> None:
@@ -65,3 +65,9 @@ def test_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path: Path, name: str) -
     path.write_bytes(content[:-1])
     with pytest.raises(TrainerError, match="cut off"):
         SafetensorsFolder(tmp_path)
+
+
+def test_single_file_comes_before_the_index_of_an_earlier_model(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / SINGLE_FILE, {"x": torch.ones(1)}, {})
+    (tmp_path / INDEX_FILE).write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    assert SafetensorsFolder(tmp_path).read("x").tolist() == [1.0]
