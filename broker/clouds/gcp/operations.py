@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from broker.clouds.gcp.errors import read_operation_error
@@ -39,24 +40,24 @@ def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None
     `operation.result()` would call the public host regardless of the endpoint that was set, and sleeps between its
     calls.
     """
-    client = clients.get("ZoneOperations")
-    start_s = time.monotonic()
-    name = operation.name
-    while True:
-        found = client.wait(project=project, zone=zone, operation=name, timeout=WAIT_TIMEOUT_S)
-        if found.status.name == "DONE":
-            break
-        if time.monotonic() - start_s > OPERATION_S_MAX:
-            raise UnknownOutcomeError(f"operation {name} in {zone} did not finish within {OPERATION_S_MAX:g} s")
-    error = read_operation_error(found)
-    if error is not None:
-        raise error
+    _wait(partial(clients.get("ZoneOperations").wait, project=project, zone=zone), operation.name, where=f" in {zone}")
 
 
 def wait_global(clients: Clients, project: str, operation: Any) -> None:
     """Like `wait_zone`, for resources without a zone: firewall rules."""
-    result = clients.get("GlobalOperations").wait(project=project, operation=operation.name, timeout=WAIT_TIMEOUT_S)
-    error = read_operation_error(result)
+    _wait(partial(clients.get("GlobalOperations").wait, project=project), operation.name)
+
+
+def _wait(call: Callable[..., Any], name: str, *, where: str = "") -> None:
+    """Repeat the call, which returns after two minutes at most, whether or not the operation is DONE."""
+    start_s = time.monotonic()
+    while True:
+        found = call(operation=name, timeout=WAIT_TIMEOUT_S)
+        if found.status.name == "DONE":
+            break
+        if time.monotonic() - start_s > OPERATION_S_MAX:
+            raise UnknownOutcomeError(f"operation {name}{where} did not finish within {OPERATION_S_MAX:g} s")
+    error = read_operation_error(found)
     if error is not None:
         raise error
 
