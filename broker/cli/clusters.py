@@ -14,7 +14,7 @@ from broker.cli.completion import complete_clusters
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_count, format_duration, format_usd, to_plain
-from broker.types import ClusterStatus, Run, RunStatus
+from broker.types import Cluster, ClusterStatus, NodeState, Run, RunStatus
 
 ClusterName = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="Cluster name.", show_default=False, autocompletion=complete_clusters)
@@ -154,13 +154,12 @@ def _show_status(found: Status, now_s: float) -> None:
     rows = []
     for each in found.clusters:
         offer = each.placement.offer
-        lost = sum(1 for node in each.nodes if node.state == "TERMINATED")
-        state = each.status.value + (f" ({lost} lost)" if lost else "")
         where = f"{offer.cloud} {offer.zone or offer.region}"
-        rate = "-" if each.status is ClusterStatus.STOPPED else format_usd(each.placement.usd_hour)
+        is_free = each.status is ClusterStatus.STOPPED or _has_ended(each)
+        rate = "-" if is_free else format_usd(each.placement.usd_hour)
         user = [] if found.only or not found.users else [found.users.get(each.name, "-")]
         rows.append(
-            [each.name, *user, state, f"{each.placement.node_count} x {offer.instance_type}", where,
+            [each.name, *user, _describe_state(each), f"{each.placement.node_count} x {offer.instance_type}", where,
              format_duration(now_s - each.created_s), rate, format_usd(found.spent_usd[each.name])]
         )  # fmt: skip
     if rows:
@@ -175,3 +174,18 @@ def _show_status(found: Status, now_s: float) -> None:
         print_line(f"{format_count(len(found.live_job_ids), 'live managed job')}; see `broker jobs queue`")
     whose = " of all users" if found.only else ""
     print_line(f"Total cost so far{whose}: {format_usd(found.total_usd)} USD")
+    if ended := [each.name for each in found.clusters if _has_ended(each)]:
+        print_note(f"the machines of {', '.join(ended)} are gone; remove the record with `broker down {ended[0]}`")
+
+
+def _describe_state(cluster: Cluster) -> str:
+    if _has_ended(cluster):
+        return "ENDED"
+    lost = sum(node.state is NodeState.TERMINATED for node in cluster.nodes)
+    return cluster.status.value + (f" ({lost} lost)" if lost else "")
+
+
+def _has_ended(cluster: Cluster) -> bool:
+    """Return whether a cluster that was up has no machine left, as after autostop. A job replaces its own."""
+    is_gone = bool(cluster.nodes) and all(node.state is NodeState.TERMINATED for node in cluster.nodes)
+    return is_gone and cluster.status is ClusterStatus.UP and cluster.job_id is None

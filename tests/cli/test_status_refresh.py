@@ -66,7 +66,8 @@ def test_other_clouds_are_still_queried_and_the_reason_is_shown(shell: Shell, ac
     done = shell.run("status", "--refresh", code=5)
     (near,) = [line for line in done.stdout.splitlines() if line.startswith("near")]
     (far,) = [line for line in done.stdout.splitlines() if line.startswith("far")]
-    assert "UP (1 lost)" in near and "lost" not in far and "UP" in far
+    assert "ENDED" in near and "UP" not in near and "lost" not in far and "UP" in far
+    assert "`broker down near`" in done.stderr
     assert REASON in done.stderr and "hint: " in done.stderr
     found = json.loads(shell.run("status", "--refresh", "--json", code=5).stdout)
     assert list(found["not_asked"]) == ["aws"]
