@@ -75,7 +75,8 @@ def find_updaters(cache: Path) -> list[int]:
     for each in Path("/proc").glob("[0-9]*"):
         try:
             words = (each / "cmdline").read_bytes().split(b"\0")
-            if b"updater" in words and (each / "cwd").resolve() == cache.resolve():
+            # The command line is empty for an instant after the process was started.
+            if (b"updater" in words or words == [b""]) and (each / "cwd").resolve(strict=True) == cache.resolve():
                 found.append(int(each.name))
         except OSError:
             continue  # it ended meanwhile

@@ -50,8 +50,9 @@ def test_server_whose_supervisor_was_killed_is_started_again_with_one(tmp_path: 
     (tmp_path / "releases" / "r1").mkdir(parents=True)
     names["switch"](str(tmp_path), "r1")
     request = {"digest": "r1", "arguments": []}
-    program = [sys.executable, "-c", "input()", str(tmp_path)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE) as supervisor:
+    program = [sys.executable, "-c", "print(flush=True); input()", str(tmp_path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdout is not None and supervisor.stdout.readline()  # /proc has its arguments by now
         (tmp_path / "supervisor.pid").write_text(str(supervisor.pid))
         names["start"](str(tmp_path), request)
         assert done == [], "a supervised server is left alone"
