@@ -105,6 +105,16 @@ async def wait_for(bed: Bed, token: str, is_so: Callable[[Sequence[Node]], bool]
     raise AssertionError(f"never came true for {nodes}")
 
 
+async def wait_for_none(bed: Bed, token: str) -> None:
+    """Wait until no node of this token is listed: a part of a gang that could not be created is deleted."""
+    await settle(bed)
+    for _ in range(POLLS_MAX):
+        if not (nodes := await list_of(bed, token)):
+            return
+        await bed.clock.sleep(bed.look_s)
+    raise AssertionError(f"still listed: {nodes}")
+
+
 async def wait_state(bed: Bed, token: str, state: NodeState, count: int = 1) -> Sequence[Node]:
     return await wait_for(bed, token, lambda nodes: len(nodes) == count and all(node.state is state for node in nodes))
 

@@ -31,6 +31,7 @@ from tests.clouds.beds import (
     make_request,
     settle,
     wait_for,
+    wait_for_none,
     wait_state,
 )
 
@@ -220,7 +221,7 @@ class CloudContract:
             request = make_request(bed, node_count=2)
             with pytest.raises(ThrottledError):
                 await bed.cloud.create_nodes(request)
-            assert await count_living(bed) == 0
+            await wait_for_none(bed, request.token)
             assert len(await bed.cloud.create_nodes(request)) == 2
 
         bed.run(act())
