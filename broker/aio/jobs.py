@@ -134,7 +134,7 @@ async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tu
 
     def list_jobs(context: Context) -> tuple[Job, ...]:
         found = context.store.jobs.list(on_damage=context.warn)
-        context.ensure_live_jobs_driven()
+        context.restart_daemon_if_needed()
         return tuple(found)
 
     if is_remote(home):

@@ -262,7 +262,7 @@ class Context(Permissions):
         except StateError as error:
             self.warn(error)
 
-    def ensure_live_jobs_driven(self) -> None:
+    def restart_daemon_if_needed(self) -> None:
         """Restart a dead daemon if it has work left.
 
         That is a live job, service or schedule, machines of an ended job, a termination or surplus launch whose command

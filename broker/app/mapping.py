@@ -218,7 +218,7 @@ class MapDriver:
                     hints=[f"see `broker jobs logs {ids[-1]}`; the same command starts the workers again"],
                 )
             self.submit(view.workers)
-            self._context.ensure_live_jobs_driven()
+            self._context.restart_daemon_if_needed()
             await self._context.clock.sleep(POLL_S)
 
     def finish(self, view: MapView) -> MapResult:

@@ -104,7 +104,7 @@ class SweepDriver:
                 if self._closed is not None:
                     raise self._closed
                 return
-            self._context.ensure_live_jobs_driven()
+            self._context.restart_daemon_if_needed()
             await self._context.clock.sleep(POLL_S)
 
     def _decide(self, jobs: Mapping[int, Job]) -> SweepStep:

@@ -41,7 +41,7 @@ def gc(
             asyncio.run(context.provisioner.collect(failures.setdefault))
     if not dry_run:
         _sweep_access(context)
-    context.ensure_live_jobs_driven()  # last: a daemon would collect at the same time, and this command report nothing
+    context.restart_daemon_if_needed()  # last: a daemon would collect at the same time, and this command report nothing
     archives = _sweep_archives(context, is_dry=dry_run)
     nodes = [node for node in lost.nodes if node.cloud not in failures]
     names = [name for name in lost.names if name not in failures]

@@ -37,7 +37,7 @@ def top(
     """
     check_embedded("serve top")
     context = make_context()
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     wanted = names or ()
     if as_json:
         print_json([describe_service(each) for each in services.describe_services(context, wanted)])

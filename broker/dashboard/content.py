@@ -41,7 +41,7 @@ class OverviewPage:
 
     def make(self, context: Context) -> Markup:
         """Make the overview, and restart a dead daemon while jobs are live."""
-        context.ensure_live_jobs_driven()
+        context.restart_daemon_if_needed()
         is_due = not 0.0 <= context.clock.now_s() - self._read_s < SAVED_S
         overview = read_overview(context, has_ondemand=is_due)
         if overview.month_saved_usd is not None:

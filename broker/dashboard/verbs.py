@@ -11,7 +11,7 @@ from broker.state.refusals import Refusal
 
 def show_overview(context: Context) -> Overview:
     """Read the overview, and restart a dead daemon while jobs are live."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     return read_overview(context)
 
 

@@ -131,7 +131,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
         else:
             write_moved(home, replace(moved, is_complete=True))
     if answer.get("has_work"):
-        context.ensure_live_jobs_driven()
+        context.restart_daemon_if_needed()
         raise explain_busy(server)
     return up
 

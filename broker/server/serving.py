@@ -137,7 +137,7 @@ async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable
     """Keep the daemon running and backup and prices current until `until` returns. Raises FencedError if replaced."""
     tasks = [
         asyncio.ensure_future(until()),
-        asyncio.create_task(repeat(home, policy, ServerContext.ensure_live_jobs_driven, every_s=WATCH_S)),
+        asyncio.create_task(repeat(home, policy, ServerContext.restart_daemon_if_needed, every_s=WATCH_S)),
         asyncio.create_task(repeat(home, policy, _forget_files, every_s=FORGET_EVERY_S)),
         asyncio.create_task(keep_backup(home)),
         asyncio.create_task(keep_prices_fresh(SystemClock(), home)),

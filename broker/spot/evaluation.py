@@ -127,8 +127,8 @@ class MarketEvaluation:
         near = [each for each in self.markets if each.candidate.is_open and each.move_price <= 0]
         if self._has_moves and near:
             places.append(min(near, key=lambda each: (each.price, -each.candidate.age_hours)))
-        scales = [self._consider(each) for each in {id(each): each for each in places}.values()]
-        return min(scales, key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
+        evaluations = [self._consider(each) for each in {id(each): each for each in places}.values()]
+        return min(evaluations, key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
 
     def _consider(self, market: SpotMarket) -> MarketEvaluation:
         """Return the evaluation by the value function of this market."""

@@ -60,12 +60,12 @@ def test_surplus_launch_of_a_killed_command_starts_the_daemon_that_terminates_it
     cluster = Cluster(name="dev", status=ClusterStatus.INIT, placement=placement, attempt=1)
     context.store.clusters.put(cluster)
     context.store.intents.put(NodeRequest(owner="me", cluster="dev", attempt=1, token="t1", placement=placement))
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     assert revived == [], "a command brings it up"
     context.store.clusters.put(replace(cluster, status=ClusterStatus.UP))
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     assert revived == [context]
     context.store.intents.close("t1", IntentEnd.TERMINATED)
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     assert revived == [context]
     context.store.close()

@@ -242,7 +242,7 @@ def test_interrupted_move_to_a_server_that_got_work_leaves_the_jobs_here(
     context.store.jobs.add("ours", Task(run="true"))
     hosting = HostingInMemory(tmp_path)
     monkeypatch.setattr(importing, "call", hosting.call)
-    monkeypatch.setattr(Context, "ensure_live_jobs_driven", lambda self: hosting.verbs.append("daemon"))
+    monkeypatch.setattr(Context, "restart_daemon_if_needed", lambda self: hosting.verbs.append("daemon"))
     write_moved(tmp_path, MoveDestination(url="https://host:8471", word="w1"))
     with pytest.raises(UsageError, match="only an empty one can take over"):
         importing.move(context, hosting)  # type: ignore[arg-type]

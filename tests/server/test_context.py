@@ -73,6 +73,6 @@ def test_reading_ends_when_its_client_is_gone() -> None:
 def test_controllers_that_run_elsewhere_are_not_started_here(tmp_path: Path) -> None:
     context = ServerContext(tmp_path, policy=Policy(has_controller=False))
     context.store.jobs.add("train", ON_LOCAL)
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     assert not context.config.daemon_lock.exists() and not context.config.daemon_log.exists()
     context.close()

@@ -35,7 +35,7 @@ class CostReport:
 
 def show_cost(context: Context, *, by: Grouping) -> CostReport:
     """Sum all bills up to now."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     store = context.store
     names = {job.id: job.name for job in store.jobs.list_lines(on_damage=context.warn)} if by is Grouping.JOB else {}
     now_s = context.clock.now_s()

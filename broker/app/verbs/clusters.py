@@ -26,7 +26,7 @@ class DownPreview:
 def show_status(context: Context, *, is_refreshing: bool = False, of_all_users: bool = True) -> Status:
     """Read clusters, of all users or only of the caller, and restart a dead daemon while any job is live."""
     found = asyncio.run(clusters.read_status(context, is_refreshing=is_refreshing, of_all_users=of_all_users))
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     return found
 
 

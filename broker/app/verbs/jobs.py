@@ -100,7 +100,7 @@ def list_queue(context: Context, *, newest: int | None, of_all_users: bool = Tru
         own = [line for line in lines if visibility.shows(line.id)]
         lines = [line for place, line in enumerate(own) if newest is None or place < newest or line.ended_s is None]
         count = len(own)
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
     live = [line.id for line in lines if not line.status.is_terminal][:FORECASTS_MAX]
     found = [job for job_id in live if (job := context.store.jobs.get(job_id)) is not None]
@@ -119,7 +119,7 @@ def list_jobs(context: Context, *, of_all_users: bool = True) -> tuple[PricedJob
     """List all jobs in full, oldest first. On a server, list the caller's own jobs unless `of_all_users`."""
     visibility = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
     found = [job for job in context.store.jobs.list(on_damage=context.warn) if visibility.shows(job.id)]
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
     live = [job for job in found if not job.status.is_terminal][-FORECASTS_MAX:]
     forecasts = forecast_jobs(context, live, spent)
@@ -164,7 +164,7 @@ def follow_log(
     """Pass a job's output, starting at `offset`, to `on_chunk`, across recoveries, until the job ends."""
     found = jobs.find_job(context, job)
     if not is_following:
-        context.ensure_live_jobs_driven()
+        context.restart_daemon_if_needed()
         for chunk in jobs.read_chunks(context, found.id, offset=offset):
             on_chunk(chunk)
         return
@@ -178,13 +178,13 @@ def follow_log(
 
 def list_events(context: Context, *, job: str) -> tuple[EventRow, ...]:
     """List the events of a job, oldest first."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     return tuple(context.store.events.list(job_id=jobs.find_job(context, job).id))
 
 
 def explain_job(context: Context, *, job: str) -> JobExplanation:
     """Explain the status of a job: its history, recoveries and cost."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     explanation = jobs.explain(context, jobs.find_job(context, job))
     needs = (context.store.jobs.get(need) for need in explanation.job.needs)
     forecast = forecast_job(context, explanation.job, paid_usd=explanation.paid_usd)

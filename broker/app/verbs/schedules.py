@@ -10,13 +10,13 @@ from broker.types import DueTime, JobSchedule
 
 def list_schedules(context: Context) -> tuple[ScheduleView, ...]:
     """List all schedules by name, each with its newest due time and job."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     return tuple(schedules.list_schedules(context))
 
 
 def list_due_times(context: Context, *, schedule: str, newest: int = schedules.NEWEST) -> tuple[DueTime, ...]:
     """List the outcomes of the `newest` due times of a schedule, oldest first. Raises UsageError."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     return tuple(context.store.schedules.list_due_times(schedules.find_schedule(context, schedule), newest=newest))
 
 

@@ -75,13 +75,13 @@ def update_service(
 
 def list_services(context: Context, *, names: tuple[str, ...] = ()) -> tuple[ServiceLine, ...]:
     """Describe these services, or all. Raises UsageError for an unknown name."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     return tuple(services.describe_services(context, names))
 
 
 def explain_service(context: Context, *, service: str) -> ServiceExplanation:
     """Explain the status of a service. Raises UsageError."""
-    context.ensure_live_jobs_driven()
+    context.restart_daemon_if_needed()
     (line,) = services.describe_services(context, [service])
     return ServiceExplanation(line=line, events=tuple(services.list_service_events(context, service)))
 

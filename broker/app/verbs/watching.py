@@ -91,7 +91,7 @@ def watch_jobs(context: Context, *, job: str | None, on_change: Callable[[JobCha
             on_change(JobChanges(lines=tuple(changed), events=tuple(events), usage=usage))
             if watcher.is_over:
                 return
-            context.ensure_live_jobs_driven()
+            context.restart_daemon_if_needed()
             await context.clock.sleep(POLL_S)
 
     asyncio.run(follow())

@@ -1,7 +1,7 @@
 """kill -9 of broker at each call that changes an account: before it takes effect, and before its answer arrives.
 
-A phase of the story begins anew with all kinds of calls, so that a launch, a replacement and a termination are each
-interrupted everywhere. Clients of a service read streams meanwhile.
+Each phase counts its calls from zero, so that a launch, a replacement and a termination are each interrupted at every
+call. Clients of a service read streams meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ run: while [ ! -e FOLDER/enough ]; do sleep 0.2; done
 """
 
 
-class Killer:
+class CallKiller:
     """Kills a process of broker at the first call of each kind in a phase, before and after the call's effect."""
 
     def __init__(self, stage: Stage, *, target: str = "broker daemon") -> None:
@@ -102,7 +102,7 @@ def list_machines(stage: Stage) -> list[str]:
     return own + [name for name in stage.list_living() if name not in stage.account.instances]
 
 
-async def preempt_under_streams(stage: Stage, url: str, killer: Killer) -> None:
+async def preempt_under_streams(stage: Stage, url: str, killer: CallKiller) -> None:
     """Preempt a replica while clients read; return once it is replaced, with every stream whole."""
     async with read_all_along(url) as (tally, errors):
         await until(lambda: tally.ended >= STREAMS)
@@ -118,7 +118,7 @@ async def preempt_under_streams(stage: Stage, url: str, killer: Killer) -> None:
 def test_job_outlives_a_kill_at_every_call(stage: Stage, shared: Path, cloud: str) -> None:
     if cloud == "gcp":
         stage.account.full |= {(zone, "m5.large") for zone in ("us-east-1a", "us-east-1b", "us-west-2a")}
-    killer = Killer(stage)
+    killer = CallKiller(stage)
     stage.run("jobs", "launch", stage.write("job.yaml", JOB.replace("FOLDER", str(shared))), "--yes", "--detach-run")
     wait_until(stage, lambda: stage.get_status(1) is JobStatus.RUNNING, "the job runs")
     killer.begin_phase()
@@ -141,7 +141,7 @@ def test_service_outlives_a_kill_at_every_call_and_answers_throughout(stage: Sta
     engine = shared / "engine.py"
     shutil.copy(Path(__file__).with_name("engine.py"), engine)
     engine.chmod(0o644)
-    killer = Killer(stage)
+    killer = CallKiller(stage)
     stage.run("serve", "up", stage.write("web.yaml", SERVICE.replace("FOLDER", str(shared))), "-y")
     wait_until(stage, lambda: count_ready(stage) == 2, "both replicas are ready")
     wait_until(stage, lambda: len(list_machines(stage)) == 2, "the replicas' machines are the only ones")
@@ -161,11 +161,11 @@ def test_a_command_that_is_killed_at_every_call_can_be_repeated(stage: Stage, cl
     if cloud == "gcp":
         stage.account.full |= {(zone, "m5.large") for zone in ("us-east-1a", "us-east-1b", "us-west-2a")}
     task = stage.write("hello.yaml", HELLO)
-    launches = Killer(stage, target="broker launch")
+    launches = CallKiller(stage, target="broker launch")
     while stage.run("launch", task, "-c", "dev", "--yes", code=None).returncode:
         assert launches.kills and len(launches.kills) < 40, launches.kills
     wait_until(stage, lambda: len(list_machines(stage)) == 2, "the cluster's machines are the only ones")
-    downs = Killer(stage, target="broker down")
+    downs = CallKiller(stage, target="broker down")
     while stage.read_json("status")["clusters"]:
         stage.run("down", "dev", "--yes", code=None)
         assert len(downs.kills) < 40, downs.kills
@@ -176,13 +176,14 @@ def test_a_command_that_is_killed_at_every_call_can_be_repeated(stage: Stage, cl
 
 @pytest.mark.exhaustive
 def test_a_server_is_set_up_and_removed_although_each_command_is_killed_at_every_call(stage: Stage) -> None:
-    Killer(stage, target="broker server up")
+    ups = CallKiller(stage, target="broker server up")
     place = ("--infra", "aws/us-east-1", "--python", sys.executable, "--yes", "--login")
     while stage.run("server", "up", *place, code=None).returncode:
         assert len(stage.account.calls) < 1000
     assert stage.read_json("server", "status")["is_running"] and len(list_machines(stage)) == 1
-    Killer(stage, target="broker server down")
+    downs = CallKiller(stage, target="broker server down")
     while stage.run("server", "down", code=None).returncode:
         assert len(stage.account.calls) < 2000
     assert not list_machines(stage)
     assert set(stage.account.roles) == set(stage.account.profiles) == {"reader"}
+    assert len(ups.kills) >= 10 and len(downs.kills) >= 5
